@@ -21,7 +21,7 @@ LEVELS = (
     {"errors", "io"},
     {"types"},
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
-    {"sources", "devices", "schedulers", "noise", "estimators", "perturbation", "workers"},
+    {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
     {"sweep", "planning"},
     {"methods"},
     {"build"},

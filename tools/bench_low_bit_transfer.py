@@ -4,7 +4,7 @@
     python tools/bench_low_bit_transfer.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
 
 The bus is simulated (``threaded_device.py``): copies run in threads at a given rate, in both directions simultaneously. The
-CPU is both device and host, so the host's work for a device (replaying and rounding: the lane 'carry') takes cores from the
+CPU is both device and host, so the host's work for a device (replaying and rounding: the lane 'host') takes cores from the
 device's compute, unlike with a GPU. A ratio of 4 means that a sweep computes four times as long as the transfer of float32
 blocks in one direction takes. ``--gpu`` uses a real GPU and bus. All configurations run mixed precision, bfloat16 under
 autocast, with the default noise, and alternate in one process. Prints a table and JSON.
@@ -112,9 +112,7 @@ def report(results: list[StepResult]) -> dict[str, Any]:
     return {
         "seconds": spread([result.seconds for result in results]),
         "compute": spread(compute),
-        **{
-            lane.value: spread([use[lane].busy_seconds for use in lanes]) for lane in (Lane.UPLOAD, Lane.OFFLOAD, Lane.CARRY)
-        },
+        **{lane.value: spread([use[lane].busy_seconds for use in lanes]) for lane in (Lane.UPLOAD, Lane.OFFLOAD, Lane.HOST)},
         "uploaded_bytes": spread([use[Lane.UPLOAD].nbytes for use in lanes])["median"],
         "offloaded_bytes": spread([use[Lane.OFFLOAD].nbytes for use in lanes])["median"],
     }
@@ -127,13 +125,13 @@ def table(measured: dict[str, Any]) -> str:
         base = sides[CONFIGURATIONS[0].name]["seconds"]["median"]
         rate = measured["rates"].get(ratio)
         lines.append(ratio if rate is None else f"compute to transfer {ratio}: {rate / 1e9:.2f} GB/s each way")
-        lines.append(f"  {'':32s}{'step':>8s}{'share':>8s}{'up':>9s}{'back':>9s}{'compute':>9s}{'upload':>8s}{'carry':>8s}")
+        lines.append(f"  {'':32s}{'step':>8s}{'share':>8s}{'up':>9s}{'back':>9s}{'compute':>9s}{'upload':>8s}{'host':>8s}")
         for name, side in sides.items():
             seconds = side["seconds"]["median"]
             lines.append(
                 f"  {name:32s}{seconds:8.3f}{seconds / base:8.2f}{side['uploaded_bytes'] / 1e6:7.0f}MB"
                 f"{side['offloaded_bytes'] / 1e6:7.0f}MB{side['compute']['median']:9.3f}{side['upload']['median']:8.3f}"
-                f"{side['carry']['median']:8.3f}"
+                f"{side['host']['median']:8.3f}"
             )
     return "\n".join(lines)
 

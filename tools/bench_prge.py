@@ -220,7 +220,7 @@ def write_bases(config: PretrainedConfig, folder: Path, names: Sequence[str]) ->
         if name in DTYPES:
             make_checkpoint(config, folder / name, dtype=DTYPES[name])
         else:
-            quantize(folder / "bfloat16", folder / name, name, report=lambda _: None)
+            quantize(folder / "bfloat16", folder / name, name)
     sizes = {}
     for name in names:
         specs = [spec for layout in open_checkpoint(folder / name).layouts for spec in layout.parameters]

@@ -1,18 +1,22 @@
 """Measure workers on one host: the speed of two against one, the memory of several, and the first step of a late one.
 
     python tools/bench_workers.py speed DIR --rows 4 --tokens 64
+    python tools/bench_workers.py gradients DIR --rows 16 --tokens 40
     python tools/bench_workers.py memory DIR --workers 4
     python tools/bench_workers.py late DIR --steps 1000
 
 ``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
-directions. Their losses must be equal. ``memory`` reads the proportional set size of each process (smaps_rollup), in which a
-page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps and measures the time from
-the start of a second worker without a journal to the end of its first step. Each prints a table and JSON.
+directions. Their losses must be equal. ``gradients`` does the same with AdamW steps of a LoRA adapter; two workers split the
+rows, so their losses differ from one worker's by rounding. ``memory`` reads the proportional set size of each process
+(smaps_rollup), in which a page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps
+and measures the time from the start of a second worker without a journal to the end of its first step. Each prints a table
+and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import platform
@@ -22,17 +26,21 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_overlap import keep
+from peft import LoraConfig
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
-from zo2core.types import work_bytes
+from zo2core import BackpropEngine, Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
+from zo2core.types import GradientStepResult, work_bytes
 from zo2core.workers.exchange import TCPStore
 from zo2core.workers.rendezvous import open_store
 
@@ -71,30 +79,42 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    model = open_checkpoint(options.directory, dtype=options.dtype)
-    estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
+    by_gradients = options.what == "gradients"
+    adapter = Adapter(config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])) if by_gradients else None
+    model = open_checkpoint(options.directory, dtype=options.dtype, adapter=adapter)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     with ExitStack() as opened:
         workers = None
         if size > 1:
             store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-            joined = Workers.joined(rank=rank, size=size, store=store, key=KEY, split="directions", timeout=TIMEOUT)
+            split = "rows" if by_gradients else "directions"
+            joined = Workers.joined(rank=rank, size=size, store=store, key=KEY, split=split, timeout=TIMEOUT)
             workers = opened.enter_context(joined)
-        engine = opened.enter_context(
-            ZOEngine(
-                model,
-                estimator,
-                noise=PhiloxNoise(Distribution.RADEMACHER),
-                memory=MemoryPolicy(activations="64MiB"),
-                workers=workers,
-            )
-        )
+        engine: ZOEngine | BackpropEngine
+        engine = (first_order if by_gradients else zeroth_order)(model, options, workers)
+        opened.callback(engine.close)
         pipe.send(work_bytes(model.layouts))
         while (words := pipe.recv())[0] != "stop":
             if words[0] == "step":
-                pipe.send((engine.step(batch).losses, sum(os.times()[:2])))
+                result = engine.step(batch)
+                losses = (result.loss,) if isinstance(result, GradientStepResult) else result.losses
+                pipe.send((losses, sum(os.times()[:2])))
             elif words[0] == "memory":
                 pipe.send(proportional_bytes())
+
+
+def zeroth_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> ZOEngine:
+    """The engine of ``speed`` and ``memory``."""
+    estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
+    noise, memory = PhiloxNoise(Distribution.RADEMACHER), MemoryPolicy(activations="64MiB")
+    return ZOEngine(model, estimator, noise=noise, memory=memory, workers=workers)
+
+
+def first_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> BackpropEngine:
+    """The engine of ``gradients``: memory for all graphs, and freed memory returned as by ``zo2 train``."""
+    keep_freed_memory(SMALL)
+    memory = MemoryPolicy(activations=options.activations)
+    return BackpropEngine(model, partial(torch.optim.AdamW, lr=1e-4), memory=memory, workers=workers)
 
 
 def proportional_bytes() -> dict[str, int]:
@@ -131,7 +151,10 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             if number:  # the first one reads the checkpoint
                 seconds[name].append(time.perf_counter() - began)
             losses += [own for own, _ in said]
-        assert losses[0] == losses[1] == losses[2], "the workers' losses differ"
+        assert losses[1] == losses[2], "the workers' losses differ"
+        tolerance = 1e-4 if options.what == "gradients" else 0.0  # sums over halves are rounded differently
+        pairs = zip(losses[0], losses[1], strict=True)
+        assert all(math.isclose(*pair, rel_tol=tolerance) for pair in pairs), "one worker's losses differ from those of two"
     for member in (*alone, *pair):
         member.send("stop")
     ratios = [one / two for one, two in zip(seconds["one"], seconds["two"], strict=True)]
@@ -244,7 +267,7 @@ def table(measured: dict[str, Any]) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "memory", "late"])
+    parser.add_argument("what", choices=["speed", "gradients", "memory", "late"])
     parser.add_argument("directory", type=Path, help="directory of a checkpoint")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
@@ -253,9 +276,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--activations", default="1500MiB", help="memory for inputs and graphs, with gradients")
     parser.add_argument("--output", type=Path, default=None, help="file for the JSON")
     options = parser.parse_args()
-    measured = {"speed": speed, "memory": memory, "late": late}[options.what](options)
+    measured = {"speed": speed, "gradients": speed, "memory": memory, "late": late}[options.what](options)
     print(table(measured), file=sys.stderr)
     asked = {name: getattr(options, name) for name in ("what", "rows", "tokens", "queries", "workers", "steps", "dtype")}
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}

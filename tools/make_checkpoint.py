@@ -148,7 +148,7 @@ def make_sparse_nf4(config: PretrainedConfig, directory: Path, *, dtype: torch.d
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         one = Path(folder)
         make_checkpoint(config, one / "plain", dtype=dtype, sparse=True)
-        quantize(one / "plain", one / "nf4", "nf4", report=lambda line: None)
+        quantize(one / "plain", one / "nf4", "nf4")
         entries = find_tensors(one / "nf4")
         header: dict[str, Any] = {}
         sources: list[TensorEntry] = []

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import CudaDevice, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZOEngine
+from zo2core import CudaDevice, EngineParts, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZOEngine
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
@@ -107,12 +107,14 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
     engine = ZOEngine.from_parts(
         model,
         MeZOSGD(lr=LR, zo_eps=ZO_EPS),
-        source=source,
-        scheduler=SCHEDULERS[variant](source, device, timeline),
-        noise=noise(model.layouts, device.torch_device),
-        device=device,
+        EngineParts(
+            source=source,
+            scheduler=SCHEDULERS[variant](source, device, timeline),
+            noise=noise(model.layouts, device.torch_device),
+            device=device,
+            timeline=timeline,
+        ),
         trace=traffic,
-        timeline=timeline,
     )
     return Offloaded(engine, parts, traffic, None if fits else SHARED_BUCKETS)
 
@@ -344,13 +346,15 @@ class Disk(_OnHost):
         engine = ZOEngine.from_parts(
             model,
             MeZOSGD(lr=LR, zo_eps=ZO_EPS),
-            source=source,
-            scheduler=SCHEDULERS[variant](source, device, timeline),
-            noise=noise(model.layouts, device.torch_device),
-            device=device,
+            EngineParts(
+                source=source,
+                scheduler=SCHEDULERS[variant](source, device, timeline),
+                noise=noise(model.layouts, device.torch_device),
+                device=device,
+                timeline=timeline,
+            ),
             journal=journal,
             trace=traffic,
-            timeline=timeline,
         )
         return Offloaded(engine, parts, traffic, None)
 

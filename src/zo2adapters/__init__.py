@@ -1,8 +1,7 @@
 """Hugging Face models for zo2core: open a checkpoint, declare an architecture.
 
-Importing this package imports nothing else: torch and transformers take seconds, which a command that needs neither, or that
-is told to stop while it starts, should not spend. A name is imported when it is first asked for. A star import brings all
-names but Lightning's modules, which need the extra ``zo2core[lightning]``.
+Importing this package imports nothing else, since torch and transformers take seconds. A name is imported when it is first
+used. A star import imports all names but Lightning's modules, which need the extra ``zo2core[lightning]``.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "evaluate": CommandEntry(
         "zo2adapters.commands.evaluate",
         "Evaluate",
-        "Evaluate a model, or a run at any of its steps, on a data file.",
+        "Evaluate a model, or a run at any of its steps beside its base, on a data file.",
         (_TRAINER, "zo2adapters.tasks.scoring"),
     ),
     "generate": CommandEntry(
@@ -89,6 +89,12 @@ COMMANDS: dict[str, CommandEntry] = {
         "zo2adapters.commands.export",
         "Export",
         "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
+        (_MODEL,),
+    ),
+    "merge": CommandEntry(
+        "zo2adapters.commands.merge",
+        "Merge",
+        "Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time.",
         (_MODEL,),
     ),
     "push": CommandEntry(

@@ -1,8 +1,9 @@
-"""Packages of an extra: imported where they are installed, else asked for by name."""
+"""Import packages of extras, or raise an error that says how to install them."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 from zo2core import MissingPackageError
@@ -12,8 +13,8 @@ def optional_package(name: str, *, install: str) -> Any:
     """Import a package.
 
     Args:
-        name: The module.
-        install: What pip takes to install it.
+        name: Name of the module.
+        install: What to pass to ``pip install``.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -24,3 +25,17 @@ def optional_package(name: str, *, install: str) -> Any:
         raise MissingPackageError(
             name, found="no such package", expected="it installed", remedy=f"pip install '{install}'"
         ) from error
+
+
+def executorch(module: str) -> Any:
+    """Import a module of ExecuTorch, without the warnings that it gives on import.
+
+    Args:
+        module: Name of the module within the package.
+
+    Raises:
+        MissingPackageError: if ExecuTorch is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return optional_package(f"executorch.{module}", install="zo2core[executorch]")

@@ -3,14 +3,17 @@
 import types as _types
 import typing as _typing
 
+from zo2core.build import EngineParts as EngineParts
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import find_tensors as find_tensors
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import BackpropEngine as BackpropEngine
 from zo2core.engine import DurableBackpropEngine as DurableBackpropEngine
+from zo2core.engine import FullBackpropEngine as FullBackpropEngine
 from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
+from zo2core.engine import RunRecord as RunRecord
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
@@ -44,13 +47,17 @@ from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
+from zo2core.optimizers import LOMO as LOMO
+from zo2core.optimizers import AdaLOMO as AdaLOMO
+from zo2core.optimizers import BAdam as BAdam
+from zo2core.optimizers import TorchOptimizer as TorchOptimizer
 from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.host_plan import HostPlan as HostPlan
+from zo2core.planning.machine import Machine as Machine
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
-from zo2core.planning.run_spec import Machine as Machine
 from zo2core.planning.run_spec import RunRequest as RunRequest
 from zo2core.planning.run_spec import RunSpec as RunSpec
 from zo2core.planning.run_spec import plan as plan
@@ -58,6 +65,7 @@ from zo2core.profiling.chrome_trace import Trace as Trace
 from zo2core.profiling.timeline import Timeline as Timeline
 from zo2core.protocols import BlockModel as BlockModel
 from zo2core.protocols import BlockSource as BlockSource
+from zo2core.protocols import BlockUpdate as BlockUpdate
 from zo2core.protocols import Device as Device
 from zo2core.protocols import DifferentiableModel as DifferentiableModel
 from zo2core.protocols import Forward as Forward

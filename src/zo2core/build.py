@@ -1,7 +1,7 @@
-"""Options in, parts out: a run is planned, and what the plan names is opened.
+"""Building a run from its options: the run is planned, and the parts of the plan are opened.
 
-What a caller passes stays the caller's. What is opened here is put on an ``ExitStack`` at once, so that a run that is
-refused half-way leaves nothing open, and an engine that was made closes exactly this.
+Parts that a caller passes stay the caller's. Parts that are opened here are put on an ``ExitStack`` at once, so that a
+refused run leaves nothing open, and an engine closes exactly these parts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.low_bit import Replay, require_drawable
+from zo2core.planning.machine import Machine
 from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import Machine, RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds, Speeds
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
@@ -48,6 +49,9 @@ from zo2core.sources.scratch import Scratch
 from zo2core.sources.shared import SharedSource, shared_bytes
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
+from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.input_offload import InputOffload
+from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturber import Perturber, choose_perturber
 from zo2core.sweep.shared_perturber import SharedPerturber
@@ -61,85 +65,98 @@ from zo2core.workers import SoloWorker, Workers
 
 
 class Parts(NamedTuple):
-    """What a run is made of."""
+    """The parts of a run."""
 
-    estimator: ZOEstimator | None  # says whether it perturbs in place; None for a run that takes no steps
-    opened: ExitStack  # closes what was opened for the run, and nothing that a caller passed
-    micro_batch_size: int | None  # rows; None: batches run whole
+    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
+    opened: ExitStack  # closes the parts that were opened for the run, and no part of the caller
+    micro_batch_size: int | None  # rows; None does not split batches
     journal: Journal
     trace: Trace | None
     timeline: Timeline
     device: Device
     noise: NoiseGenerator
     source: BlockSource
-    base_digests: BaseDigests  # of what the source reads; a source that a caller passed has its own, if any
+    base_digests: BaseDigests  # of the base that the source reads; empty if the caller passed the source
     scheduler: Scheduler
     work_buffer: WorkBuffer
     activations: ActivationOffload
-    activation_bytes: int  # that activations may take where forwards run
-    worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
+    activation_bytes: int  # for activations in the memory in which forwards run
     update_loss: UpdateLoss
-    workers: Workers  # of the run; often one alone
+    workers: Workers  # a ``SoloWorker`` in a run of one process
     visits: Visits  # makes the visitor of each sweep
-    require_version: Callable[[int], None]  # refuses what was made of bytes that another worker has taken further
-    factors: FactorStore | None  # None where directions are in the weights
-    host_plan: HostPlan | None  # None for passed parts
-    device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
+    require_version: Callable[[int], None]  # refuses results of weights that another worker has changed meanwhile
+    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
+    host_plan: HostPlan | None  # None if the caller passed the parts
+    device_plan: DevicePlan | None  # None if the device computes in host memory, or the caller passed the parts
 
     @property
     def spare_bytes(self) -> int:
-        """Memory where forwards run that the plan has left over; 0 for passed parts."""
+        """Bytes that the plan leaves over in the memory in which forwards run; 0 without a plan."""
         plan = self.host_plan if self.device_plan is None and self.device.in_place else self.device_plan
         return 0 if plan is None else plan.spare
 
     @property
     def host_limit(self) -> int | None:
-        """Resident bytes that the process may have; None for passed parts and plans without parts."""
-        return self.host_plan.budget if self.host_plan is not None and self.host_plan.parts else None
+        """Resident bytes that the process may have; None where the plan of the host's memory does not say."""
+        if self.host_plan is None or not self.host_plan.parts or not self.device.in_place:
+            return None
+        # Blocks that workers share are resident in each of them, and planned in parts.
+        return None if isinstance(self.source, SharedSource) else self.host_plan.budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a caller says of a run, as ``ZOEngine`` and ``Replayer`` take it."""
+    """The options of a run, as in the constructors of engines."""
 
-    journal: Journal | Path | str | None = None  # a path is begun, or checked to be of this run
+    journal: Journal | Path | str | None = None  # a journal or the path of one; None keeps it in memory
     device: Device | str = "cpu"
-    noise: NoiseGenerator | None = None  # None: the journal's, else what estimator or perturbation need, else MeZO's
+    noise: NoiseGenerator | None = None  # None: the journal's, else the one that estimator or perturbation need, else MeZO's
     memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
-    micro_batch_size: int | None = None  # rows; None: batches run whole
+    micro_batch_size: int | None = None  # rows; None does not split batches
     trace: Trace | Path | str | None = None
     overlap: bool = True
     seed: int = 0
-    write_back: WriteBackPolicy | None = None  # None never writes
-    provenance: Mapping[str, Any] | None = None  # None says nothing
+    write_back: WriteBackPolicy | None = None  # None: segments are never written
+    provenance: Mapping[str, Any] | None = None  # None: neither recorded nor checked
     replay: Replay = "auto"
-    perturbation: Perturbation | None = None  # None takes what the journal was begun with, else the weights
-    workers: Workers | None = None  # None: this one is alone
-    method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
-    trained_copies: int = 0  # of first-order steps: parameters, gradients, and what an optimizer keeps of each
+    perturbation: Perturbation | None = None  # None: the journal's, else a dense one
+    workers: Workers | None = None  # None: a run of one process
+    method: Mapping[str, Any] | None = None  # options of a first-order method, for the journal; None: no first-order steps
+    trained_copies: int = 0  # copies of trained parameters that first-order steps keep, with gradients and optimizer state
+    update_bytes: int = 0  # gradients and optimizer state of first-order steps that change weights where they are stored
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
-        """Whether the run writes its journal: with an estimator or a first-order method."""
+        """Whether the run writes its journal, since it has an estimator or a first-order method."""
         return estimator is not None or self.method is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenParts:
-    """What a caller of ``ZOEngine.from_parts`` made, or says of the rest."""
+class EngineParts:
+    """Parts that the caller of ``ZOEngine.from_parts`` made. They stay the caller's, who closes them.
+
+    Args:
+        source: Stores the model's segments.
+        device: Runs the forwards.
+        noise: Draws z.
+        scheduler: Scheduler of this source and this device; None makes an ``OverlappedScheduler``.
+        activations: Memory for activations of an evaluation, in bytes or as a size ("2GiB").
+        timeline: Timeline in which the other parts record their work; None makes one.
+    """
 
     source: BlockSource
     device: Device
     noise: NoiseGenerator
-    scheduler: Scheduler | None = None  # None: an ``OverlappedScheduler``
+    scheduler: Scheduler | None = None
     activations: int | str = ACTIVATIONS
     timeline: Timeline | None = None
 
 
 class _Run(NamedTuple):
-    """What a run is, whoever makes its other parts."""
+    """The parts of a run that do not depend on its plan."""
 
     model: BlockModel
-    estimator: ZOEstimator | None  # says whether it perturbs in place; None for a run that takes no steps
+    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
     micro_batch_size: int | None
     journal: Journal
     trace: Trace | None
@@ -147,27 +164,28 @@ class _Run(NamedTuple):
     device: Device
     noise: NoiseGenerator
     workers: Workers
-    factors: FactorStore | None  # None where directions are in the weights
+    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
+    update_loss: UpdateLoss
 
     @property
     def perturb_in_place(self) -> bool:
-        """Whether evaluations walk from one to the next."""
+        """Whether weights are perturbed in place from one evaluation to the next."""
         return self.estimator is not None and bool(self.estimator.perturb_in_place)
 
 
 def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions) -> Parts:
-    """Plan a run, and open the parts that the plan names.
+    """Plan a run, and open the parts of the plan.
 
     Args:
         model: The model to run.
-        estimator: None for a run that takes no steps.
-        options: What the caller says of it.
+        estimator: Estimator of the steps; None for a run without zeroth-order steps.
+        options: Options of the run.
 
     Raises:
-        ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
+        ZO2Error: as for ``ZOEngine``. All opened parts are closed then.
     """
     with ExitStack() as opened:
-        opened.callback(model.weights.close)  # last: the parts above may read until they are closed
+        opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
         run, perturbation = _opened_run(model, estimator, options, opened)
         request = RunRequest(
             layouts=model.layouts,
@@ -183,6 +201,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
+            update_bytes=options.update_bytes,
+            stays_in_memory=options.stays_in_memory,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
@@ -190,99 +210,105 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         run.journal.begin(_header(model, run.noise, run.estimator, options, perturbation))
         run.workers.require_agreement(run.journal, run.noise, model.layouts, run.device.torch_device)
         if run.factors is not None and options.write_back is not None:
-            keeping = options.write_back
-            kept = run.factors.keep_periods(Path(keeping.directory), model.layouts, run.journal, keeping.bytes_a_step)
-            opened.callback(kept.close)
+            policy = options.write_back
+            file = run.factors.keep_periods(Path(policy.directory), model.layouts, run.journal, policy.bytes_a_step)
+            opened.callback(file.close)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
-        update_loss = UpdateLoss(run.noise)
-        scheduler = _scheduler(spec, run, source, update_loss, opened, overlap=options.overlap)
-        room = None if options.memory.least_activations is None else spec.activation_bytes
+        scheduler = _scheduler(spec, run, source, opened, overlap=options.overlap)
+        allowed = None if options.memory.least_activations is None else spec.activation_bytes
         return _assembled(
             run,
+            spec,
             opened,
             source=source,
             scheduler=scheduler,
             base_digests=base_digests,
-            update_loss=update_loss,
-            activations=ActivationOffload(run.device, room, spec.waiting_bytes, timeline=run.timeline),
+            activations=ActivationOffload(run.device, allowed, spec.waiting_bytes, timeline=run.timeline),
             activation_bytes=spec.activation_bytes,
-            keep_noise=spec.host_plan.keep_noise,
-            host_plan=spec.host_plan,
-            device_plan=spec.device_plan,
         )
 
 
-def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options: RunOptions) -> Parts:
-    """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
+def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs:
+    """The inputs that blocks keep in first-order steps; closed with the run's parts.
+
+    Args:
+        parts: Parts of the run.
+        directory: Directory for inputs that have no room in host memory, if forwards run there.
+    """
+    device, timeline = parts.device, parts.timeline
+    inputs = KeptInputs(InputFile(Path(directory), timeline) if device.in_place else InputOffload(device, timeline))
+    parts.opened.callback(inputs.close)
+    return inputs
+
+
+def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options: RunOptions) -> Parts:
+    """Assemble a run from parts that the caller made.
 
     Args:
         model: The model to run.
-        estimator: Defines the evaluations and updates of a step.
-        given: What the caller made.
-        options: What the caller says of the rest: journal, seed, micro-batches, trace, provenance and workers.
+        estimator: Estimator of the steps.
+        parts: Parts of the caller.
+        options: Further options: journal, seed, micro-batches, trace, provenance and workers.
 
     Raises:
-        OptionError: if the source holds other segments than the model has, or ``provenance`` is none of JSON.
-        JournalError: if the journal is of another run.
+        OptionError: if the source has other segments than the model, or ``provenance`` is not JSON.
+        JournalError: if the journal belongs to another run.
     """
     with ExitStack() as opened:
         require_rows(options.micro_batch_size)
         estimator = with_perturb_in_place(estimator, default=True)
-        _require_same_segments(model, given.source)
-        require_distribution(estimator, given.noise)
-        require_drawable(model.layouts, given.noise)
-        timeline = Timeline() if given.timeline is None else given.timeline
-        activation_bytes = parse_size(given.activations, option="activations")
+        source, device, noise = parts.source, parts.device, parts.noise
+        _require_same_segments(model, source)
+        require_distribution(estimator, noise)
+        require_drawable(model.layouts, noise)
+        timeline = Timeline() if parts.timeline is None else parts.timeline
+        activation_bytes = parse_size(parts.activations, option="activations")
         trace = _open_trace(options.trace, opened)
         journal = _open_journal(options.journal, opened, trains=True)
         _require_kind(journal, None)
         workers = SoloWorker() if options.workers is None else options.workers
         workers.sync_journal(journal)
-        choose_perturbation(DensePerturbation(), journal)  # refuses a run beside the activations
-        journal.begin(_header(model, given.noise, estimator, options, DensePerturbation()))
-        workers.require_agreement(journal, given.noise, model.layouts, given.device.torch_device)
-        scheduler = given.scheduler
+        choose_perturbation(DensePerturbation(), journal)  # refuses the journal of a low-rank run
+        journal.begin(_header(model, noise, estimator, options, DensePerturbation()))
+        workers.require_agreement(journal, noise, model.layouts, device.torch_device)
+        scheduler = parts.scheduler
         if scheduler is None:
-            scheduler = OverlappedScheduler(given.source, given.device, timeline=timeline)
-        opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-        rows, device, noise = options.micro_batch_size, given.device, given.noise
+            scheduler = OverlappedScheduler(source, device, timeline=timeline)
+        opened.callback(scheduler.release_all)  # the source stays open
+        rows, update_loss = options.micro_batch_size, UpdateLoss(noise)
         return _assembled(
-            _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None),
+            _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None, update_loss),
+            None,
             opened,
-            source=given.source,
+            source=source,
             scheduler=scheduler,
             base_digests=BaseDigests({}, learns=False),
-            update_loss=UpdateLoss(noise),
             activations=ActivationOffload(device, None, timeline=timeline),
             activation_bytes=activation_bytes,
-            keep_noise=True,
-            host_plan=None,
-            device_plan=None,
         )
 
 
 def _assembled(
     run: _Run,
+    spec: RunSpec | None,
     opened: ExitStack,
     *,
     source: BlockSource,
     scheduler: Scheduler,
     base_digests: BaseDigests,
-    update_loss: UpdateLoss,
     activations: ActivationOffload,
     activation_bytes: int,
-    keep_noise: bool,
-    host_plan: HostPlan | None,
-    device_plan: DevicePlan | None,
 ) -> Parts:
-    """The parts of a run whose segments have a place: the work buffer is made, and the model's modules are bound to it."""
+    """Make the work buffer, bind the model's modules to it, and collect the parts of a run.
+
+    Without ``spec`` the caller made the parts, and no memory is planned.
+    """
     model, device = run.model, run.device
-    buffer = WorkBuffer(
-        model.layouts, device, run.noise, keep_noise=device.in_place and keep_noise, perturbs_in_place=run.perturb_in_place
-    )
+    keep_noise = device.in_place and (spec is None or spec.host_plan.keep_noise)
+    buffer = WorkBuffer(model.layouts, device, run.noise, keep_noise=keep_noise, perturbs_in_place=run.perturb_in_place)
     worker = _start_worker(device, opened)
-    visits = _visits(run, source, buffer, activations, worker, update_loss)
+    visits = _visits(run, source, buffer, activations, worker)
     buffer.bind(model.bind)
     return Parts(
         estimator=run.estimator,
@@ -299,31 +325,30 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
-        worker=worker,
-        update_loss=update_loss,
+        update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,
         require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
         factors=run.factors,
-        host_plan=host_plan,
-        device_plan=device_plan,
+        host_plan=None if spec is None else spec.host_plan,
+        device_plan=None if spec is None else spec.device_plan,
     )
 
 
 def _opened_run(
     model: BlockModel, estimator: ZOEstimator | None, options: RunOptions, opened: ExitStack
 ) -> tuple[_Run, Perturbation]:
-    """Open the journal, bring it in line with other workers', and choose device, noise and where directions live."""
+    """Open the journal, synchronise it with the other workers, and choose device, noise and perturbation."""
     require_rows(options.micro_batch_size)
     trace = _open_trace(options.trace, opened)
     trains = options.takes_steps(estimator)
     journal = _open_journal(options.journal, opened, trains=trains)
     _require_kind(journal, options.method)
     workers = SoloWorker() if options.workers is None else options.workers
-    if estimator is not None:
+    if trains:
         workers.sync_journal(journal)
     if not trains and options.journal is not None and journal.header is None:
-        raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")
+        raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
     device = options.device
     if isinstance(device, str):
         device = choose_device(device)
@@ -333,7 +358,7 @@ def _opened_run(
         estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
     if noise is None and journal.noise is None:
         if estimator is None or isinstance(perturbation, LowRankPerturbation):
-            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also if nothing is drawn: it fits all other options
         elif estimator.distribution is not None:
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
@@ -353,35 +378,36 @@ def _opened_run(
     )
     if estimator is not None:
         require_distribution(estimator, noise)
-    rows, timeline = options.micro_batch_size, Timeline()
-    return _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, factors), perturbation
+    rows, timeline, update_loss = options.micro_batch_size, Timeline(), UpdateLoss(noise)
+    run = _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, factors, update_loss)
+    return run, perturbation
 
 
 def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, bool]:
-    """The plan of a run, and whether this worker has its blocks together with the others of its host.
+    """Plan a run, and decide whether the workers of a host share their blocks.
 
-    It has not if a worker of the run could not share, or blocks have to stream or to be written back.
+    They do not if blocks are streamed or written back, or if any worker of the run cannot share.
     """
     device, workers = run.device, run.workers
     on_host = device.torch_device.type == "cpu"
     machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
     if workers.size == 1 or isinstance(request.memory.host, HostPlan):
         return plan(request, machine, speeds), False
-    apart = replace(machine, neighbours=len(workers.neighbours()))
-    together = plan(request, replace(apart, shares=True), speeds)
-    can_share = device.in_place and not request.has_to_write and together.host_plan.buckets is None
+    machine = replace(machine, neighbours=len(workers.neighbours()))
+    shared = plan(request, replace(machine, shares=True), speeds)
+    can_share = device.in_place and not request.has_to_write and shared.host_plan.buckets is None
     if all(workers.all_gather(can_share)):
-        return together, True
-    return plan(request, apart, speeds), False
+        return shared, True
+    return plan(request, machine, speeds), False
 
 
 def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
-    """The same noise, which may keep states of its generator in memory that the plan leaves."""
+    """Return the same noise, whose generator may keep states in memory that the plan leaves over."""
     return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
 
 
 def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: ExitStack, *, is_shared: bool) -> BlockSource:
-    """Where segments live, as planned."""
+    """Open the source of the plan."""
     journal, device, weights = run.journal, run.device, run.model.weights
     scratch = None
     if spec.write_back is not None:
@@ -402,14 +428,12 @@ def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: Ex
     return source
 
 
-def _scheduler(
-    spec: RunSpec, run: _Run, source: BlockSource, update_loss: UpdateLoss, opened: ExitStack, *, overlap: bool
-) -> Scheduler:
-    """What moves segments, as planned; where blocks travel other than as they are stored, the host makes them ready."""
+def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack, *, overlap: bool) -> Scheduler:
+    """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
     if spec.low_bit is None:
         return _plain_scheduler(spec, run, source, overlap=overlap, across_sweeps=True)
-    assert isinstance(run.noise, CounterNoise), "what is carried otherwise was refused"
-    host = HostReplay(spec.layouts, run.noise, run.journal.updates, update_loss)
+    assert isinstance(run.noise, CounterNoise), "other noise was refused"
+    host = HostReplay(spec.layouts, run.noise, run.journal.updates, run.update_loss)
     opened.callback(host.close)
     low_bit = LowBitSource(
         source,
@@ -436,9 +460,8 @@ def _visits(
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,
-    update_loss: UpdateLoss,
 ) -> Visits:
-    """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
+    """Choose how the visitors of sweeps are made. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
     zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, run.perturb_in_place)
     trajectory = partial(Trajectory, run.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
@@ -464,7 +487,7 @@ def _visits(
         activations=activations,
         streams=run.device.streams,
         timeline=run.timeline,
-        update_loss=update_loss,
+        update_loss=run.update_loss,
     )
 
 
@@ -475,25 +498,24 @@ def _shared_perturber(
 
 
 def _any_version(version: int) -> None:
-    """Where no other worker changes the weights, every version is the present one's."""
+    """Accept every version, since no other worker changes the weights."""
 
 
 def _open_journal(journal: Journal | Path | str | None, opened: ExitStack, *, trains: bool) -> Journal:
-    """A journal by its path, which is then for ``opened`` to close; a journal is taken as it is; None is one in memory."""
-    made = journal if isinstance(journal, Journal) else opened.enter_context(closing(Journal(journal)))
-    if trains:  # whoever only replays may do so while another process trains
-        opened.push(made.withdraw_if_refused)
-        made.lock()
-    return made
+    """Open a journal by its path, and close it with ``opened``. A journal is returned unchanged; None is one in memory."""
+    if not isinstance(journal, Journal):
+        journal = opened.enter_context(closing(Journal(journal)))
+    if trains:  # a run that only replays may do so while another process trains
+        opened.push(journal.withdraw_if_refused)
+        journal.lock()
+    return journal
 
 
 def _open_trace(trace: Trace | Path | str | None, opened: ExitStack) -> Trace | None:
-    """A trace by its path, which is then for ``opened`` to close; a trace, or None, is taken as it is."""
+    """Open a trace by its path, and close it with ``opened``. A trace or None is returned unchanged."""
     if trace is None or isinstance(trace, Trace):
         return trace
-    made = Trace(Path(trace))
-    opened.callback(made.close)
-    return made
+    return opened.enter_context(closing(Trace(Path(trace))))
 
 
 def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | None:
@@ -511,7 +533,7 @@ def _header(
     options: RunOptions,
     perturbation: Perturbation,
 ) -> Mapping[str, Any]:
-    """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
+    """Return the journal's header, which identifies the run. A value of None matches any value of the journal."""
     provenance, method = options.provenance, options.method
     steps: Mapping[str, Any] = {
         "noise": noise.name,
@@ -529,38 +551,38 @@ def _header(
 
 
 def _require_kind(journal: Journal, method: Mapping[str, Any] | None) -> None:
-    """Refuse to go on with, or to replay, a journal of steps of the other kind.
+    """Refuse a journal of steps of the other kind.
 
     Raises:
-        JournalError: naming both.
+        JournalError: if the journal has first-order steps and the run has not, or the other way round.
     """
     if journal.header is not None and journal.is_replayable is not (method is None):
         kinds = {True: "zeroth-order steps, which are replayed", False: "first-order steps, which have snapshots"}
         raise JournalError(
             journal.name,
             found=f"a run of {kinds[journal.is_replayable]}",
-            expected=f"one of {kinds[method is None]}",
-            remedy="name another journal, or go on with the run as it was begun",
+            expected=f"a run of {kinds[method is None]}",
+            remedy="name another journal, or resume the run with its own method",
         )
 
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:
-    """Refuse a source of another model: its bytes would be taken for this one's."""
-    ours = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
-    theirs = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
-    if ours != theirs:
+    """Refuse a source of another model."""
+    expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
+    found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
+    if found != expected:
         raise OptionError(
             "source",
-            found=f"{len(theirs)} segments that are not all the model's",
-            expected=f"the {len(ours)} segments of the model",
+            found=f"{len(found)} segments that are not all the model's",
+            expected=f"the {len(expected)} segments of the model",
             remedy="build the source from model.layouts and model.weights",
         )
 
 
 def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
-    """The most directions that a step probes, of those to come and of those taken."""
-    taken = max((len(seeds_of(update)) for update in journal.updates), default=1)
+    """Return the most directions of a step, past or future."""
+    past = max((len(seeds_of(update)) for update in journal.updates), default=1)
     if estimator is None:
-        return taken
+        return past
     evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
-    return max(taken, len({evaluation.seed for evaluation in evaluations}))
+    return max(past, len({evaluation.seed for evaluation in evaluations}))

@@ -8,14 +8,14 @@ class ZO2Error(Exception):
 
     Args:
         where: File, option, parameter or object the error is about, as exact as it is known (path, line, tensor name).
-        found: What is there.
-        expected: What would have been right.
-        remedy: What the user can do about it, one imperative sentence without a full stop.
+        found: The value or state that was found.
+        expected: The expected value or state.
+        remedy: What the user can do, as an imperative sentence without a full stop.
     """
 
     def __init__(self, where: object, *, found: str, expected: str, remedy: str) -> None:
         self.where = str(where)
-        self.is_of_path = isinstance(where, PathLike)  # which may be called as an option is
+        self.is_of_path = isinstance(where, PathLike)  # a path may have the name of an option
         self.found = found
         self.expected = expected
         self.remedy = remedy
@@ -47,7 +47,7 @@ class OutputError(ZO2Error):
 
 
 class DeviceError(ZO2Error):
-    """A compute device is not there, or refuses memory."""
+    """A compute device is missing, or cannot allocate memory."""
 
 
 class JournalError(ZO2Error):
@@ -55,19 +55,19 @@ class JournalError(ZO2Error):
 
 
 class MemoryBudgetError(ZO2Error):
-    """Not even the smallest arrangement fits into the memory there is."""
+    """Not even the smallest plan fits into the memory."""
 
 
 class ScratchError(ZO2Error):
-    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is whole."""
+    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is intact."""
 
 
 class WorkerError(ZO2Error):
-    """Another worker of the run is silent, or says what does not fit; no step was taken."""
+    """Another worker of the run does not answer, or sends a message that does not fit; no step was taken."""
 
 
 class OutrunError(WorkerError):
-    """Other workers have taken steps on the weights that this one shares with them, and works on."""
+    """Other workers have taken steps that change the weights which this worker shares with them."""
 
 
 class MissingPackageError(ZO2Error, ImportError):
@@ -75,18 +75,15 @@ class MissingPackageError(ZO2Error, ImportError):
 
 
 class NonFiniteLossError(ZO2Error):
-    """A forward pass gave a loss that is not finite; the step was not taken."""
+    """A loss is not finite; the step was not taken."""
 
 
 class DivergenceError(ZO2Error):
-    """A run has got worse for good; the step was not taken, and the journal holds every earlier one.
+    """A run has diverged; the step was not taken, and the journal has all earlier steps.
 
     Args:
-        where: As in ``ZO2Error``, and so are the next three.
-        found: The losses of the last steps.
-        expected: The losses that they should have come to.
-        remedy: What the user can do.
-        best_step: Number of updates in the best weights so far: the step to branch from.
+        where, found, expected, remedy: As for ``ZO2Error``.
+        best_step: Version of the best weights, from which to branch the run.
     """
 
     def __init__(self, where: object, *, found: str, expected: str, remedy: str, best_step: int) -> None:
@@ -95,7 +92,7 @@ class DivergenceError(ZO2Error):
 
 
 class BusyError(ZO2Error):
-    """An engine was used while an iteration over its parameters was under way."""
+    """An engine was used during an iteration over its parameters."""
 
 
 class ClosedError(ZO2Error):
@@ -103,9 +100,9 @@ class ClosedError(ZO2Error):
 
 
 class ZO2Warning(UserWarning):
-    """Something is done otherwise than it could have been expected, and no worse: the message is one line."""
+    """A warning of one line: something is done differently than expected, without harm."""
 
 
 def reason(error: Exception) -> str:
-    """Say why the system refused, in its own words and without the number and path that ``str`` would add."""
+    """Return the system's reason of an error, without the number and path that ``str`` adds."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

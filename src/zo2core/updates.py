@@ -1,8 +1,8 @@
-"""Updates, compiled: the program that brings a weight through the updates it lacks, or from one evaluation to the next.
+"""Compiled updates: programs that apply missing updates to a weight, or perturb it from one evaluation to the next.
 
-MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) they move by +1, -2 and, to come back, +1 times
-``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each move rounds, so moves are part of the trajectory, and of the
-program that replays a step.
+MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) it adds +1, -2 and, to restore them, +1 times
+``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each of these moves rounds, so that the program that replays a step
+includes them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from zo2core.types import Descend, Evaluation, Perturb, Program, Update
 
 
 class Trajectory(NamedTuple):
-    """Where a sweep leads the weights: through updates to the present version, and on through evaluations."""
+    """The updates and evaluations of a sweep."""
 
-    updates: Sequence[Update]  # all of the run so far; the list may grow, the sweep does not see what comes later
-    version: int  # the present one: updates 0..version-1 are applied
-    evaluations: Sequence[Evaluation | None]  # in the order in which they are made; None: of the weights as they are
+    updates: Sequence[Update]  # all updates of the run; the list may grow, but a sweep applies only those of its version
+    version: int  # the present version: updates 0..version-1 are applied
+    evaluations: Sequence[Evaluation | None]  # in order; None stands for unperturbed weights
     zo_eps: float
-    perturb_in_place: bool  # evaluations walk from one to the next instead of each starting from the weights
+    perturb_in_place: bool  # whether weights are perturbed in place from one evaluation to the next
 
 
 def compile_updates(
     updates: Sequence[Update], then: Evaluation | None = None, zo_eps: float = 1.0
 ) -> Mapping[bool, Program]:
-    """Compile updates, one after the other, to two programs: by whether weight decay applies to a parameter.
+    """Compile consecutive updates to two programs, by whether weight decay applies to a parameter.
 
     Args:
-        updates: In order; none for weights that stay as they are.
-        then: The evaluation to whose weights a copy is perturbed in the same pass; None makes no copy.
+        updates: The updates in order; an empty list leaves weights unchanged.
+        then: The evaluation for which the same pass makes a perturbed copy; None makes no copy.
         zo_eps: Perturbation scale of that evaluation.
     """
     plain = _compiled(updates, then, zo_eps, decays=False)
@@ -40,50 +40,50 @@ def compile_updates(
 
 
 def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: float) -> Program:
-    """What leads from the weights of one evaluation to those of another; None is the weights as they are."""
+    """Compile the perturbations from one evaluation to another; None stands for unperturbed weights."""
     moves = _moves(before, after)
     seeds = tuple(dict.fromkeys(seed for seed, _ in moves))
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))
 
 
 def seeds_of(update: Update) -> tuple[int, ...]:
-    """The directions that are drawn to replay an update, each once."""
+    """Return the seeds of the directions that are drawn to replay an update, each once."""
     return tuple(dict.fromkeys([*(seed for seed, _ in _moves_of(update)), *update.seeds]))
 
 
-def rounds(updates: Sequence[Update], most_seeds: int) -> Iterator[Sequence[Update]]:
-    """Cut updates, in their order, into rounds of so many directions at most, or of one update that has more.
+def split_updates(updates: Sequence[Update], most_seeds: int) -> Iterator[Sequence[Update]]:
+    """Split updates, in order, into parts of at most ``most_seeds`` directions, or of one update that has more.
 
-    There is one round at least; without updates it is empty.
+    There is at least one part; without updates it is empty.
     """
-    begin, seeds = 0, 0
-    for at, update in enumerate(updates):
-        own = len(seeds_of(update))
-        if seeds + own > most_seeds and at > begin:
-            yield updates[begin:at]
-            begin, seeds = at, 0
-        seeds += own
-    yield updates[begin:]
+    start, seeds = 0, 0
+    for index, update in enumerate(updates):
+        added = len(seeds_of(update))
+        if seeds + added > most_seeds and index > start:
+            yield updates[start:index]
+            start, seeds = index, 0
+        seeds += added
+    yield updates[start:]
 
 
 def _compiled(updates: Sequence[Update], then: Evaluation | None, zo_eps: float, *, decays: bool) -> Program:
     drawn = [seed for update in updates for seed in seeds_of(update)]
     seeds = tuple(dict.fromkeys(drawn if then is None else [*drawn, then.seed]))
-    place = {seed: i for i, seed in enumerate(seeds)}
+    direction = {seed: i for i, seed in enumerate(seeds)}
     instructions: list[Perturb | Descend] = []
     for update in updates:
-        instructions += [Perturb(place[seed], shift, update.zo_eps) for seed, shift in _moves_of(update)]
+        instructions += [Perturb(direction[seed], shift, update.zo_eps) for seed, shift in _moves_of(update)]
         decay = update.weight_decay if decays else 0.0
         instructions += [
-            Descend(place[seed], projected_grad, update.lr, decay)
+            Descend(direction[seed], projected_grad, update.lr, decay)
             for seed, projected_grad in zip(update.seeds, update.projected_grads, strict=True)
         ]
-    perturbed = None if then is None else Perturb(place[then.seed], then.shift, zo_eps)
+    perturbed = None if then is None else Perturb(direction[then.seed], then.shift, zo_eps)
     return Program(seeds, tuple(instructions), perturbed)
 
 
 def _moves_of(update: Update) -> list[tuple[int, float]]:
-    """The moves of MeZO's walk through an update's evaluations and back: seed and shift of each."""
+    """Return the in-place perturbations of an update's evaluations, and back: seed and shift of each."""
     if not update.perturb_in_place:
         return []
     path: Sequence[Evaluation | None] = (None, *update.evaluations, None)
@@ -91,7 +91,7 @@ def _moves_of(update: Update) -> list[tuple[int, float]]:
 
 
 def _moves(before: Evaluation | None, after: Evaluation | None) -> list[tuple[int, float]]:
-    """The moves between two evaluations' weights: seed and shift of each."""
+    """Return the perturbations between two evaluations' weights: seed and shift of each."""
     if before is not None and after is not None and before.seed == after.seed:
         moves = [(after.seed, after.shift - before.shift)]
     else:

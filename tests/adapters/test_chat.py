@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_lines import Ended, assert_typed, run_here
+from command_lines import SECONDS, Ended, assert_typed, command, environment, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.commands.chat import _TextStream
+from zo2adapters.commands.chat import _Stop, _TextStream
 from zo2core.engine.runner import Runner
 
 peft: Any = pytest.importorskip("peft")
@@ -127,6 +132,67 @@ def test_a_conversation_that_is_too_long_is_said_and_can_be_reset(place: Path) -
     ended = chat("--model", place / "base", *limits, lines="the cat sat on the mat the dog\n/reset\nthe cat\n")
     assert "/reset" in ended.err
     assert ended.out.splitlines() == [expected(place, "the cat ", 2)]
+
+
+def test_a_model_alone_answers_under_its_name_and_nothing_is_switched(place: Path) -> None:
+    ended = chat("--model", place / "base", lines="/adapter\n")
+    assert ended.err.startswith("base answers; /reset forgets")
+    assert "NAME switches" not in ended.err
+
+
+def test_the_base_is_the_one_that_the_adapters_name(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "first", tmp_path / "named")
+    config = tmp_path / "named" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": str(place / "base")}))
+    ended = chat("--adapter", tmp_path / "named", "--max-new-tokens", 4, lines="the cat\n/reset\n/adapter none\nthe cat\n")
+    assert ended.out.splitlines() == [expected(place, "the cat ", 4, "first"), expected(place, "the cat ", 4)]
+
+
+def test_an_interrupt_ends_the_answer_and_the_next_one_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with _Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after its first token."""
+
+    def ask(stop: _Stop) -> _Stop:
+        stop.is_asked = True
+        return stop
+
+    monkeypatch.setattr(_Stop, "__enter__", ask)
+    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\nthe dog\n")
+    first = expected(place, "the cat ", 1)
+    assert ended.out.splitlines() == [first, expected(place, f"the cat {first} the dog ", 1)]
+
+
+def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command("chat", "--model", place / "base", "--max-new-tokens", 4),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(TERM="dumb"),
+        close_fds=True,
+    )
+    os.close(theirs)
+    os.write(ours, b"the cat\n\x04")
+    told = b""
+    with contextlib.suppress(OSError):  # how the other end's closing is reported
+        while piece := os.read(ours, 1024):
+            told += piece
+    os.close(ours)
+    assert process.wait(SECONDS) == 0
+    text = told.decode().replace("\r\n", "\n")
+    assert "> " in text
+    assert expected(place, "the cat ", 4) in text
 
 
 def test_unknown_commands_are_said_and_not_answered(place: Path) -> None:

@@ -74,7 +74,7 @@ def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path,
 
     run("evaluate", "--model", out / "model", "--data", rows, "--batch-size", 2)
     assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
-    run("evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2)
+    run("evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2, "--no-base")
     assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
 
     run("export", "--model", base, "--journal", out / "journal.jsonl", "--output", tmp_path / "exported")
@@ -163,6 +163,9 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
         "head": "causal-lm",
         "adapter": None,
         "adapter_frozen": [],
+        "lora_rank": None,
+        "lora_targets": [],
+        "lora_alpha": None,
         "dtype": "auto",
         "precision": "exact",
         "transfer_dtype": "stored",

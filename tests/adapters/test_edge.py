@@ -394,7 +394,7 @@ def bad_batches() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
         "nothing-to-learn": ({**good, "labels": torch.full_like(good["labels"], -100)}, "no token to predict"),
         "vocabulary": ({**good, "input_ids": good["input_ids"] + 40}, "token 40"),
         "labels-of-another-shape": ({**good, "labels": good["labels"][:, 1:]}, "shape (2, 8)"),
-        "padded-at-the-left": (left, "masked tokens that others follow"),
+        "padded-at-the-left": (left, "masked tokens before other tokens"),
         "masked-labels": ({**padded, "labels": padded["input_ids"]}, "or that have labels"),
         "another-entry": ({**good, "position_ids": torch.arange(TOKENS).expand(ROWS, -1)}, "position_ids: found an entry"),
     }

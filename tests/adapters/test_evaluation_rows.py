@@ -33,7 +33,7 @@ def evaluations(options: TrainOptions) -> dict[int, dict[str, float]]:
 
 
 def printed_accuracy(options: TrainOptions, step: int, *more: object) -> str:
-    ended = run_here("evaluate", "--run", options.output, "--at", step, "--data", options.evaluation, *more)
+    ended = run_here("evaluate", "--run", options.output, "--at", step, "--data", options.evaluation, "--no-base", *more)
     assert ended.status == 0, ended
     return ended.out
 

@@ -20,20 +20,22 @@ import torch
 from command_lines import Apart, Ended, make_place, refusal, run_here, write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file
+from strikes import JOURNAL, PLACES, TRAINER, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import METHODS, FirstOrder, MethodName
+from zo2adapters.trainers.first_order import METHODS, AdapterMethodName, FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
-from zo2core import Journal, OptionError
+from zo2core import Journal, Machine, MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName
 from zo2core.io.record_log import from_line, to_line
 from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.memory_plan import MemoryPart
 from zo2core.sources.loader import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -85,6 +87,14 @@ def done(*arguments: object) -> Ended:
     return ended
 
 
+def arguments_of(options: Mapping[str, Any]) -> list[object]:
+    """Options of an optimizer as arguments."""
+    arguments: list[object] = []
+    for name, value in options.items():
+        arguments += [f"--{name}", *(() if value is True else value if isinstance(value, tuple) else (value,))]
+    return arguments
+
+
 def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(run) / "model" / "adapter_model.safetensors")
 
@@ -117,10 +127,12 @@ def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Param
     return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
 
 
-def plain_loop(directory: Path, method: MethodName, *, clip: float, warmup: int) -> dict[str, torch.Tensor]:
+def plain_loop(
+    directory: Path, method: AdapterMethodName, options: Mapping[str, Any], *, clip: float, warmup: int
+) -> dict[str, torch.Tensor]:
     """What transformers, peft and torch.optim make of the same batches."""
     model, trained = resident(directory)
-    optimizer = METHODS[method](list(trained.values()), lr=1e-2, weight_decay=0.1)
+    optimizer = METHODS[method](list(trained.values()), lr=1e-2, weight_decay=0.1, **options)
     tokenizer = AutoTokenizer.from_pretrained(directory / "base")
     rows = read_dataset(directory / "rows.jsonl", tokenizer, sequence_length=12)
     batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
@@ -143,15 +155,34 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-@pytest.mark.parametrize("method", get_args(MethodName))
-def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName, here: Path, apart: Apart) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("adamw", {}),
+        ("sgd", {}),
+        ("adamw", {"betas": (0.8, 0.95), "eps": 1e-3}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
+    method: AdapterMethodName, options: Mapping[str, Any], here: Path, apart: Apart
+) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
-    command = train("run", *schedule, "--snapshot-every", 2, method=method)
+    command = train("run", *schedule, *arguments_of(options), "--snapshot-every", 2, method=method)
     ended = apart.run(*command, patch=strike(here, "zo2core.journal", "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
-    expected = plain_loop(here, method, clip=0.5, warmup=2)
+    expected = plain_loop(here, method, options, clip=0.5, warmup=2)
     assert_same_adapter(adapter_of("run"), expected)
+    header = Journal("run/journal.jsonl").header
+    assert header is not None
+    assert header["method"] == {
+        "name": method,
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
+    }
     assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
     whole = AutoModelForCausalLM.from_pretrained("base", dtype="auto")
     loaded = peft.PeftModel.from_pretrained(whole, "run/model")
@@ -159,47 +190,7 @@ def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName
 
 
 def test_the_registry_has_all_methods_that_can_be_named() -> None:
-    assert set(METHODS) == set(get_args(MethodName))
-
-
-def strike(folder: Path, module: str, owner: str, name: str, at: int, moment: str) -> str:
-    """Python that kills its process at a call: before it, after it, or with half of what it writes."""
-    return f"""
-import importlib, os, signal
-os.chdir({str(folder)!r})
-owner, calls = importlib.import_module({module!r}), [0]
-owner = getattr(owner, {owner!r}) if {owner!r} else owner
-real = getattr(owner, {name!r})
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def struck(*args, **kwargs):
-    calls[0] += 1
-    if calls[0] == {at} and {moment!r} == "before":
-        die()
-    if calls[0] == {at} and {moment!r} == "half":
-        path, content = args
-        path.with_suffix(".partial").write_bytes(content[: len(content) // 2])
-        die()
-    if calls[0] == {at} and {moment!r} == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-    result = real(*args, **kwargs)
-    if calls[0] == {at} and {moment!r} == "after":
-        die()
-    return result
-setattr(owner, {name!r}, struck)
-"""
-
-
-TRAINER, JOURNAL, SNAPSHOTS = "zo2adapters.trainers.trainer", "zo2core.journal", "zo2core.checkpoint.snapshots"
-PLACES = {
-    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
-    "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
-    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
-    "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
-    "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
-    "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
-    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
-}
+    assert set(METHODS) == set(get_args(AdapterMethodName))
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +410,7 @@ def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart
     journal.write_bytes(b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})]))
     told = refusal("train", "--resume", "run")
     assert "step 4: found loss" in told
-    assert "when the step was repeated" in told
+    assert "in the repeated step" in told
 
 
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
@@ -446,7 +437,7 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     done("report", "run", "-o", "page.html")
     assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
     loss = Journal("run/journal.jsonl").evaluations[6]["loss"]
-    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl").out
+    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
     begun = Journal("run/journal.jsonl").evaluations[0]["loss"]
     assert f"loss {begun:.6f}" in done("evaluate", "--run", "run", "--at", 0, "--data", "rows.jsonl").out
     before = outcome("run")
@@ -623,7 +614,17 @@ def test_every_option_of_zeroth_order_steps_is_refused_by_name(name: str) -> Non
         ({"optimization": Optimization(lr=1e-3, weight_decay=-1.0)}, "weight_decay"),
         ({"first_order": FirstOrder(method="adamw", max_grad_norm=0.0)}, "max_grad_norm"),
         ({"first_order": FirstOrder(max_grad_norm=1.0)}, "max_grad_norm"),
-        ({"model_options": RunModelOptions()}, "method"),
+        ({"first_order": FirstOrder(method="badam")}, "method"),
+        ({"first_order": FirstOrder(method="adamw", max_grad_value=1.0)}, "max_grad_value"),
+        ({"first_order": FirstOrder(method="adamw", switch_every=2)}, "switch_every"),
+        ({"first_order": FirstOrder(max_grad_value=1.0)}, "max_grad_value"),
+        ({"first_order": FirstOrder(switch_every=2)}, "switch_every"),
+        ({"first_order": FirstOrder(method="adamw", betas=(0.9, 1.0))}, "betas"),
+        ({"first_order": FirstOrder(method="adamw", betas=(math.nan, 0.9))}, "betas"),
+        ({"first_order": FirstOrder(method="adamw", eps=0.0)}, "eps"),
+        ({"first_order": FirstOrder(method="sgd", momentum=-0.1)}, "momentum"),
+        ({"first_order": FirstOrder(method="sgd", nesterov=True)}, "nesterov"),
+        ({"first_order": FirstOrder(method="sgd", momentum=0.0, nesterov=True)}, "nesterov"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused_by_name(changes: dict[str, Any], option: str) -> None:
@@ -631,11 +632,65 @@ def test_numbers_out_of_their_range_are_refused_by_name(changes: dict[str, Any],
         options_of(**changes).require_valid()
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("adamw", {"momentum": 0.0}),
+        ("adamw", {"nesterov": True}),
+        ("sgd", {"betas": (0.9, 0.99)}),
+        ("sgd", {"eps": 1e-8}),
+        (None, {"momentum": 0.9}),
+        (None, {"betas": (0.9, 0.99)}),
+    ],
+)
+def test_an_option_of_another_optimizer_is_refused_by_name(
+    method: AdapterMethodName | None, options: dict[str, Any]
+) -> None:
+    [name] = options
+    owner = "adamw" if name in ("betas", "eps") else "sgd"
+    with pytest.raises(OptionError, match=f"^{name}: found .* without --method {owner}, which has it"):
+        options_of(first_order=FirstOrder(method=method, **options)).require_valid()
+
+
+def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path) -> None:
+    done(*train("run", "--betas", 0.8, 0.9, "--steps", 2))
+    done("train", "run/recipe.yaml", "--output", "again")
+    assert outcome("again")["adapter"] == outcome("run")["adapter"]
+    assert "--betas" in refusal("train", "--resume", "run", "--betas", 0.8, 0.95)
+    done("train", "--resume", "run", "--steps", 3)
+    done(*train("whole", "--betas", 0.8, 0.9, "--steps", 3))
+    assert adapter_of("run").keys() == adapter_of("whole").keys()
+    assert all(torch.equal(value, adapter_of("whole")[name]) for name, value in adapter_of("run").items())
+    saved = json.loads(Path("run/options.json").read_text())
+    for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
+        saved["options"]["first_order"]["betas"] = betas
+        Path("run/options.json").write_text(json.dumps(saved))
+        assert "options.json" in refusal("train", "--resume", "run")
+
+
+def test_dropout_is_never_silent(here: Path) -> None:
+    """An adapter with dropout is refused; of the model's config, whose dropout no step has, a line says so."""
+    told = "no dropout: steps run in evaluation mode"
+    assert told not in done(*train("without")).err
+    path = here / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.1}))
+    assert f"{told}; attention_dropout 0.1 has no effect" in done(*train("run")).err
+    assert outcome("run")["adapter"] == outcome("without")["adapter"]
+    config = here / CONFIG
+    config.write_text(json.dumps({**json.loads(config.read_text()), "lora_dropout": 0.05}))
+    assert "adapter.lora_dropout: found 0.05; expected LoRA" in refusal(*train("none"))
+    assert not Path("none").exists()
+
+
+def test_an_adapter_of_which_nothing_is_trained_is_refused(here: Path) -> None:
+    told = refusal(*train("run", "--adapter-frozen", "lora_A", "lora_B"))
+    assert "--adapter-frozen: found ['lora_A', 'lora_B'], which each parameter's name has" in told
+    assert not Path("run").exists()
+
+
 def test_methods_are_refused_where_there_are_none(here: Path) -> None:
-    without = ["--model", "base", "--data", "rows.jsonl", "--output", "run"]
-    assert "--method: found adamw without an adapter" in refusal("train", "--method", "adamw", "--lr", 1e-3, *without)
-    assert "--method: found sgd" in refusal("tune", "--method", "sgd", *without)
-    assert "--method" in refusal("plan", "--method", "adamw", "--model", "base")
+    lomo = refusal(*train("run", method="lomo"))
+    assert "--method: found lomo with lora/adapter_config.json; expected adamw or sgd for an adapter" in lomo
     assert not Path("run").exists()
     done(*train("run"))
     told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
@@ -743,17 +798,21 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
     reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
-    streamed = plan_host(
-        model.layouts,
-        laid_out_as_on_disk(model.layouts, model.weights),
-        memory="1GB",
-        activation_bytes=reserved,
-        may_keep_noise=False,
-        trained=parts["trained parameters, gradients, optimizer"],
-        most_buckets=1,
-    )
+    smallest, memory = 0, 1 << 30
+    with pytest.raises(MemoryBudgetError):
+        while True:
+            smallest = plan_host(
+                model.layouts,
+                laid_out_as_on_disk(model.layouts, model.weights),
+                Machine(),
+                memory=memory,
+                activation_bytes=reserved,
+                may_keep_noise=False,
+                further=[MemoryPart("trained", parts["trained parameters, gradients, optimizer"])],
+            ).nbytes
+            memory = smallest - 1
     for missing in (100, 2000):
-        memory = streamed.nbytes - missing
+        memory = smallest - missing
         planned = json.loads(done(*common, "--memory", memory).out)
         counted = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
         assert sum(counted.values()) == planned["nbytes"] <= memory
@@ -764,13 +823,13 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         assert planned["read_bytes"] > planned["spilled_bytes"]
         assert planned["terabytes_per_1000_steps"] == planned["spilled_bytes"] / 1e9
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
-    assert "the smallest plan" in refusal(*common, "--memory", streamed.nbytes - reserved)
+    assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
-def test_method_and_adapter_go_together(here: Path, command: str) -> None:
-    assert "--method" in refusal(command, "--model", "base", "--method", "adamw")
-    assert "--adapter" in refusal(command, "--model", "base", "--adapter", CONFIG)
+def test_a_method_of_all_parameters_is_refused_with_an_adapter(here: Path, command: str) -> None:
+    told = refusal(command, "--model", "base", "--method", "badam", "--adapter", CONFIG)
+    assert "--method: found badam with lora/adapter_config.json" in told
 
 
 @pytest.mark.parametrize(

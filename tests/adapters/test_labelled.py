@@ -102,7 +102,7 @@ def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> Non
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in metrics if "evaluation_loss" in row][-1]
     assert last["evaluation_loss"] == pytest.approx(output.loss.item(), rel=1e-5)
-    said = run_here("evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl").out
+    said = run_here("evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl", "--no-base").out
     if case in ("classes", "pairs"):
         right = (output.logits.argmax(-1) == everything["labels"]).double().mean().item()
         assert last["evaluation_accuracy"] == pytest.approx(right)
@@ -224,6 +224,8 @@ def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, 
         "train", *common, *adapter, "--output", tmp_path / "run", "--steps", 20, "--batch-size", 4, "--lr", 1e-2
     )
     assert training.status == 0, training.err
-    evaluated = [run_here("evaluate", *common, *more) for more in ((), ("--adapter", tmp_path / "run" / "model"))]
+    evaluated = [
+        run_here("evaluate", *common, *more) for more in ((), ("--adapter", tmp_path / "run" / "model", "--no-base"))
+    ]
     before, after = (float(re.search(r"loss ([\d.]+)", ended.out).group(1)) for ended in evaluated)  # type: ignore[union-attr]
     assert after < before

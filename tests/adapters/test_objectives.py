@@ -279,14 +279,14 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
     model = open_checkpoint(base)
     batch = make_batch(40, [6, 4])
     engine = ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=1)
-    with engine, pytest.raises(OptionError, match="does not say how micro-batches of a batch join"):
+    with engine, pytest.raises(OptionError, match="does not combine the losses of micro-batches"):
         engine.step(batch, FirstLogit(model))
     model = open_checkpoint(base)
     with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:
         with pytest.raises(OptionError, match=r"shape \[1\] as its loss"):
             engine.step(batch, FirstLogit(model, (1,)))
         plain: Any = FirstLogit(model)
-        with pytest.raises(OptionError, match="a FirstLogit that does not say how batches join"):
+        with pytest.raises(OptionError, match="a FirstLogit without split and loss"):
             engine.evaluate([batch], plain)
         with pytest.raises(OptionError, match=r"shape \[2\] as its loss"):
             engine.evaluate([CHOICES], Unjoined(model))

@@ -171,8 +171,8 @@ def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys:
     header = json.loads((tmp_path / "True" / "run" / "journal.jsonl").read_text().splitlines()[0])
     assert "packed" in json.dumps(header)
     main(["train", "--resume", str(tmp_path / "True" / "run"), "--steps", "5"])
-    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--pack"])
-    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data)])
+    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--pack", "--no-base"])
+    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--no-base"])
     packed_loss, padded_loss = (
         float(line.split()[1].strip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")
     )

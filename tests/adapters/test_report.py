@@ -17,7 +17,7 @@ import pytest
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import main
-from zo2adapters.commands.report_page import read_run
+from zo2adapters.commands.report_page import page, read_run
 from zo2core import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -143,6 +143,18 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 WITHOUT = object()
 NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
+
+
+def test_the_table_says_what_was_trained_and_what_evaluations_found(here: Path) -> None:
+    text = page([read_run(here / "two"), read_run(here / "a <b> & c")]).partition("<h2>Loss")[0]
+    rows = dict(re.findall(r'<td class="key">([^<]*)</td><td>(.*)</td></tr>', text))
+    first, last = (Journal(here / "a <b> & c" / "journal.jsonl").evaluations[step]["loss"] for step in (0, 6))
+    assert rows["evaluation loss, first and last"] == f"none</td><td>{first:.4f}, {last:.4f} at step 0 and 6"
+    assert rows["method"] == "zeroth-order (mezo)</td><td>zeroth-order (mezo)"
+    assert rows["data"] == "rows.jsonl</td><td>rows.jsonl"
+    assert "steps rejected by the guard" not in rows
+
+
 NO_LANES: tuple[Any, ...] = ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
 DAMAGED: list[tuple[str, Any]] = [
     *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in NO_NUMBERS),

@@ -113,7 +113,7 @@ def test_a_long_candidate_of_a_file_is_told_by_its_line_and_length(tmp_path: Pat
     path = tmp_path / "choices.jsonl"
     path.write_text(json.dumps({"prompt": "the cat sat", "candidates": [" yes", " no no"], "answer": 0}))
     with pytest.raises(
-        DataError, match=r"line 1: found a prompt of 3 tokens, 5 with the longest candidate; .* at most 4"
+        DataError, match=r"line 1: found a prompt of 3 tokens, 5 with the longest completion; .* at most 4"
     ) as info:
         read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
     assert "raise `sequence_length`" in info.value.remedy

@@ -288,7 +288,7 @@ def test_what_dpo_cannot_heed_is_refused(here: Path, arguments: tuple[str, ...],
         ({"prompt": "the cat", "chosen": " sat", "rejected": [{"role": "user", "content": "x"}]}, "all texts or all lists"),
         (
             {"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40},
-            "43 with the longer completion; expected at most 32",
+            "43 with the longest completion; expected at most 32",
         ),
         ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 token of each"),
         ({"prompt": "the cat", "chosen": "", "rejected": " ran"}, "text to learn from"),

@@ -20,7 +20,7 @@ from waits import FOR_ACTIVATIONS, nothing, slow
 from zo2core import HostDevice
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
-from zo2core.sweep.activation_offload import ROOMS, ActivationOffload, storage_bytes
+from zo2core.sweep.activation_offload import STAGING_BUFFERS, ActivationOffload, storage_bytes
 from zo2core.types import Lane
 
 SEGMENTS = 4
@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 
 CASES: dict[Wait, Case] = {
-    Wait.MADE: Case(forward=slow),
-    Wait.AWAY: Case(offload=slow, streams=1),
-    Wait.LEFT: Case(offload=slow),
-    Wait.CAME: Case(upload=slow),
-    Wait.READ: Case(head=slow),
+    Wait.COMPUTED: Case(forward=slow),
+    Wait.ACTIVATIONS_OFFLOADED: Case(offload=slow, streams=1),
+    Wait.STAGING_OFFLOADED: Case(offload=slow),
+    Wait.ACTIVATIONS_UPLOADED: Case(upload=slow),
+    Wait.STAGING_READ: Case(head=slow),
 }
 
 
@@ -73,7 +73,7 @@ class Sweeps:
         count = self.case.streams
         self.memory.begin(count)
         for stream in range(count):
-            self.memory.admit(stream, self.forward(stream, 0, None, 0.0), lambda: NBYTES)
+            self.memory.add(stream, self.forward(stream, 0, None, 0.0), lambda: NBYTES)
         for segment in range(1, segments):
             for stream in range(count):
                 found = self.memory.take(stream)
@@ -126,15 +126,15 @@ def test_whatever_takes_long_nothing_is_mixed_up(streams: int, staying: int) -> 
     def some() -> float:
         return rng.choice([0.0, 0.0, 0.001, 0.004])
 
-    # Room for the streams that stay, for one forward, and for the rooms of the others.
-    case = Case(some, some, some, some, streams=streams, allowed=(staying + 1 + ROOMS) * NBYTES)
+    # Room for the streams that stay, for one forward, and for staging buffers.
+    case = Case(some, some, some, some, streams=streams, allowed=(staying + 1 + STAGING_BUFFERS) * NBYTES)
     assert sweep_twice(case) == []
 
 
 def test_streams_wait_only_if_they_must() -> None:
     for staying, streams in ((0, 5), (2, 5), (5, 5)):
-        rooms = ROOMS if staying < streams else 0
-        sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + rooms) * NBYTES))
+        buffers = STAGING_BUFFERS if staying < streams else 0
+        sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + buffers) * NBYTES))
         sweeps.run()
         assert sweeps.end() == []
         names = {span.name for span in sweeps.timeline.take()}
@@ -145,7 +145,7 @@ def test_nothing_is_allocated_from_the_second_sweep_on() -> None:
     sweeps = Sweeps(Case(streams=4))
     sweeps.run()
     allocated = sum(sweeps.device.allocated)
-    assert allocated == ROOMS * NBYTES
+    assert allocated == STAGING_BUFFERS * NBYTES
     sweeps.run()
     assert sum(sweeps.device.allocated) == allocated
     assert sweeps.end() == []
@@ -164,7 +164,7 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
 
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("what", ["copy", "empty", "host_memory"])
-def test_what_cannot_be_had_loses_no_room(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_or_copy_loses_no_staging_buffer(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = Sweeps(Case())
     owner = sweeps.streams if what == "copy" else sweeps.device
     work, calls = getattr(owner, what), 0
@@ -183,10 +183,10 @@ def test_what_cannot_be_had_loses_no_room(what: str, at: int, monkeypatch: pytes
     sweeps.run()
     sweeps.run()
     assert sweeps.end() == []
-    assert len(sweeps.memory._free) == ROOMS
+    assert len(sweeps.memory._free) == STAGING_BUFFERS
 
 
-def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
+def test_a_staging_buffer_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
     """A device's allocator hands out what the host has freed, though compute issued before may still read it."""
     streams = ThreadedStreams(lambda lane, nbytes: 0.0, asynchronous=True)
     device = ThreadedDevice(streams)
@@ -200,11 +200,11 @@ def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
     memory = ActivationOffload(device, 0)
     memory.begin(3)
     for stream, numbers in enumerate((5, 8, 6)):
-        memory.admit(stream, torch.ones(64 * numbers), lambda: 0)
+        memory.add(stream, torch.ones(64 * numbers), lambda: 0)
     memory.prefetch(0)
     empty, device.empty = device.empty, lambda nbytes: used[:nbytes]  # type: ignore[method-assign]
     streams.compute(read)
-    memory.prefetch(1)  # into the smallest room
+    memory.prefetch(1)  # into the smallest staging buffer
     device.empty = empty  # type: ignore[method-assign]
     device.close()
     assert changed == [False]
@@ -213,26 +213,26 @@ def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
 
 @pytest.mark.parametrize("streams", range(1, 7))
 @pytest.mark.parametrize("numbers", [1, 3, 8])
-def test_a_later_sweep_counts_the_rooms_that_are_there(streams: int, numbers: int) -> None:
+def test_a_later_sweep_counts_the_staging_buffers_that_are_there(streams: int, numbers: int) -> None:
     own = 64 * numbers
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationOffload(device, allowed := 10 * 64)
     memory.begin(2)
     for stream in range(2):
-        memory.admit(stream, torch.zeros(4 * 64, dtype=torch.uint8), lambda: 64)
-    rooms = memory.room_bytes
-    assert rooms == 0
+        memory.add(stream, torch.zeros(4 * 64, dtype=torch.uint8), lambda: 64)
+    staging = memory.staging_bytes
+    assert staging == 0
     memory.begin(4)
     for stream in range(4):
-        memory.admit(stream, torch.zeros(3 * 64, dtype=torch.uint8), lambda: 64)
-    assert memory.room_bytes == ROOMS * 3 * 64
+        memory.add(stream, torch.zeros(3 * 64, dtype=torch.uint8), lambda: 64)
+    assert memory.staging_bytes == STAGING_BUFFERS * 3 * 64
     memory.begin(streams)
     for stream in range(streams):
-        memory.admit(stream, torch.zeros(own, dtype=torch.uint8), lambda: 64)
-    staying = len(memory._staying)
+        memory.add(stream, torch.zeros(own, dtype=torch.uint8), lambda: 64)
+    staying = len(memory._on_device)
     beside = staying * own + 64
-    assert staying in (0, streams) or beside + memory.room_bytes <= allowed
-    assert staying == 0 or beside + ROOMS * 3 * 64 <= allowed
+    assert staying in (0, streams) or beside + memory.staging_bytes <= allowed
+    assert staying == 0 or beside + STAGING_BUFFERS * 3 * 64 <= allowed
     device.close()
 
 
@@ -268,7 +268,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationOffload(device, 0)
     memory.begin(1)
-    memory.admit(0, activations, lambda: 0)
+    memory.add(0, activations, lambda: 0)
     for larger in range(3):
         found = memory.take(0)
         assert found.hidden.stride() == (1, 6)
@@ -281,7 +281,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         assert mapping["mask"].data_ptr() == mapping["again"].data_ptr()
         assert mapping["bytes"].tolist() == [3]
         assert (rest[0].shape, *rest[1:]) == ((0,), "x", 7)
-        # What stands first grows: all that lay behind it in the room has to move.
+        # What stands first grows: everything behind it in the staging buffer has to move.
         base = torch.arange(24 + 100 * larger, dtype=torch.float64)
         activations = Named(base[:24].view(4, 6).t(), [mapping, base[5:7], *rest])
         memory.put(0, activations)
@@ -304,7 +304,7 @@ def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationOffload(device, 0)
     memory.begin(1)
-    memory.admit(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
+    memory.add(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
     tensor, others = memory.take(0)
     assert torch.equal(tensor, hidden)
     assert tensor is not hidden
@@ -319,7 +319,7 @@ def test_where_the_device_is_the_host_everything_stays() -> None:
     memory = ActivationOffload(HostDevice(), 0, timeline=timeline)
     memory.begin(1)
     tensor = torch.zeros(3)
-    memory.admit(0, [tensor], lambda: 10**9)
+    memory.add(0, [tensor], lambda: 10**9)
     memory.prefetch(0)
     assert memory.take(0)[0] is tensor
     memory.drop(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zo2core import (
     FZOO,
     BatchError,
     Distribution,
+    EngineParts,
     HostDevice,
     Journal,
     JournalError,
@@ -104,7 +106,7 @@ def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base:
     with contextlib.closing(HostDevice()) as device:
         source = PinnedSource(model.weights, model.layouts, device.host_memory)
         with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
-            ZOEngine.from_parts(model, estimator, source=source, device=device, noise=given, journal=path)
+            ZOEngine.from_parts(model, estimator, EngineParts(source=source, device=device, noise=given), journal=path)
     assert not path.exists()
 
 
@@ -161,16 +163,16 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
 def test_parts_stay_the_callers(base: Path) -> None:
     model, device, other = open_checkpoint(base), Watched(HostDevice()), save_model(base.parent / "b", small_config("llama"))
     source = Watched(PinnedSource(model.weights, model.layouts, device.host_memory))
-    parts: dict[str, Any] = {"source": source, "device": device, "noise": PhiloxNoise()}
+    parts = EngineParts(source=source, device=device, noise=PhiloxNoise())
     with pytest.raises(OptionError, match="source"):
-        ZOEngine.from_parts(open_checkpoint(other), MEZO, **parts)
+        ZOEngine.from_parts(open_checkpoint(other), MEZO, parts)
     with pytest.raises(OptionError, match="activations"):
-        ZOEngine.from_parts(model, MEZO, **parts, activations="nonsense")
+        ZOEngine.from_parts(model, MEZO, replace(parts, activations="nonsense"))
     with pytest.raises(OutputError):
-        ZOEngine.from_parts(model, MEZO, **parts, trace=base / "config.json")
+        ZOEngine.from_parts(model, MEZO, parts, trace=base / "config.json")
     losses = []
     for scheduler in (None, SerialScheduler(source, device)):
-        with ZOEngine.from_parts(model, MEZO, **parts, scheduler=scheduler) as engine:
+        with ZOEngine.from_parts(model, MEZO, replace(parts, scheduler=scheduler)) as engine:
             losses.append(engine.evaluate([BATCH]).losses)
             assert engine.host_plan is None
             assert engine.device_plan is None

@@ -15,17 +15,25 @@ from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
+    LOMO,
+    AdaLOMO,
+    BAdam,
+    ClosedError,
     DurableBackpropEngine,
+    FullBackpropEngine,
     Journal,
     JournalError,
     MeZOSGD,
     OptionError,
     OutputError,
     Replayer,
+    RunRecord,
+    TorchOptimizer,
     ZOEngine,
     branch_journal,
 )
 from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.engine import StoredSnapshotReplayer
 from zo2core.io.record_log import to_line
 from zo2core.types import Commit
 
@@ -182,3 +190,87 @@ def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(given, taken)
     with pytest.raises(OptionError, match="optimizer: found odd, a set, in its state"):
         Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))
+
+
+class Full:
+    """An engine of all parameters, its optimizer, and its journal's method."""
+
+    UPDATES: Mapping[str, Any] = {
+        "lomo": lambda: LOMO(weight_decay=0.1),
+        "adalomo": AdaLOMO,
+        "adamw": lambda: TorchOptimizer(partial(torch.optim.AdamW, lr=1.0)),
+        "badam": lambda: BAdam(partial(torch.optim.AdamW, lr=1.0), every=2, seed=3),
+    }
+
+    @classmethod
+    def engine(cls, base: Path, run: Path, name: str, **options: Any) -> FullBackpropEngine:
+        record = RunRecord(directory=run, journal=run / "journal.jsonl")
+        rate = {"lr": lambda step: 1e-2 / (step + 1), **options}
+        return FullBackpropEngine(open_checkpoint(base), cls.UPDATES[name](), run=record, **rate)
+
+
+def copies(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+@pytest.mark.parametrize("name", Full.UPDATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), dtype)
+    with Full.engine(base, tmp_path / "whole", name) as engine:
+        losses = [engine.step(batch).loss for batch in BATCHES]
+        expected = copies(engine)
+    with Full.engine(base, tmp_path / "run", name) as engine:
+        for batch in BATCHES[:3]:
+            engine.step(batch)
+        engine.take_snapshot()
+        engine.step(BATCHES[3])
+    with Full.engine(base, tmp_path / "run", name) as engine:
+        assert (engine.version, engine.journal.version) == (3, 4)
+        assert [engine.step(batch).loss for batch in BATCHES[3:]] == losses[3:]
+        assert all(torch.equal(value, expected[key]) for key, value in copies(engine).items())
+        engine.take_snapshot()
+        parameters = engine.snapshots.read(5).state["parameters"]
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
+    with StoredSnapshotReplayer(open_checkpoint(base), 5, parameters) as replayer:
+        assert replayer.version == 5
+        assert all(torch.equal(value, expected[key]) for key, value in replayer.parameters_now())
+
+
+def test_a_repeated_step_of_all_parameters_that_differs_closes_the_engine(base: Path, tmp_path: Path) -> None:
+    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+        engine.step(BATCHES[0])
+        engine.take_snapshot()
+        engine.step(BATCHES[1])
+    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+        with pytest.raises(JournalError, match="step 1: found loss"):
+            engine.step(BATCHES[4])
+        with pytest.raises(ClosedError):
+            engine.take_snapshot()
+    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+        engine.step(BATCHES[1])
+        assert engine.version == engine.journal.version == 2
+
+
+def test_a_run_of_all_parameters_is_not_resumed_with_another_optimizer(base: Path, tmp_path: Path) -> None:
+    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+        engine.step(BATCHES[0])
+    with pytest.raises(JournalError, match="method"):
+        Full.engine(base, tmp_path / "run", "badam")
+    with pytest.raises(JournalError, match="method"):
+        Full.engine(base, tmp_path / "run", "lomo", clip_value=1.0)
+
+
+def test_the_state_of_all_parameters_is_views_of_the_stored_weights_and_what_a_snapshot_has(
+    base: Path, tmp_path: Path
+) -> None:
+    with Full.engine(base, tmp_path / "run", "adamw") as engine:
+        engine.step(BATCHES[0])
+        first, second = engine.state_dict(), engine.state_dict()
+        for name, value in first["parameters"].items():
+            assert value.data_ptr() == second["parameters"][name].data_ptr(), "a view of the store"
+        engine.take_snapshot()
+        read = engine.snapshots.read(1).state
+        assert all(torch.equal(value, read["parameters"][name]) for name, value in first["parameters"].items())

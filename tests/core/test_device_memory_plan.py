@@ -149,5 +149,5 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
             micro_batch_size=1,
         ) as engine:
             found.append([engine.step(batch).losses for _ in range(3)])
-            assert (engine._parts.activations.room_bytes > 0) == (least is not None)
+            assert (engine._parts.activations.staging_bytes > 0) == (least is not None)
     assert found[0] == found[1]

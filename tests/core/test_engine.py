@@ -31,6 +31,7 @@ from zo2core import (
     BusyError,
     ClosedError,
     Distribution,
+    EngineParts,
     Evaluation,
     Journal,
     JournalError,
@@ -386,9 +387,9 @@ def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, t
     model, journal = open_checkpoint(base), tmp_path / "journal.jsonl"
     with pytest.raises(OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"):
         ZOEngine(model, wrong, journal=journal)
-    parts: Any = {"source": None, "device": None, "noise": None}
+    parts: Any = None
     with pytest.raises(OptionError, match="estimator: found"):
-        ZOEngine.from_parts(model, wrong, journal=journal, **parts)
+        ZOEngine.from_parts(model, wrong, parts, journal=journal)
     assert not journal.exists()
     with ZOEngine(model, MEZO, journal=journal):
         pass  # the model can be used
@@ -489,10 +490,12 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
             ZOEngine.from_parts(
                 model,
                 MEZO,
-                source=source,
-                device=device,
-                noise=SequentialNoise(model.layouts),
-                scheduler=OverlappedScheduler(source, device, kept=kept),
+                EngineParts(
+                    source=source,
+                    device=device,
+                    noise=SequentialNoise(model.layouts),
+                    scheduler=OverlappedScheduler(source, device, kept=kept),
+                ),
                 journal=journal,
             ) as engine,
         ):

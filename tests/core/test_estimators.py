@@ -164,7 +164,7 @@ def test_every_registered_class_has_a_name_of_its_own_which_the_journal_knows_it
 @pytest.mark.parametrize("queries", [2, 5])
 def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> None:
     for name, classes in REGISTRY.items():
-        estimator = classes.several(lr=1.0, zo_eps=1.0, q=queries)
+        estimator = classes.multi_query(lr=1.0, zo_eps=1.0, q=queries)
         assert name.evaluations(queries) == len(estimator.evaluations(0, seeds()))
 
 

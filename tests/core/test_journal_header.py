@@ -16,6 +16,7 @@ from models import CONFIGS, make_batch, save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2core import (
+    EngineParts,
     HostDevice,
     Journal,
     JournalError,
@@ -169,11 +170,11 @@ def test_provenance_that_is_not_json_is_refused(provenance: dict[str, Any], base
 def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> None:
     model, device = open_checkpoint(base), HostDevice()
     with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
-        parts: dict[str, Any] = {"source": source, "device": device, "noise": PhiloxNoise()}
+        parts = EngineParts(source=source, device=device, noise=PhiloxNoise())
         path = tmp_path / "journal.jsonl"
-        ZOEngine.from_parts(model, MEZO, **parts, journal=path, provenance={"data": 1}).close()
+        ZOEngine.from_parts(model, MEZO, parts, journal=path, provenance={"data": 1}).close()
         with pytest.raises(JournalError, match=r"provenance\.data 1"):
-            ZOEngine.from_parts(model, MEZO, **parts, journal=path, provenance={"data": 2})
+            ZOEngine.from_parts(model, MEZO, parts, journal=path, provenance={"data": 2})
 
 
 def test_a_run_with_a_journal_of_an_earlier_version_goes_on(base: Path, tmp_path: Path) -> None:

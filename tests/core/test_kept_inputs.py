@@ -267,6 +267,9 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, 
         assert engine.step(small).loss > 0
 
 
+WAITS = (Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED)
+
+
 class Computed:
     """Sweeps over inputs on a device whose compute is a queue: forwards make them, backwards check them.
 
@@ -276,7 +279,7 @@ class Computed:
 
     def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait] = ()) -> None:
         def delay(lane: Lane, nbytes: int) -> float:
-            return case.get(Wait.CAME if lane is Lane.ACTIVATIONS_IN else Wait.LEFT, 0.0)
+            return case.get(Wait.ACTIVATIONS_UPLOADED if lane is Lane.ACTIVATIONS_IN else Wait.STAGING_OFFLOADED, 0.0)
 
         self.case = case
         self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
@@ -288,7 +291,7 @@ class Computed:
 
     def overwritten(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         def work() -> None:
-            sleep(self.case.get(Wait.READ, 0.0) if nbytes else 0.0)
+            sleep(self.case.get(Wait.STAGING_READ, 0.0) if nbytes else 0.0)
             filled(storage).fill_(7)
 
         self.streams.compute(work)
@@ -308,7 +311,7 @@ class Computed:
         inputs.clear()
 
     def make(self, tensor: torch.Tensor, number: int) -> None:
-        sleep(self.case.get(Wait.MADE, 0.0))
+        sleep(self.case.get(Wait.COMPUTED, 0.0))
         tensor.fill_(number)
 
     def check(self, tensor: torch.Tensor, number: int) -> None:
@@ -327,7 +330,7 @@ def swept(case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 
     return computed.end()
 
 
-@pytest.mark.parametrize("wait", [Wait.MADE, Wait.LEFT, Wait.READ, Wait.CAME])
+@pytest.mark.parametrize("wait", WAITS)
 def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait) -> None:
     case = {wait: SLOW}
     assert swept(case) == []
@@ -336,7 +339,13 @@ def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait) -> None:
 
 @pytest.mark.parametrize("room", [0, 64, 200, 300, 500, 1 << 20])
 def test_inputs_in_host_memory_are_not_mixed_up(room: int) -> None:
-    assert swept(dict.fromkeys((Wait.MADE, Wait.LEFT, Wait.READ, Wait.CAME), 0.001), room=room) == []
+    assert (
+        swept(
+            dict.fromkeys((Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED), 0.001),
+            room=room,
+        )
+        == []
+    )
 
 
 def test_a_device_of_its_own_memory_keeps_inputs_on_the_host_with_the_same_bits(base: Path) -> None:

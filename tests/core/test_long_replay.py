@@ -28,7 +28,7 @@ from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.host_budget import resident_memory
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
-from zo2core.updates import rounds, seeds_of
+from zo2core.updates import seeds_of, split_updates
 
 UPDATES = 3 * SEEDS_IN_TURN  # more than are held at a time
 
@@ -120,11 +120,11 @@ def test_the_engines_generators_fit_into_what_the_arrangement_leaves(journal: Pa
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 100])
-def test_rounds_are_all_updates_in_order(most: int) -> None:
+def test_updates_are_split_into_parts_in_order(most: int) -> None:
     rng = random.Random(1)
     updates = [update(step, rng, probes) for step, probes in enumerate([1, 1, 3, 1, 5, 1, 1, 1])]
-    cut = list(rounds(updates, most))
-    assert [each for of_round in cut for each in of_round] == updates
-    for of_round in cut:
-        assert len(of_round) == 1 or sum(len(seeds_of(each)) for each in of_round) <= most
-    assert [list(of_round) for of_round in rounds([], most)] == [[]]
+    parts = list(split_updates(updates, most))
+    assert [each for part in parts for each in part] == updates
+    for part in parts:
+        assert len(part) == 1 or sum(len(seeds_of(each)) for each in part) <= most
+    assert [list(part) for part in split_updates([], most)] == [[]]

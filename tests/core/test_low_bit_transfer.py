@@ -33,6 +33,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,
+    EngineParts,
     HostDevice,
     JournalError,
     MemoryPolicy,
@@ -232,7 +233,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
     calls = count(1)
 
     def broken(*arguments: Any) -> None:
-        if threading.current_thread().name.startswith("zo2-carry") and next(calls) == 1:
+        if threading.current_thread().name.startswith("zo2-low-bit") and next(calls) == 1:
             arguments[-1].fill_(7.0)
             raise OSError("broken")
         decode(*arguments)
@@ -376,9 +377,7 @@ def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
         ZOEngine.from_parts(
             model,
             MeZOSGD(lr=1e-2, zo_eps=1e-2),
-            source=source,
-            device=device,
-            noise=SequentialNoise(model.layouts),
+            EngineParts(source=source, device=device, noise=SequentialNoise(model.layouts)),
         )
     source.close()
 
@@ -418,7 +417,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
         intact, calls = getattr(owner, name), count(1)
 
         def broken(self: Any, index: int, *arguments: Any) -> Any:
-            is_low_bit = threading.current_thread().name.startswith("zo2-carry") and index == 4
+            is_low_bit = threading.current_thread().name.startswith("zo2-low-bit") and index == 4
             if is_low_bit and (next(calls) == 1 or fails != "ahead"):
                 raise OSError("broken once")
             return intact(self, index, *arguments)

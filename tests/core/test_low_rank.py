@@ -39,6 +39,7 @@ from zo2core import (
     Clipped,
     DensePerturbation,
     Distribution,
+    EngineParts,
     HostDevice,
     HostPlan,
     JournalError,
@@ -413,14 +414,14 @@ def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -
         closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source,
         pytest.raises(JournalError, match="perturbation"),
     ):
-        ZOEngine.from_parts(model, estimator, source=source, device=device, noise=noise, journal=journal)
+        ZOEngine.from_parts(model, estimator, EngineParts(source=source, device=device, noise=noise), journal=journal)
 
 
 def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     with ZOEngine(open_checkpoint(base), PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2)) as engine:
         evaluation, *_ = engine.ask()
-        with pytest.raises(OptionError, match="not shared out"):
+        with pytest.raises(OptionError, match="not divided into groups"):
             list(engine.forwards([batch], at=evaluation))
 
 

@@ -113,7 +113,7 @@ def recording_source(folder: Path) -> RecordingSource:
 
 def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor]:
     """Everything, as the buckets hold it after the scheduler gave back what it has."""
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     found = []
     for index in range(4):
@@ -133,7 +133,7 @@ def test_each_segment_is_visited_once_in_order_replay_first(make: Make, on: Call
     assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
     assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
     assert len(visitor.visits) == 8
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     source.close()
 
@@ -169,7 +169,7 @@ def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int,
         scheduler.sweep(visitor, range(4))
         assert len(visitor.visits) == 8
     scheduler.sweep(RecordingVisitor(source), [2])
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
@@ -191,7 +191,7 @@ def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device
 
     for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
         scheduler.sweep(Visits(), order)
-    scheduler.settle()
+    scheduler.release_all()
     assert visits == [*range(7), 4, 3, 5, *range(7)]
     assert source.errors == []
     device.close()
@@ -212,7 +212,7 @@ def test_a_segment_is_replayed_into_its_bucket(make: Make, on: Callable[[], Devi
     for index in range(4):
         with pytest.raises(ZeroDivisionError), scheduler.replayed(RecordingVisitor(source, ("replay", index)), index):
             pass
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
@@ -234,7 +234,7 @@ def test_a_failing_visit_releases_every_bucket(
         assert found[-1] == (1 if replayed else 0), "half-replayed bytes are lost, evaluated ones are not"
         assert found[0] == tensors()[OWNED[each][0]][0] + found[-1]
     scheduler.sweep(RecordingVisitor(source), range(4))
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
@@ -269,7 +269,7 @@ def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(
     assert [own[-1] for own in found[:2]] == [2, 2]
     assert found[2][-1] < 2, "a change that failed half-way is lost"
     assert all(own[0] == tensors()[OWNED[index][0]][0] + own[-1] for index, own in enumerate(found))
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
@@ -283,7 +283,7 @@ def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Devic
     scheduler = make(source, device)
     scheduler.sweep(visitor, [2])
     assert visitor.visits == [("replay", 2), ("evaluate", 2)]
-    scheduler.settle()
+    scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
@@ -320,7 +320,7 @@ def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucke
     for index in order:
         with scheduler.replayed(AddingVisitor(), index) as bucket:
             assert bucket.views[0][0].item() == index + sweeps
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     source.close()
 
@@ -350,7 +350,7 @@ def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_
         for index in range(4):
             with scheduler.replayed(RecordingVisitor(source), index):
                 pass
-        scheduler.settle()
+        scheduler.release_all()
         assert source.missed == 0
         device.close()
         source.close()

@@ -99,7 +99,7 @@ def run(
     scheduler = OverlappedScheduler(source, device, kept=kept)
     for _ in range(2):
         scheduler.sweep(IssuingVisitor(source, streams, case, replays=case.replays), order)
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     return [*source.errors, *map(str, streams.errors)]
 
@@ -146,7 +146,7 @@ def test_transfers_and_compute_overlap() -> None:
     device, source, timeline = ThreadedDevice(streams), CheckingSource(), Timeline()
     scheduler = OverlappedScheduler(source, device, timeline=timeline)
     scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     spans = timeline.take()
     uploads, offloads = ([s for s in spans if s.lane is lane] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
@@ -177,7 +177,7 @@ def test_after_a_failed_replay_a_segment_comes_anew_once_its_memory_is_idle() ->
     with pytest.raises(ZeroDivisionError):
         scheduler.sweep(FailingVisitor(source, streams, case, replays=True), range(BLOCKS + 2))
     scheduler.sweep(IssuingVisitor(source, streams, case, replays=True), range(BLOCKS + 2))
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     assert [*source.errors, *map(str, streams.errors)] == []
 
@@ -188,7 +188,7 @@ def test_the_next_sweeps_first_block_comes_in_though_the_host_runs_ahead() -> No
     scheduler = OverlappedScheduler(source, device, timeline=timeline)
     for _ in range(2):  # from the second one on blocks go back as well
         scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     uploads = [span.name for span in timeline.take() if span.lane is Lane.UPLOAD]
     assert uploads.count("p1") == 3
@@ -224,7 +224,7 @@ def test_a_copy_that_cannot_be_started_loses_nothing(lane: Lane, at: int) -> Non
                     assert bucket.segment == index
         except MemoryError:
             failures += 1
-    scheduler.settle()
+    scheduler.release_all()
     device.close()
     assert failures == 1
     assert [*source.errors, *map(str, streams.errors)] == []

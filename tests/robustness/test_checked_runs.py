@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,11 +53,12 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
 
 
 def test_the_whole_base_is_compared_when_that_is_asked_for(
-    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(options.output)
     with Trainer(options, quiet=True) as trainer:
         trainer.run()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # bars are drawn in terminals
     main(["train", "--resume", run, "--verify-base"])
     main(["export", "--run", run, "--output", str(tmp_path / "out"), "--verify-base"])
     main(["evaluate", "--run", run, "--data", str(tmp_path / "rows.jsonl"), "--verify-base"])

@@ -603,7 +603,7 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
                     retried(errors, [ScratchError], step)
                 assert (len(errors), rule.hits) == (1, 1)
                 assert os.strerror(error) in str(errors[0])
-                assert "the step was not taken" in str(errors[0])
+                assert ("the step was not taken" in str(errors[0])) is (calls is Call.WRITE)
                 assert adapter_after(engine, []) == expected
             clear()
             run = fresh(folder)

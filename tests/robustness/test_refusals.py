@@ -641,7 +641,7 @@ def test_commands_import_what_they_use(prepared: Path) -> None:
 def test_the_help_of_train_is_what_people_need_first() -> None:
     short, whole = (run_here("train", option).out for option in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 50
-    assert short.count("\n  --") == 10
+    assert short.count("\n  --") == 12
     assert "more options: zo2 train --help-all" in short
     assert all(option in whole for option in ("--snapshot-every", "--loss-chunk", "--trace"))
 

@@ -67,4 +67,10 @@ def slow() -> float:
 
 
 # The case in which each wait counts: what it waits for is slow.
-FOR_ACTIVATIONS = {Wait.MADE, Wait.AWAY, Wait.LEFT, Wait.CAME, Wait.READ}  # in test_activations.py
+FOR_ACTIVATIONS = {  # in test_activations.py
+    Wait.COMPUTED,
+    Wait.ACTIVATIONS_OFFLOADED,
+    Wait.STAGING_OFFLOADED,
+    Wait.ACTIVATIONS_UPLOADED,
+    Wait.STAGING_READ,
+}

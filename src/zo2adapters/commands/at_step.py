@@ -10,13 +10,14 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer
+from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -27,7 +28,7 @@ class AtStep:
     """A base model, or a run at any of its steps."""
 
     model: str | None = None
-    """Directory of the base model, with safetensors weights, or a hub id."""
+    """Directory of the base model, with safetensors weights, or a hub id. By default the base that --adapter names."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
@@ -48,6 +49,8 @@ class AtStep:
         Raises:
             OptionError: if neither or both of base and run are given, or an option differs from the run's.
         """
+        if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
+            return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             raise OptionError(
                 "model",
@@ -61,6 +64,11 @@ class AtStep:
             if model_options.adapter is not None and not model_options.adapter.is_dir():
                 expected = "a directory that save_pretrained wrote"
                 raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
+            if model_options.lora_rank is not None:
+                expected = "none: the adapter that a run has trained is in its directory"
+                raise OptionError(
+                    "lora_rank", found=str(model_options.lora_rank), expected=expected, remedy="pass --run or --adapter DIR"
+                )
             on_cpu, replays = (
                 self.resources.device == "cpu",
                 self.journal is not None,
@@ -83,6 +91,22 @@ class AtStep:
             journal=self.run_directory / JOURNAL,
         )
 
+    def without_learning(self) -> AtStep:
+        """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
+        alone: dict[str, Any] = {option.name: option.default for option in fields(AdapterOptions)}
+        model_options = replace(self.model_options, **alone)
+        return AtStep(model=self.model, model_options=model_options, resources=self.resources)
+
+    def _base_of_adapter(self) -> str | None:
+        """The base that a saved adapter names, for a command without --model; None if there is none."""
+        adapter = self.model_options.adapter
+        if adapter is None or not adapter.is_dir():
+            return None
+        from zo2adapters.models.peft_model import Adapter, peft_config
+
+        base: str | None = peft_config(Adapter(config=adapter, is_trained=False)).config.base_model_name_or_path
+        return base
+
     def base(self) -> Path:
         """The base model's directory."""
         from zo2adapters.models.checkpoint import resolve_directory
@@ -98,7 +122,12 @@ class AtStep:
             export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
         """
         return self.model_options.opened(
-            self.base(), seed=self.adapter_seed, loss_chunk=loss_chunk, export_dtype=export_dtype
+            self.base(),
+            seed=self.adapter_seed,
+            base=self.model,
+            is_trained=False,
+            loss_chunk=loss_chunk,
+            export_dtype=export_dtype,
         )
 
     def engine(
@@ -146,6 +175,7 @@ class AtStep:
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
+        from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.trainers.first_order_run import parameters_at
 
         assert self.journal is not None, "the journal was read from there"
@@ -166,7 +196,8 @@ class AtStep:
             )
         step = journal.version if self.at is None else self.at
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
-        return SnapshotReplayer(model, step, parameters_at(snapshots, step), **common)
+        replayer = SnapshotReplayer if isinstance(model, PeftBlockModel) else StoredSnapshotReplayer
+        return replayer(model, step, parameters_at(snapshots, step), **common)
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import tyro
 
@@ -18,14 +22,15 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import MODEL
+from zo2adapters.trainers.run_directory import name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling
 
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
-_HELP = "/adapter NAME switches, /adapter lists, /reset forgets the conversation, /quit ends"
+_HELP = "/reset forgets the conversation, /quit ends"
+_SWITCHES = "/adapter NAME switches, /adapter lists, "
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
 
 
@@ -36,7 +41,7 @@ class Chat:
     run_directory: tyro.conf.Positional[Path | None] = None
     """Directory of a run, instead of --model."""
     model: str | None = None
-    """Directory of the model, with safetensors weights, or a hub id."""
+    """Directory of the model, with safetensors weights, or a hub id. By default the base that --adapter names."""
     adapters: Annotated[tuple[Path, ...], tyro.conf.arg(name="adapter")] = ()
     """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
     or its run, and /adapter none to the model alone."""
@@ -61,7 +66,7 @@ class Chat:
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
         with _Conversation(self, variants, sampling) as conversation:
-            print(f"{conversation.name} answers; {_HELP}", file=sys.stderr)
+            print(f"{conversation.title} answers; {conversation.help}", file=sys.stderr)
             for line in _lines():
                 if line == "/quit":
                     return
@@ -73,7 +78,8 @@ class Chat:
         Raises:
             OptionError: if neither or both of model and run are given, or two adapters have one name.
         """
-        if (self.model is None) == (self.run_directory is None):
+        by_adapter = self.run_directory is None and self.adapters != ()  # which names its base
+        if not by_adapter and (self.model is None) == (self.run_directory is None):
             raise OptionError(
                 "model",
                 found="neither or both of --model and a run's directory",
@@ -89,10 +95,10 @@ class Chat:
                 found, expected = f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone"
                 raise OptionError("adapter", found=found, expected=expected, remedy="leave it out")
             run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, **shared)
-            return {_name_of(self.run_directory.resolve()): run.resolved(), _BASE: replace(run, at=0).resolved()}
+            return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
         if self.at is not None:
             raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
-        names = [_name_of(path.resolve()) for path in self.adapters]
+        names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
             raise OptionError(
                 "adapter",
@@ -101,26 +107,56 @@ class Chat:
                 remedy="rename one of them, or pass links with other names",
             )
         base = AtStep(model=self.model, model_options=opening, **shared)
-        with_adapters = (replace(base, model_options=replace(opening, adapter=path)).resolved() for path in self.adapters)
+        with_adapters = [replace(base, model_options=replace(opening, adapter=path)).resolved() for path in self.adapters]
+        if with_adapters:
+            base = replace(base, model=with_adapters[0].model)
         return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
 
 
-def _name_of(directory: Path) -> str:
-    """The name of a directory; of a run's export, that of the run."""
-    return directory.parent.name if directory.name == MODEL else directory.name
-
-
 def _lines() -> Iterator[str]:
-    """Lines of standard input that are not empty, after a mark in a terminal."""
-    is_terminal = sys.stdin.isatty()
+    """Lines of standard input that are not empty, after a mark in a terminal, where earlier lines can be taken up again."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # not on every platform
+            importlib.import_module("readline")  # which makes input() edit its line
     while True:
         if is_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+            try:
+                line = input("> ") + "\n"
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            except KeyboardInterrupt:
+                print(file=sys.stderr)  # the line with the mark has ended
+                raise
+        else:
+            line = sys.stdin.readline()
         if not line:
             return
         if line.strip():
             yield line.strip()
+
+
+class _Stop:
+    """While an answer is written in a terminal, the first interrupt ends the answer, and the second one the command."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stdin.isatty() and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked and callable(self._before):
+            self._before(number, frame)
+        self.is_asked = True
 
 
 class _Conversation:
@@ -156,6 +192,16 @@ class _Conversation:
     def __exit__(self, *_: object) -> None:
         self._engine.close()
 
+    @property
+    def title(self) -> str:
+        """What the present variant is called: a base that has nothing beside it by its directory or hub id."""
+        return self.name if len(self._variants) > 1 else name_of(Path(str(self._variants[self.name].model)))
+
+    @property
+    def help(self) -> str:
+        """The commands, as a line."""
+        return (_SWITCHES if len(self._variants) > 1 else "") + _HELP
+
     def take(self, line: str) -> None:
         """Answer a line, or do what it commands."""
         command, _, name = line.partition(" ")
@@ -165,7 +211,7 @@ class _Conversation:
         elif command == "/adapter":
             self._switch(name.strip())
         elif command.startswith("/"):
-            print(f"{command} is not a command; {_HELP}", file=sys.stderr)
+            print(f"{command} is not a command; {self.help}", file=sys.stderr)
         else:
             self._answer(line)
 
@@ -183,7 +229,7 @@ class _Conversation:
     def _switch(self, name: str) -> None:
         """Let another variant answer; the conversation goes on."""
         if name not in self._variants:
-            print(f"{self.name} answers; there are {', '.join(self._variants)}", file=sys.stderr)
+            print(f"{self.title} answers; there are {', '.join(self._variants)}", file=sys.stderr)
             return
         if name != self.name:
             self._engine.close()
@@ -225,9 +271,12 @@ class _Conversation:
             pad_token_id=pad_token_id(self._tokenizer),
         )
         try:
-            for (token,) in made:
-                if token is not None and token not in self._ends:
-                    stream.add(token)
+            with _Stop() as stop:
+                for (token,) in made:
+                    if token is not None and token not in self._ends:
+                        stream.add(token)
+                    if stop.is_asked:
+                        break
         except NonFiniteLossError:
             require_finite_base(self._model, self._variants[self.name].base())
             raise

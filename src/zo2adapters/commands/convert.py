@@ -20,12 +20,23 @@ class Convert:
     change."""
 
     def run(self) -> None:
-        """Convert, and print each shard or segment."""
+        """Convert, and print each shard, or show a bar while weights are quantised."""
         if self.quantize is not None:
-            from zo2adapters.models.quantizer import quantize
-
-            quantize(self.model, self.output, self.quantize)
+            self._quantize(self.quantize)
             return
         from zo2adapters.models.pickle_conversion import convert
 
         convert(self.model, self.output, report=print)
+
+    def _quantize(self, method: Literal["int8", "nf4", "fp8"]) -> None:
+        from zo2adapters.models.quantizer import quantize
+        from zo2adapters.trainers.progress_bar import progress_bar
+
+        with progress_bar(total=0, unit="B", desc=method) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            quantize(self.model, self.output, method, progress=progress)
+        print(f"{self.output}: the model in {method}")

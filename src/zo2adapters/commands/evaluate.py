@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tqdm import tqdm
+import tyro
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
-from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import NonFiniteLossError, OptionError, Runner, Workers
 from zo2core.planning.host_budget import parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
-    from zo2adapters.tasks.answers import Questions
-    from zo2adapters.tasks.candidates import Choices
-    from zo2adapters.tasks.row_files import Rows
+    from zo2adapters.tasks.measures import Evaluated, Measure
+    from zo2adapters.tasks.row_files import EvaluationRows
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
 BATCHES = 8  # batches of the longest rows that memory is reserved for by default
@@ -32,11 +31,13 @@ BATCHES = 8  # batches of the longest rows that memory is reserved for by defaul
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtStep):
-    """Evaluate a model, or a run at any of its steps, on a data file."""
+    """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
-    data: Path
+    data: Path | None = None
     """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and
-    answers. A model with another --head takes rows with text and label."""
+    answers. A model with another --head takes rows with text and label. By default the rows that the run evaluated."""
+    beside_base: Annotated[bool, tyro.conf.arg(name="base")] = True
+    """Evaluate the base, too, and print both in a table, for a run or an adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
@@ -52,162 +53,118 @@ class Evaluate(AtStep):
     def run(self) -> None:
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for rows with answers."""
         with WorkerOptions(key_file=self.key_file).workers() as workers:
-            self._evaluate(workers)
+            self._with_options_of_run()._evaluate(workers)
+
+    def _with_options_of_run(self) -> Evaluate:
+        """The command with the columns, template, labels and lengths of the run where none are given."""
+        if self.run_directory is None:
+            return self
+        saved = RunDirectory.options(self.run_directory)
+        given = {option.name: getattr(self.rows, option.name) for option in fields(RowOptions)}
+        changes = {name: value for name, value in given.items() if value != getattr(RowOptions(), name)}
+        length = self.batching.sequence_length or saved.batching.sequence_length
+        return replace(self, rows=replace(saved.rows, **changes), batching=replace(self.batching, sequence_length=length))
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.answers import read_questions
-        from zo2adapters.tasks.candidates import read_choices
-        from zo2adapters.tasks.language_modelling_task import evaluate_dataset, perplexity
-        from zo2adapters.tasks.row_files import format_of, with_labels
-        from zo2adapters.tasks.rows import read_dataset
-        from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+        from zo2adapters.tasks.row_format import RowFormat
+        from zo2adapters.tasks.tokenizer import load_tokenizer
+        from zo2adapters.trainers.run_notices import length_notices
 
         self.batching.require_valid()
         require_between("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=self.batching.loss_chunk)
-        length = self.batching.length_for(model)
-        is_causal = at.model_options.head == "causal-lm"
-        self.rows.require_valid(takes_labels=not is_causal)
-        row_options = with_labels(self.rows, self.data) if is_causal else self.rows
-        rows = format_of(self.data, row_options) if is_causal else RowFormat.LABELS
-        if self.batching.pack and rows in (RowFormat.CANDIDATES, RowFormat.ANSWERS, RowFormat.LABELS):
+        rows = self._read(at, model, tokenizer)
+        if self.batching.pack and rows.format is not RowFormat.TEXT:
             found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
-        if rows is RowFormat.LABELS:
-            self._evaluate_labels(at, model, tokenizer, length, workers)
-            return
-        if rows is RowFormat.CANDIDATES:
-            choices = read_choices(self.data, tokenizer, sequence_length=length, options=row_options)
-            self._print_lengths(choices, workers)
-            self._evaluate_choices(at, model, choices, pad_token_id(tokenizer), workers)
-            return
-        if rows is RowFormat.PREFERENCES:
+        for line in length_notices(rows) if is_first(workers) else ():
+            print(line, file=sys.stderr)
+        name, evaluated = self._evaluated(at, model, rows, tokenizer, workers)
+        columns = [(name, evaluated)]
+        if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
+            base = at.without_learning()
+            model = base.open_model(loss_chunk=self.batching.loss_chunk)
+            without_trace = replace(self, trace=None)
+            columns.insert(0, ("base", without_trace._evaluated(base, model, rows, tokenizer, workers)[1]))
+        if is_first(workers):
+            print(_table(columns) if len(columns) > 1 else _line(evaluated))
+
+    def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> EvaluationRows:
+        """The rows to evaluate on.
+
+        Raises:
+            OptionError: if there are none, or they are preferences.
+            DataError: if the file cannot be read, or a row is malformed.
+        """
+        from zo2adapters.tasks.answers import read_questions
+        from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
+        from zo2adapters.tasks.row_format import RowFormat
+
+        length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
+        self.rows.require_valid(takes_labels=not is_causal)
+        labelled_for = None if is_causal else model.config
+        saved = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        if self.data is None:
+            if saved is None or not saved.evaluates:
+                found = "none" if saved is None else "none, for a run without rows to evaluate on"
+                raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
+            files = saved.files()._replace(options=self.rows)
+            _, rows = files.read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+            assert rows is not None, "the run evaluates"
+        else:
+            options = self.rows
+            if is_causal:
+                if saved is not None and saved.data.exists():  # the labels of a run are those of its training rows
+                    options = with_labels(options, saved.data)
+                options = with_labels(options, self.data)
+            reading: dict[str, Any] = {"sequence_length": length, "options": options}
+            if is_causal and format_of(self.data, options) is RowFormat.ANSWERS:
+                if self.max_new_tokens >= length:
+                    raise OptionError(
+                        "max_new_tokens",
+                        found=f"{self.max_new_tokens}, where prompt and answer together may have {length} tokens",
+                        expected=f"at most {length - 1}",
+                        remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
+                    )
+                return read_questions(self.data, tokenizer, max_new_tokens=self.max_new_tokens, **reading)
+            rows = read_rows(self.data, tokenizer, labelled_for=labelled_for, **reading)
+        if rows.format is RowFormat.PREFERENCES:
             raise OptionError(
                 "data",
-                found=f"{self.data}, rows of preferences",
+                found=f"{self.data or 'the rows of the run'}, rows of preferences",
                 expected="other rows: preferences are evaluated during training, against the base model",
                 remedy="pass them to zo2 train as --evaluation",
             )
-        if rows is RowFormat.ANSWERS:
-            if self.max_new_tokens >= length:
-                raise OptionError(
-                    "max_new_tokens",
-                    found=f"{self.max_new_tokens}, where prompt and answer together may have {length} tokens",
-                    expected=f"at most {length - 1}",
-                    remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
-                )
-            questions = read_questions(
-                self.data,
-                tokenizer,
-                sequence_length=length,
-                max_new_tokens=self.max_new_tokens,
-                options=row_options,
-            )
-            self._print_lengths(questions, workers)
-            self._evaluate_answers(at, model, tokenizer, questions, pad_token_id(tokenizer), workers)
-            return
-        dataset = read_dataset(self.data, tokenizer, sequence_length=length, options=row_options)
-        self._print_lengths(dataset, workers)
-        with (
-            self._engine(at, model, dataset.longest, workers) as engine,
-            tqdm(total=len(dataset), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
-        ):
-            result = evaluate_dataset(
-                engine,
-                dataset,
-                batch_size=self.batching.batch_size,
-                pad=pad_token_id(tokenizer),
-                packed=self.batching.pack,
-                progress=bar.update,
-            )
-            _require_finite([result.loss], model, at)
-        _print_result(
-            f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
-            f"{len(dataset)} rows, {result.sweeps} sweeps",
-            workers,
-        )
+        return rows
 
-    def _print_lengths(self, rows: Rows | Questions, workers: Workers | None) -> None:
-        """Print how many rows were cut or left out."""
-        from zo2adapters.trainers.run_notices import length_notices
+    def _evaluated(
+        self, at: AtStep, model: HFBlockModel, rows: EvaluationRows, tokenizer: Any, workers: Workers | None
+    ) -> tuple[str, Evaluated]:
+        """Evaluate one model, and say what it is."""
+        from zo2adapters.tasks.measures import Measuring, measured, units_of
+        from zo2adapters.tasks.row_format import RowFormat
+        from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
 
-        for line in length_notices(rows) if is_first(workers) else ():
-            print(line, file=sys.stderr)
-
-    def _evaluate_labels(
-        self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None
-    ) -> None:
-        from zo2adapters.tasks.label_task import evaluate_labels
-        from zo2adapters.tasks.labelled import padding_of, read_labelled_rows
-
-        rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length, options=self.rows)
-        self._print_lengths(rows, workers)
-        rows_at_once = self.batching.micro_batch_size or self.batching.batch_size
-        pad = padding_of(model.config)
+        total, unit = units_of(rows)
+        batching = self.batching
+        # Texts with labels take no micro-batches: each batch's loss is the model's own.
+        size = (batching.micro_batch_size or batching.batch_size) if at.model_options.head != "causal-lm" else None
         with self._engine(at, model, rows.longest, workers) as engine:
-            values = evaluate_labels(engine, model, rows, batch_size=rows_at_once, pad=pad)
-            _require_finite([values["loss"]], model, at)
-        accuracy = f", accuracy {values['accuracy']:.1%}" if "accuracy" in values else ""
-        _print_result(f"loss {values['loss']:.6f}{accuracy}, {len(rows)} rows", workers)
-
-    def _evaluate_choices(
-        self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int, workers: Workers | None
-    ) -> None:
-        from zo2adapters.tasks.scoring import score
-
-        total = sum(len(choice.candidates) for choice in choices)
-        with (
-            self._engine(at, model, choices.longest, workers) as engine,
-            tqdm(total=total, unit="candidate", file=sys.stderr, disable=not is_first(workers)) as bar,
-        ):
-            scored = score(
-                engine,
-                model,
-                [choice.prompt for choice in choices],
-                [choice.candidates for choice in choices],
-                batch_size=self.batching.batch_size,
-                pad_token_id=pad,
-                progress=bar.update,
-            )
-            _require_finite([value for values in scored.log_likelihoods for value in values], model, at)
-        shares = []
-        for by_length in (False, True):
-            chosen = scored.choices(by_length=by_length)
-            right = sum(choice.is_right(index) for index, choice in zip(chosen, choices, strict=True))
-            shares.append(right / len(choices))
-        _print_result(
-            f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "
-            f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps",
-            workers,
-        )
-
-    def _evaluate_answers(
-        self,
-        at: AtStep,
-        model: HFBlockModel,
-        tokenizer: Any,
-        questions: Questions,
-        pad: int,
-        workers: Workers | None,
-    ) -> None:
-        from zo2adapters.tasks.answers import answer
-
-        with (
-            self._engine(at, model, questions.longest, workers) as engine,
-            tqdm(total=len(questions), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
-        ):
-            answered = answer(
-                engine,
-                model,
-                tokenizer,
-                questions,
-                batch_size=self.batching.batch_size,
-                pad_token_id=pad,
-                progress=bar.update,
-            )
-        _print_result(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(questions)} rows", workers)
+            name = "base" if at.model_options.adapter is None else name_of(at.model_options.adapter)
+            name = name if at.journal is None else f"step {engine.version}"
+            quiet = not is_first(workers)
+            with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
+                progress = bar.update
+                if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
+                    shared = SharedSweeps(bar)
+                    engine.watch(shared.visited)
+                    progress = shared.took
+                options = Measuring(batch_size=size or batching.batch_size, packed=batching.pack, progress=progress)
+                evaluated = measured(engine, model, rows, tokenizer, options)
+            _require_finite(evaluated.finite, model, at)
+        return name, evaluated
 
     def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Runner:
         from zo2adapters.models.footprint import activation_bytes
@@ -221,10 +178,34 @@ class Evaluate(AtStep):
         return at.engine(model, activation_bytes=reserved, micro_batch_size=micro_rows, trace=self.trace, workers=workers)
 
 
-def _print_result(line: str, workers: Workers | None) -> None:
-    """Print the result; of several workers the first prints."""
-    if is_first(workers):
-        print(line)
+def _line(evaluated: Evaluated) -> str:
+    """The measures of one model as a line."""
+    error = evaluated.measures[0].standard_error
+    values = [f"{measure.name} {_value(measure, measure.value)}" for measure in evaluated.measures]
+    errors = [] if error is None else [f"standard error {_value(evaluated.measures[0], error)}"]
+    return ", ".join([*values, evaluated.size, *errors])
+
+
+def _table(columns: Sequence[tuple[str, Evaluated]]) -> str:
+    """The measures of several models on the same rows, a column each."""
+    cells = [["", *(name for name, _ in columns)]]
+    for measures in zip(*(evaluated.measures for _, evaluated in columns), strict=True):
+        cells.append([measures[0].name])
+        for measure in measures:
+            error = measure.standard_error
+            value = _value(measure, measure.value)
+            cells[-1].append(value if error is None else f"{value} \N{PLUS-MINUS SIGN} {_value(measure, error)}")
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+    has_errors = any(measure.standard_error is not None for measure in columns[-1][1].measures)
+    return "\n".join([*lines, columns[-1][1].size + ("; \N{PLUS-MINUS SIGN} is the standard error" if has_errors else "")])
+
+
+def _value(measure: Measure, value: float) -> str:
+    return f"{value:.1%}" if measure.is_share else f"{value:.{measure.digits}f}"
 
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:

@@ -39,6 +39,7 @@ class Export(AtStep):
         """
         from zo2adapters.models.adapter_export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
+        from zo2adapters.trainers.progress_bar import export_bar
 
         require_unused(self.output)
         if self.as_adapter and self.output_dtype != "auto":
@@ -53,11 +54,12 @@ class Export(AtStep):
                 version=engine.version,
                 base=str(at.model),
                 head=at.model_options.head,
-                is_adapter=self.as_adapter or at.model_options.adapter is not None,
+                is_adapter=self.as_adapter or at.model_options.trains_adapter,
                 data=data,
             )
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             else:
-                engine.export(self.output, files={CARD: card})
+                with export_bar(model) as progress:
+                    engine.export(self.output, files={CARD: card}, progress=progress)
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")

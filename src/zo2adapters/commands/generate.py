@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import LARGEST, require_between
@@ -37,6 +34,7 @@ class Generate(AtStep):
         from zo2adapters.tasks.generation import generate, require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
         from zo2adapters.trainers.base_check import require_finite_base
+        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
         drawn = sampling_of(self.temperature, self.top_p, self.seed)
         at = self.resolved()
@@ -59,9 +57,11 @@ class Generate(AtStep):
                 pad_token_id=pad_token_id(tokenizer),
             )
             try:
-                for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
-                    for continuation, token in zip(continued, step, strict=True):
-                        continuation += [] if token is None else [token]
+                with progress_bar(total=self.max_new_tokens, unit="token") as bar, sweep_bars(engine):
+                    for step in made:
+                        for continuation, token in zip(continued, step, strict=True):
+                            continuation += [] if token is None else [token]
+                        bar.update()
             except NonFiniteLossError:
                 require_finite_base(model, at.base())
                 raise

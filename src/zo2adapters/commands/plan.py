@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import MethodName
+from zo2adapters.trainers.first_order import MethodName, block_update, require_method
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
-from zo2adapters.trainers.options import evaluations_due
+from zo2adapters.trainers.options import evaluations_due, require_eval_split
 from zo2core import OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
@@ -20,6 +21,8 @@ from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
     from zo2adapters.trainers.batch_shapes import RowShapes
+    from zo2adapters.trainers.device_run_plan import DeviceRunPlan
+    from zo2adapters.trainers.run_plan import RunPlan
 
 MOST_WORKERS = 1024  # on one host
 
@@ -50,15 +53,19 @@ class Plan:
     json: bool = False
     """Print JSON instead of a table."""
     method: MethodName | None = None
-    """Plan a run that trains an adapter by gradients, with this optimizer. By default, steps are zeroth-order."""
-    adapter: Path | None = None
-    """With --method: the adapter to train, as for training."""
+    """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
+    zeroth-order."""
+    adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
     evaluation: Path | None = None
     """File to evaluate on, as in zo2 train."""
+    eval_split: float | None = None
+    """Share of the training rows that is evaluated on instead, as in zo2 train."""
+    eval_seed: int = 0
+    """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
@@ -72,10 +79,16 @@ class Plan:
     def run(self) -> None:
         """Print the plan."""
         write_back = WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)
-        from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-        from zo2adapters.trainers.device_run_plan import plan_device_run
-        from zo2adapters.trainers.run_plan import plan_run
+        self._require_consistent()
+        planned = self._zeroth_order(write_back) if self.method is None else self._first_order(self.method)
+        print(planned.to_json() if self.json else planned.table())
 
+    def _require_consistent(self) -> None:
+        """Refuse options that are out of range, or have no effect together.
+
+        Raises:
+            OptionError: naming the option.
+        """
         require_between("queries", self.directions.queries, 1, MOST_QUERIES)
         require_between("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
@@ -85,39 +98,35 @@ class Plan:
                 expected="1, because workers with GPUs do not share blocks",
                 remedy="leave one of the two out",
             )
-        for option in ("evaluation", "evaluate_every"):
-            if getattr(self, option) is not None and (self.data is None or self.evaluation is None):
+        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
+        for option in ("evaluation", "eval_split", "evaluate_every"):
+            if getattr(self, option) is not None and (self.data is None or not self._evaluates):
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
-                    expected="--data and --evaluation",
-                    remedy="pass both files, or leave it out",
+                    expected="--data, with --evaluation or --eval-split",
+                    remedy="pass the rows, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
-        if self.method is not None or self.adapter is not None:
-            self._plan_first_order()
-            return
+        self.adapter_options.require_valid()
+
+    def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
+        """The plan of a run of zeroth-order steps, on the CPU or on a GPU."""
+        from zo2adapters.trainers.device_run_plan import plan_device_run
+        from zo2adapters.trainers.run_plan import plan_run
+
         optimization = Optimization(**vars(self.directions))
         optimization.require_consistent()
-        self.batching.require_valid()
-        directory = resolve_directory(self.model)
-        on_cpu = self.device_memory is None
-        exact, model_options = optimization.exact_mezo or optimization.rank is not None, self.model_options
-        model = open_checkpoint(
-            directory,
-            head=model_options.head,
-            architecture=model_options.architecture,
-            dtype=model_options.dtype,
-            precision=precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu),
-            transfer_dtype=self.transfer_dtype,
-            loss_chunk=self.batching.loss_chunk or "auto",
-        )
+        on_cpu, has_adapter = self.device_memory is None, self.adapter_options.trains_adapter
+        exact = optimization.exact_mezo or optimization.rank is not None or has_adapter
+        precision = precision_of_run(self.model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
+        model, directory = self._opened(precision=precision, transfer_dtype=self.transfer_dtype)
         shapes = self._shapes(model, directory)
         drawn = optimization.generator(model.layouts) or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
         if self.device_memory is not None:
-            on_device = plan_device_run(
+            return plan_device_run(
                 model,
                 shapes,
                 optimization,
@@ -127,10 +136,8 @@ class Plan:
                 write_limit_tb=self.write_limit_tb,
                 replay=self.replay,
             )
-            print(on_device.to_json() if self.json else on_device.table())
-            return
         choose_low_bit_transfer(self.replay, model.layouts, drawn, in_place=True)  # refuses a replay that is not possible
-        planned = plan_run(
+        return plan_run(
             model,
             shapes,
             optimization,
@@ -138,28 +145,46 @@ class Plan:
             write_back=write_back,
             workers=self.workers,
             steps=self.steps,
-            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
+            evaluations=self._evaluations,
         )
-        print(planned.to_json() if self.json else planned.table())
 
-    def _plan_first_order(self) -> None:
-        """Print the plan of a run that trains an adapter by gradients.
+    def _first_order(self, method: MethodName) -> RunPlan:
+        """The plan of a run that trains by gradients.
 
         Raises:
-            OptionError: if one of method and adapter is missing, or an option has no effect on such a run.
+            OptionError: if the method does not train the adapter, or an option has no effect on such a run.
         """
-        from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-        from zo2adapters.models.peft_model import Adapter
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
-        if self.method is None or self.adapter is None:
-            given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
-            found = str(self.method or self.adapter)
-            raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
+        require_method(method, self.adapter_options)
         for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
-                expected = f"no such option with --method {self.method}, on which it has no effect"
+                expected = f"no such option with --method {method}, on which it has no effect"
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        model, directory = self._opened(precision=self.model_options.precision)
+        return plan_first_order_run(
+            model,
+            self._shapes(model, directory),
+            memory=self.memory,
+            steps=self.steps,
+            evaluations=self._evaluations,
+            update=None if self.adapter_options.trains_adapter else block_update(method, weight_decay=0.0),
+            scratch=self.scratch,
+        )
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.evaluation is not None or self.eval_split is not None
+
+    @property
+    def _evaluations(self) -> int:
+        return evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0
+
+    def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
+        """The model, opened with these options as well, and its directory."""
+        from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+
         self.batching.require_valid()
         directory, opening = resolve_directory(self.model), self.model_options
         model = open_checkpoint(
@@ -167,19 +192,11 @@ class Plan:
             head=opening.head,
             architecture=opening.architecture,
             dtype=opening.dtype,
-            precision=opening.precision,
-            adapter=Adapter(config=self.adapter),
+            adapter=self.adapter_options.adapter_of(opening.head),
             loss_chunk=self.batching.loss_chunk or "auto",
+            **options,
         )
-        planned = plan_first_order_run(
-            model,
-            self._shapes(model, directory),
-            memory=self.memory,
-            scratch=self.scratch,
-            steps=self.steps,
-            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
-        )
-        print(planned.to_json() if self.json else planned.table())
+        return model, directory
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""
@@ -193,5 +210,5 @@ class Plan:
         labelled_for = None if self.model_options.head == "causal-lm" else model.config
         options: dict[str, Any] = {"sequence_length": length, "labelled_for": labelled_for}
         options["tokenizer"] = load_tokenizer(directory)
-        data, evaluation = DataFiles(self.data, self.evaluation, self.rows).read(**options)
+        data, evaluation = DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed).read(**options)
         return RowShapes.of_rows(self.batching, data, evaluation, seed=0)

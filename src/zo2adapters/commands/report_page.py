@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # keys of a step's row that are not in the journal
 _GRADIENT_FORWARDS = 3  # work of a first-order step in forward passes: forward, recomputation and backward
+_RARE = ("steps of unknown time and memory", "steps rejected by the guard")  # left out of the table where there are none
 _LARGEST = 1e300  # largest number that is drawn
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
 _STYLE = """
@@ -145,7 +146,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    rows: dict[str, list[str]] = {}
+    cells_of_runs: list[dict[str, str]] = []
     for run in runs:
         losses = [row["loss"] for row in run.steps]
         few = max(len(losses) // 20, 1)
@@ -157,6 +158,10 @@ def _summary(runs: Sequence[Run]) -> str:
         budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
         best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
         cells = {
+            "model": _file_name(run.options.get("model")),
+            "data": _file_name(run.options.get("data")),
+            "method": _method(run.options),
+            **_evaluated(run),
             "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
             "minutes": _number(run.minutes[-1]),
             "loss, mean of first and last 5 %": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
@@ -167,9 +172,41 @@ def _summary(runs: Sequence[Run]) -> str:
             "written to disk": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps",
             "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
         }
-        for name, value in cells.items():
-            rows.setdefault(name, []).append(value)
-    return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in rows.items()])
+        cells_of_runs.append(cells)
+    names = list(dict.fromkeys(name for cells in cells_of_runs for name in cells))
+    rows = {name: [cells.get(name, "none") for cells in cells_of_runs] for name in names}
+    shown = {name: values for name, values in rows.items() if name not in _RARE or set(values) != {"0"}}
+    return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in shown.items()])
+
+
+def _file_name(path: object) -> str:
+    """The last part of a path, or a hub id as it is."""
+    text = str(path or "not noted")
+    return _printable(Path(text).name) if Path(text).is_absolute() else text
+
+
+def _method(options: dict[str, Any]) -> str:
+    """How steps are taken, and what they train."""
+    first_order, optimization = options.get("first_order"), options.get("optimization")
+    name = first_order.get("method") if isinstance(first_order, dict) else None
+    if name is None:
+        estimator = optimization.get("estimator", "mezo") if isinstance(optimization, dict) else "mezo"
+        name = f"zeroth-order ({estimator})"
+    if options.get("lora_rank") is not None:
+        return f"{name}, LoRA of rank {options['lora_rank']}"
+    return f"{name}, adapter {_file_name(options['adapter'])}" if options.get("adapter") is not None else str(name)
+
+
+def _evaluated(run: Run) -> dict[str, str]:
+    """The first and the last result of each measure of the evaluations."""
+    if len(run.evaluations) < 2:
+        return {}
+    first, last = run.evaluations[0], run.evaluations[-1]
+    names = [name for name in first if name in last and name not in ("step", "evaluation_seconds")]
+    title = f"at step {first['step']} and {last['step']}"
+    return {
+        f"{name.replace('_', ' ')}, first and last": f"{first[name]:.4f}, {last[name]:.4f} {title}" for name in sorted(names)
+    }
 
 
 def _losses(runs: Sequence[Run]) -> str:
@@ -259,7 +296,7 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
     if not uses:
         return "not noted"
     busy, moved = (statistics.median(use[name] for use in uses) for name in ("busy", "bytes"))
-    return f"{busy:.0%}, {shown_bytes(moved)}"
+    return f"{busy:.0%}, {shown_bytes(moved)}" if moved else f"{busy:.0%}"
 
 
 def _options(runs: Sequence[Run]) -> str:

@@ -84,7 +84,11 @@ def require_consistent(task: str, options: RunOptions) -> None:
         ("eval_split", options.eval_split, "none, because the task has its own rows to choose the best step with"),
         ("head", options.model_options.head if options.takes_labels else None, "none, because the rows have candidates"),
         ("beta", options.beta, "none, because the rows have candidates, not preferences"),
-        ("adapter", options.model_options.adapter, "none: to train an adapter, write the rows with zo2 rows first"),
+        (
+            options.model_options.adapter_option,
+            options.model_options.adapter_name,
+            "none: to train an adapter, write the rows with zo2 rows first",
+        ),
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} with --task", expected=expected, remedy="leave it out")

@@ -57,6 +57,8 @@ class Train(RunOptions):
         "output",
         "steps",
         "lr",
+        "method",
+        "lora_rank",
         "batch_size",
         "evaluation",
         "memory",
@@ -218,13 +220,6 @@ class Train(RunOptions):
             return
         if self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
-        if self.first_order.method is not None and torchrun_rank() is not None:
-            raise OptionError(
-                "method",
-                found=f"{self.first_order.method} under torchrun",
-                expected="one process, because only zeroth-order steps are shared by workers",
-                remedy="start zo2 train without torchrun, or leave --method out",
-            )
         with self.worker_options.workers() as workers:
             self._train(workers)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.first_order import MethodName
+from zo2adapters.trainers.first_order import MethodName, require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
-from zo2core import MeZOSGD, OptionError
+from zo2core import MeZOSGD
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
@@ -26,10 +26,9 @@ class Verify:
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     method: MethodName | None = None
-    """Compare first-order steps of an adapter with transformers, peft and torch.optim. By default, zeroth-order steps are
-    compared with MeZO on the whole model."""
-    adapter: Path | None = None
-    """With --method: the adapter to train, as for training."""
+    """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
+    zeroth-order steps are compared with MeZO on the whole model."""
+    adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     steps: int = 3
     """Steps to take block by block and on the whole model."""
     batch_size: int = 2
@@ -51,23 +50,25 @@ class Verify:
         require_at_least("tokens", self.tokens, 2)
         require_between("seed", self.seed, 0, LARGEST - self.steps)
         size, opening = self.step_size, self.model_options
-        if (self.method is None) != (self.adapter is None):
-            given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
-            found = str(self.method or self.adapter)
-            raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
+        self.adapter_options.require_valid()
+        if self.method is not None:
+            require_method(self.method, self.adapter_options)
         MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
-        if self.method is not None and self.adapter is not None:
-            result = verify_first_order(directory, opening, self.method, self.adapter, size, batches)
+        adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
+        if self.method is not None:
+            result = verify_first_order(directory, opening, self.method, adapter, size, batches)
             self._tell(result, "losses, gradient norms")
         else:
-            self._tell(verify(directory, opening, size, batches), "losses, projected gradients")
+            self._tell(verify(directory, opening, size, batches, adapter), "losses, projected gradients")
 
     def _tell(self, result: Comparison, scalars: str) -> None:
         if result.difference is not None:
             print(f"DIFFERENT: {result.difference}")
             sys.exit(1)
-        equal = f"{scalars} and all {result.parameters} {'trained ' if self.method else ''}parameters"
+        equal = (
+            f"{scalars} and all {result.parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
+        )
         print(f"EQUAL over {result.steps} steps, bit for bit: {equal}")

@@ -1,4 +1,4 @@
-"""A whole model of Hugging Face with dual forwards in place of peft's modules, from a checkpoint that was opened."""
+"""Build a whole Hugging Face model with dual forwards in place of peft's modules, from an open checkpoint."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from zo2adapters.edge.dual_forward import STREAMS, AdapterState, DualForwardLine
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.lora import LoRAKind
+from zo2adapters.models.peft_kinds.wrapped_layers import read_weight
 from zo2adapters.models.stubs import Stub
 from zo2core import OptionError, ParameterSpec, UnsupportedModelError
 
 
 class Assembled(NamedTuple):
-    """A step, and what its parameters are called."""
+    """A training step, and the names of its parameters."""
 
     step: TrainingStep
-    trained: Mapping[str, tuple[int, int]]  # B of each layer in the state's order: name in the model, (outputs, rank)
-    frozen: Mapping[str, torch.Tensor]  # A of each layer in the same order: name in the model, float32 (rank, inputs)
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in the model, in the state's order
+    frozen: Mapping[str, torch.Tensor]  # each layer's A by name in the model, in the same order; float32 (rank, inputs)
 
 
 def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
     """Build the step of a model with an adapter, with all weights in memory.
 
     Args:
-        model: Opened with an ``Adapter`` of which B alone is trained; it stays as it is.
-        rows: Rows of a step's batch; a step runs two times as many.
+        model: A model opened with an ``Adapter`` of which only B is trained. It is not changed.
+        rows: Rows of a step's batch; a step runs twice as many.
         tokens: Tokens of a row.
         zo_eps: Perturbation scale.
-        seed: Seed of the first step's direction; each later step's is greater by 1.
+        seed: Seed of the first step's direction; it grows by 1 each step.
 
     Raises:
         UnsupportedModelError: if the model has no adapter, or is quantised.
-        OptionError: if A is to be trained, too.
+        OptionError: if A is trained, too.
         CheckpointError: if a weight cannot be read.
     """
     if not isinstance(model, PeftBlockModel):
@@ -50,7 +51,7 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
         )
     specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
     _require_lora_fa(model, specs)
-    values = {name: _read(model, spec) for name, spec in specs.items()}
+    values = {name: read_weight(model.weights, spec) for name, spec in specs.items()}
     whole = _whole(model, values)
     wrapped: list[tuple[str, Any]] = [
         (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
@@ -85,8 +86,8 @@ def _require_lora_fa(model: PeftBlockModel, specs: Mapping[str, ParameterSpec]) 
         raise UnsupportedModelError(
             encoded.name,
             found=f"a quantised weight ({type(encoded.encoding).__name__})",
-            expected="weights that are floats",
-            remedy="open the checkpoint that was quantised",
+            expected="floating-point weights",
+            remedy="open the unquantised checkpoint",
         )
     other = next((spec for spec in specs.values() if spec.frozen == (".lora_B." in spec.name)), None)
     if other is not None:
@@ -98,14 +99,8 @@ def _require_lora_fa(model: PeftBlockModel, specs: Mapping[str, ParameterSpec]) 
         )
 
 
-def _read(model: HFBlockModel, spec: ParameterSpec) -> torch.Tensor:
-    value = torch.empty(spec.shape, dtype=spec.dtype)
-    model.weights.read_into(spec.name, value.view(-1))
-    return value
-
-
 def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """A copy of a model's skeleton with its layers in their places, and its weights."""
+    """A copy of a model's skeleton with its layers in place of the stubs, and with its weights."""
     whole = deepcopy(model.skeleton)
     for module in list(whole.modules()):
         for name, child in list(module.named_children()):

@@ -1,4 +1,4 @@
-"""What a program says about itself: which batches it takes, and what its adapter is called in peft's files."""
+"""A program's description: the shape of its batches, and the names of its adapter in peft's files."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramDescription:
-    """What is settled when a program is written."""
+    """The properties of a program, which are fixed when it is written."""
 
-    rows: int  # of a batch, at most
-    tokens: int  # of a row, at most
-    vocabulary: int  # tokens are below it
-    zo_eps: float
-    config: Mapping[str, Any]  # peft's, as it is saved
-    trained: Mapping[str, tuple[int, int]]  # B of each layer: name in peft's files, (outputs, rank); in the state's order
-    frozen: tuple[str, ...]  # names of A of each layer, in the same order
+    rows: int  # most rows of a batch
+    tokens: int  # most tokens of a row
+    vocabulary: int  # size of the vocabulary
+    zo_eps: float  # perturbation scale
+    config: Mapping[str, Any]  # peft's config, from ``plain_config``
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in peft's files, in the state's order
+    frozen: tuple[str, ...]  # name of each layer's A in peft's files, in the same order
 
     def to_json(self) -> str:
-        """The text that a program keeps."""
+        """The description as text, which is stored in the program."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Self:
-        """Read what ``to_json`` wrote.
+        """Read the text of ``to_json``.
 
         Args:
-            text: Text of the program.
-            path: Where the program is, for messages.
+            text: Text from a program.
+            path: Path of the program, for messages.
 
         Raises:
-            CheckpointError: if it is of another format.
+            CheckpointError: if it has another format.
         """
         values = json.loads(text)
         if values.pop("format", None) != _FORMAT:
@@ -58,7 +58,7 @@ class ProgramDescription:
         """B of each layer, by its name in peft's files.
 
         Args:
-            adapter: The state's, float32, flat; only read.
+            adapter: ``ProgramState.adapter``, float32, flat.
         """
         values: dict[str, torch.Tensor] = {}
         start = 0

@@ -1,4 +1,4 @@
-"""The digest behind a program's bytes, where the runtime does not look: its weights decide what is trained."""
+"""A SHA-256 appended to a program's file, where the runtime does not read: damaged weights would go unnoticed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _LENGTH = len(_MARK) + hashlib.sha256().digest_size
 
 
 def append_digest(path: Path) -> None:
-    """Write the SHA-256 of a file's bytes behind them.
+    """Append the SHA-256 of a file's bytes to the file.
 
     Raises:
-        OSError: if it cannot be read or written.
+        OSError: if the file cannot be read or written.
     """
     with open(path, "r+b", opener=open_no_follow) as file:
         file.write(_MARK + _digest(file, path.stat().st_size))
 
 
 def require_digest(path: Path) -> None:
-    """Refuse a file whose bytes are not those that ``append_digest`` found.
+    """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote.
 
     Raises:
-        CheckpointError: if they are not, or there is no digest.
-        OSError: if it cannot be read.
+        CheckpointError: if they do not match, or there is no digest.
+        OSError: if the file cannot be read.
     """
     with open_regular(path) as file:
         length = max(path.stat().st_size - _LENGTH, 0)
@@ -36,14 +36,14 @@ def require_digest(path: Path) -> None:
     if end != _MARK + digest:
         raise CheckpointError(
             path,
-            found="bytes of another digest" if end.startswith(_MARK) else "no digest at its end",
-            expected="a whole program that write_program wrote",
+            found="bytes that do not match the digest" if end.startswith(_MARK) else "no digest at its end",
+            expected="a complete program from write_program",
             remedy="write the program again, or copy it again",
         )
 
 
 def _digest(file: BinaryIO, length: int) -> bytes:
-    """Of a file's first bytes, behind which it then stands."""
+    """The digest of a file's first ``length`` bytes. The file's position is then behind them."""
     digest = hashlib.sha256()
     while length and (piece := file.read(min(length, 1 << 20))):
         digest.update(piece)

@@ -3,12 +3,11 @@
 Both evaluations of a step run as one batch: its first half at +eps, its second at -eps, so that the weights are read once. A
 layer computes ``x W^T + (x A^T) B^T`` with a B for each half; W and A are only read.
 
-Note: What is done otherwise than in Algorithm 1. There each layer keeps both perturbed copies of B, finds in their
-difference the noise of the step before, and applies that step's update before it draws new noise; its projected gradient is
-an input, which the caller makes of the losses. Here the noise follows from a seed (``signs``), so B is kept once and without
-the rounding that it takes to restore it, and the update is applied at the end of the same step: what a step leaves behind is
-final, and the caller passes nothing back. Noise is of signs instead of Gaussian. In exact arithmetic, and with the same
-noise, losses and B are Algorithm 1's.
+Note: Differences from Algorithm 1. There each layer keeps both perturbed copies of B, takes their difference as the noise of
+the step before, and applies that step's update before it draws new noise; the projected gradient is an input that the caller
+computes from the losses. Here the noise follows from a seed (``signs``). So B is kept once, is never restored with rounding
+errors, and is updated at the end of the same step; the caller passes nothing back. Noise is random signs instead of
+Gaussian. In exact arithmetic, and with the same noise, losses and B are those of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from zo2adapters.edge.signs import GROUP, Signs, groups_of
 from zo2core import UnsupportedModelError
 
-STREAMS = 2  # of a step: at +eps and at -eps
+STREAMS = 2  # evaluations of a step: at +eps and at -eps
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class DualForwardLinear(nn.Module):
-    """A linear layer with LoRA beside it, whose B differs between the two halves of a batch.
+    """A linear layer with LoRA, whose B differs between the two halves of a batch.
 
     Args:
-        base: The layer; it is only read.
+        base: The layer, which is only read.
         lora_a: A of the adapter, float32 (rank, inputs); frozen.
         scaling: Scaling of the adapter.
         path: Path of the layer in the model, for messages.
@@ -49,38 +48,38 @@ class DualForwardLinear(nn.Module):
         self.path = path
         self.batch = batch
         self.register_buffer("lora_A", lora_a)
-        # Float32 (2, outputs, rank), of both halves: a step puts its own in this place for as long as it runs.
+        # Float32 (2, outputs, rank), for both halves. A step replaces it while it runs.
         self.register_buffer("lora_B", torch.zeros(STREAMS, base.out_features, len(lora_a)), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute both halves.
 
         Args:
-            x: (2 * rows, tokens, inputs), the half at +eps first, or the same with rows and tokens as one.
+            x: (2 * rows, tokens, inputs), the half at +eps first, or (2 * rows * tokens, inputs).
 
         Returns:
-            (2 * rows, tokens, outputs), or likewise, in the base's dtype.
+            Output in the base's dtype, (..., outputs).
 
         Raises:
-            UnsupportedModelError: if the model hands over something else, of which the halves cannot be told.
+            UnsupportedModelError: if x has another shape, from which the halves cannot be told.
         """
         rows, tokens = self.batch
         if x.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
             raise UnsupportedModelError(
                 self.path,
                 found=f"a layer that is called with shape {tuple(x.shape)}",
-                expected=f"one that is called with all {rows} rows of {tokens} tokens, in their order",
+                expected=f"a layer that is called with all {rows} rows of {tokens} tokens, in order",
                 remedy="name other layers in the adapter's target_modules",
             )
         reduced = F.linear(x.to(self.lora_A.dtype), self.lora_A)
         halves = reduced.reshape(STREAMS, -1, reduced.shape[-1])
-        beside = torch.bmm(halves, self.lora_B.transpose(1, 2)).reshape(*x.shape[:-1], -1)
+        adapter = torch.bmm(halves, self.lora_B.transpose(1, 2)).reshape(*x.shape[:-1], -1)
         computed: torch.Tensor = self.base(x)
-        return (computed + beside * self.scaling).to(computed.dtype)
+        return (computed + adapter * self.scaling).to(computed.dtype)
 
 
 class AdapterState(nn.Module):
-    """What steps change: B of all layers, and the seed of the next step.
+    """The state that steps change: B of all layers, and the seed of the next step.
 
     Args:
         values: B of each layer, float32 (outputs, rank).
@@ -93,19 +92,19 @@ class AdapterState(nn.Module):
     def __init__(self, values: Sequence[torch.Tensor], seed: int) -> None:
         super().__init__()
         flat = [F.pad(value.flatten(), (0, groups_of(value.numel()) * GROUP - value.numel())) for value in values]
-        # Float32, one layer after another; each begins where its noise does, at a whole group. What is between is not read.
+        # Float32, one layer after another. Each starts at a whole group, as its noise does; the padding is not read.
         self.register_buffer("adapter", torch.cat(flat))
         self.register_buffer("seed", torch.tensor(seed, dtype=torch.int64))
 
 
 class TrainingStep(nn.Module):
-    """One step of zeroth-order LoRA-FA: two losses of one forward, and the update that follows from them.
+    """One step of zeroth-order LoRA-FA: two losses from one forward, and the update.
 
     Args:
-        model: Hugging Face's, with a ``DualForwardLinear`` for each layer of the adapter.
-        names: Names of the layers in it.
-        indices: Indices of each layer's B: its place among the parameters, which its noise depends on.
-        state: State of these layers, in this order; changed by each step.
+        model: Hugging Face model with a ``DualForwardLinear`` for each layer of the adapter.
+        names: Names of these layers in the model.
+        indices: Index of each layer's B among the model's parameters, which determines its noise.
+        state: State of these layers, in this order. Each step changes it.
         zo_eps: Perturbation scale.
     """
 
@@ -123,11 +122,11 @@ class TrainingStep(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, lr: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Take a step. One whose projected gradient is not finite leaves B as it is.
+        """Take a step. If the projected gradient is not finite, B does not change.
 
         Args:
-            input_ids: int64 (rows, tokens), filled up at the right.
-            labels: int64 (rows, tokens), -100 where there is nothing to learn.
+            input_ids: int64 (rows, tokens), padded at the right.
+            labels: int64 (rows, tokens), -100 at tokens without loss.
             lr: Learning rate, float32, 0-d.
 
         Returns:
@@ -136,10 +135,10 @@ class TrainingStep(nn.Module):
         state = self.state
         seed = state.seed.clone()
         z = self.signs(seed)
-        move = self.zo_eps * z
-        logits = self._logits(input_ids.repeat(STREAMS, 1), torch.stack((move, -move)))
+        shift = self.zo_eps * z
+        logits = self._logits(input_ids.repeat(STREAMS, 1), torch.stack((shift, -shift)))
         options = {"vocab_size": self.model.config.get_text_config().vocab_size}
-        plus, minus = (self.model.loss_function(own, labels, **options) for own in torch.chunk(logits, STREAMS))
+        plus, minus = (self.model.loss_function(half, labels, **options) for half in torch.chunk(logits, STREAMS))
         projected_grad = (plus - minus) / (2 * self.zo_eps)
         is_finite = projected_grad.abs() <= _LARGEST
         applied = torch.where(is_finite, projected_grad, torch.zeros_like(projected_grad))
@@ -147,11 +146,11 @@ class TrainingStep(nn.Module):
         state.seed.copy_(state.seed + 1)
         return torch.stack((plus, minus)), projected_grad, seed
 
-    def _logits(self, input_ids: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
-        """Run the model with what is added to B in each half."""
+    def _logits(self, input_ids: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        """Run the model with these shifts added to B in each half."""
         perturbed: dict[str, torch.Tensor] = {}
         sizes = [groups_of(shape[1:].numel()) * GROUP for shape in self._shapes]
-        parts = torch.split(self.state.adapter + moves, sizes, dim=1)
+        parts = torch.split(self.state.adapter + shifts, sizes, dim=1)
         for name, shape, part in zip(self._names, self._shapes, parts, strict=True):
             perturbed[f"{name}.lora_B"] = part[:, : shape[1:].numel()].reshape(shape)
         arguments = {"input_ids": input_ids, "use_cache": False}
@@ -160,7 +159,7 @@ class TrainingStep(nn.Module):
 
 
 class StateReader(nn.Module):
-    """Gives the state, as a method of a program beside its step."""
+    """A method of a program that returns the state."""
 
     def __init__(self, state: AdapterState) -> None:
         super().__init__()
@@ -172,14 +171,14 @@ class StateReader(nn.Module):
 
 
 class StateWriter(nn.Module):
-    """Sets the state, as a method of a program beside its step."""
+    """A method of a program that sets the state."""
 
     def __init__(self, state: AdapterState) -> None:
         super().__init__()
         self.state = state
 
     def forward(self, adapter: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        """Take what a reader gave; returns the seed."""
+        """Set the state to that of a ``StateReader``, and return the seed."""
         self.state.adapter.copy_(adapter)
         self.state.seed.copy_(seed)
         return seed.clone()

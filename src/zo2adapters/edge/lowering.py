@@ -1,15 +1,15 @@
-"""From a model with an adapter to an ExecuTorch program that trains it.
+"""Write an ExecuTorch program that trains an adapter.
 
-A program has methods that share one state, B of all layers and the seed of the next step:
+A program's methods share one state, B of all layers and the seed of the next step:
 
     step         (input_ids, labels, lr) -> (the two losses, projected gradient, seed); takes a step
     state        () -> (B, seed)
-    restore      (B, seed) -> seed; sets the state, to go on from
+    restore      (B, seed) -> seed; sets the state
     frozen       () -> A of each layer, which no step changes
-    description  () -> what ``ProgramDescription`` says, as JSON
+    description  () -> the ``ProgramDescription`` as JSON
 
-The state's first values are in the program, and loading a method puts them in place: all methods are loaded before the first
-step. In C++ they share their state if the ``Module`` was made with ``share_memory_arenas``.
+Loading a method sets the state to its initial values, which are in the program. Therefore all methods are loaded before the
+first step. In C++ they share the state if the ``Module`` was made with ``share_memory_arenas``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from zo2adapters.edge.assembly import assemble
 from zo2adapters.edge.description import ProgramDescription
 from zo2adapters.edge.digest import append_digest
 from zo2adapters.edge.dual_forward import StateReader, StateWriter, TrainingStep
-from zo2adapters.edge.executorch_package import executorch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config
+from zo2adapters.optional_package import executorch
 from zo2core import OptionError, OutputError, UnsupportedModelError, ZO2Error
 from zo2core.errors import reason
 from zo2core.estimators.inputs import require_positive
 from zo2core.io.durable import create_file, sync_path
 
-_LARGEST_SEED = 1 << 62  # of the first step: so many steps can follow
-_STATE = ("state_adapter", "state_seed")  # parts of the names that the exported program gives the state's buffers
+_LARGEST_SEED = 1 << 62  # largest seed of the first step, which leaves 2**62 seeds for later steps
+_STATE = ("state_adapter", "state_seed")  # parts of the names of the state's buffers in the exported program
 
 
 class _Constants(nn.Module):
-    """Gives tensors that never change, as a method of a program."""
+    """A method of a program that returns constant tensors."""
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -64,22 +64,22 @@ def write_program(
     """Write a program that trains an adapter in ExecuTorch's runtime, by zeroth-order LoRA-FA.
 
     Args:
-        path: The file, ``.pte`` by custom; must not exist.
-        model: Opened with ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``; it stays as it is. Its
-            adapter's values are what the program begins with.
-        rows: Rows of a step's batch, at most; a step runs two times as many.
-        tokens: Tokens of a row, at most.
-        zo_eps: Perturbation scale, of all steps. The learning rate is an input of each.
-        seed: Seed of the first step's direction; each later step's is greater by 1.
-        partitioners: ExecuTorch's, of the backends that are to compute the forward. None is XNNPACK's, for CPUs; an empty
-            sequence leaves everything to the portable kernels.
+        path: File to write, usually ``.pte``; it must not exist.
+        model: A model from ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``. It is not changed. The
+            program starts from its adapter's values.
+        rows: Most rows of a step's batch; a step runs twice as many.
+        tokens: Most tokens of a row.
+        zo_eps: Perturbation scale of all steps. The learning rate is an input of each step.
+        seed: Seed of the first step's direction; it grows by 1 each step.
+        partitioners: ExecuTorch's partitioners of the backends that compute the forward. None: XNNPACK's, for CPUs; an empty
+            sequence uses the portable kernels.
 
     Raises:
         MissingPackageError: if ExecuTorch is not installed.
-        OptionError: if a number is out of its range, or A is to be trained, too.
+        OptionError: if a number is out of range, or A is trained, too.
         UnsupportedModelError: if the model has no adapter, is quantised, or cannot be exported.
         CheckpointError: if a weight cannot be read.
-        OutputError: if there is something at the path, or it cannot be written.
+        OutputError: if the path exists or cannot be written.
     """
     path = Path(path)
     if path.exists() or path.is_symlink():
@@ -101,15 +101,15 @@ def write_program(
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ExecuTorch, about itself and about states, which have first values here
+            warnings.simplefilter("ignore")  # ExecuTorch's warnings about itself and about states without initial values
             program = _lowered(exir, assembled.step, list(assembled.frozen.values()), description, partitioners)
     except ZO2Error:
         raise
-    except Exception as error:  # any: what a model does that cannot be exported surfaces inside the exporter's own code
+    except Exception as error:  # any: a model that cannot be exported leads to errors inside the exporter
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",
             found=f"a model that cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})",
-            expected="a decoder whose forward torch.export and ExecuTorch take",
+            expected="a decoder whose forward torch.export and ExecuTorch support",
             remedy="name fewer layers in the adapter's target_modules, or use another model",
         ) from error
     _write(path, program)
@@ -122,7 +122,7 @@ def _lowered(
     description: ProgramDescription,
     partitioners: Sequence[Any] | None,
 ) -> Any:
-    """ExecuTorch's program of all methods."""
+    """The ExecuTorch program with all methods."""
     if partitioners is None:
         partitioners = [executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()]
     tokens = torch.zeros(description.rows, description.tokens, dtype=torch.int64)
@@ -168,7 +168,7 @@ def _write(path: Path, program: Any) -> None:
                 file.flush()
                 append_digest(path)
             except BaseException:
-                path.unlink()  # it is this call's own: it was created here
+                path.unlink()  # this call created it
                 raise
         sync_path(path)
         sync_path(path.parent)

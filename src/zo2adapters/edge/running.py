@@ -1,4 +1,4 @@
-"""Programs that train, run by ExecuTorch's runtime on this machine."""
+"""Run training programs in ExecuTorch's runtime on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 
 from zo2adapters.edge.description import ProgramDescription
 from zo2adapters.edge.digest import require_digest
-from zo2adapters.edge.executorch_package import executorch
 from zo2adapters.models.peft_kinds.files import write_adapter
 from zo2adapters.models.prepared_batch import check_batch
+from zo2adapters.optional_package import executorch
 from zo2core import Batch, BatchError, CheckpointError, NonFiniteLossError, OptionError
 from zo2core.errors import reason
 from zo2core.sweep.microbatch import IGNORE_INDEX
@@ -25,29 +25,29 @@ _SEEDS = 1 << 63
 
 
 class ProgramStep(NamedTuple):
-    """What a step gave: all that an engine needs to be told, to take the same one."""
+    """The result of a step. An engine can take the same step from it."""
 
-    seed: int  # of the direction
-    losses: torch.Tensor  # float32 (2,): at +eps and at -eps
+    seed: int  # seed of the direction
+    losses: torch.Tensor  # losses at +eps and at -eps, float32 (2,)
     projected_grad: float
 
 
 class ProgramState(NamedTuple):
-    """All that steps change."""
+    """The state that steps change."""
 
-    adapter: torch.Tensor  # float32, flat: B of all layers, as the program lays them out
-    seed: int  # of the next step
+    adapter: torch.Tensor  # B of all layers, float32, flat; ``ProgramDescription.split`` divides it
+    seed: int  # seed of the next step
 
 
 class TrainingProgram:
     """A program of ``write_program``, with its state in the runtime's memory.
 
     Args:
-        path: The file. It is not written: a program that is opened again begins again.
+        path: File of the program. It is not written: a program that is opened again starts from its initial values.
 
     Raises:
         MissingPackageError: if ExecuTorch is not installed.
-        CheckpointError: if the file cannot be read, is damaged, or is no such program.
+        CheckpointError: if the file cannot be read, is damaged, or is another program.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -60,39 +60,39 @@ class TrainingProgram:
             if missing:
                 raise self._refusal(f"a program without {', '.join(sorted(missing))}")
             [text] = program.load_method("description").execute([])
-            # All before the first step: to load a method is to set the state to its first values.
+            # All methods are loaded before the first step, since loading one resets the state.
             self._methods = {name: program.load_method(name) for name in _METHODS}
         except OSError as error:
             raise self._refusal(reason(error)) from error
-        except RuntimeError as error:  # the runtime's only one
-            raise self._refusal(f"what the runtime does not load ({' '.join(str(error).split())[:200]})") from error
+        except RuntimeError as error:  # the only error of the runtime
+            raise self._refusal(f"a file that the runtime does not load ({' '.join(str(error).split())[:200]})") from error
         self._program = program  # owns the methods' memory
         self.description = ProgramDescription.from_json(text, self._path)
 
     def step(self, batch: Batch, *, lr: float) -> ProgramStep:
-        """Take one step: the state changes.
+        """Take one step, which changes the state.
 
         Args:
-            batch: input_ids and labels, and an attention_mask if it masks but what fills rows up at the right. One that is
-                smaller than the program's is filled up, which does not change its loss.
+            batch: input_ids, labels and perhaps an attention_mask, which may mask padding at the right only. Smaller batches
+                than the program's are padded, which does not change the loss.
             lr: Learning rate.
 
         Raises:
-            BatchError: if the program cannot take the batch, or it has no label to learn from.
+            BatchError: if the batch does not fit the program, or has no label.
             OptionError: if the learning rate is negative or not finite.
-            NonFiniteLossError: if a loss is not finite. B is what it was before, and the next step has another direction.
+            NonFiniteLossError: if a loss is not finite. B does not change, and the next step has another direction.
         """
         if not (math.isfinite(lr) and lr >= 0):
             raise OptionError(
-                "lr", found=repr(lr), expected="a finite number of at least 0", remedy="mend the learning rate's schedule"
+                "lr", found=repr(lr), expected="a finite number of at least 0", remedy="correct the learning-rate schedule"
             )
         losses, projected_grad, seed = self._run("step", *self._fitted(batch), torch.tensor(lr, dtype=torch.float32))
         if not math.isfinite(projected_grad.item()):
             raise NonFiniteLossError(
                 f"the step of seed {seed.item()}",
                 found=f"losses {losses.tolist()}",
-                expected="finite ones",
-                remedy="lower lr, or write the program with a lower zo_eps; this step left the adapter as it was",
+                expected="finite losses",
+                remedy="lower lr, or write the program with a lower zo_eps; this step did not change the adapter",
             )
         return ProgramStep(int(seed.item()), losses, projected_grad.item())
 
@@ -102,10 +102,10 @@ class TrainingProgram:
         return ProgramState(adapter, int(seed.item()))
 
     def restore(self, state: ProgramState) -> None:
-        """Go on from a state of this program, or of one that was written from the same model and adapter.
+        """Set the state to that of this program, or of another one with the same model and adapter.
 
         Raises:
-            OptionError: if it is of another adapter, or its seed is out of its range.
+            OptionError: if the state has another adapter, or its seed is out of range.
         """
         if not 0 <= state.seed < _SEEDS:
             raise OptionError(
@@ -119,13 +119,13 @@ class TrainingProgram:
         self._run("restore", state.adapter, torch.tensor(state.seed, dtype=torch.int64))
 
     def save_adapter(self, directory: Path | str) -> None:
-        """Write the adapter as it is now in peft's files.
+        """Write the current adapter in peft's format.
 
         Args:
-            directory: To write; must not exist or be empty.
+            directory: Directory to write, which must be empty or not exist.
 
         Raises:
-            OutputError: if it is in use or cannot be written.
+            OutputError: if the directory is in use or cannot be written.
         """
         description = self.description
         values = description.split(self.state().adapter)
@@ -137,15 +137,18 @@ class TrainingProgram:
         return outputs
 
     def _fitted(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of a batch, filled up to the program's shape."""
+        """Tokens and labels of a batch, padded to the program's shape."""
         description = self.description
         options: dict[str, Any] = {"vocab_size": description.vocabulary}
         check_batch(batch, PretrainedConfig(**options), description.tokens)
         ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
         if len(ids) > description.rows:
-            expected = f"at most {description.rows}, as the program was written for"
+            expected = f"at most {description.rows}, the program's rows"
             raise BatchError(
-                "input_ids", found=f"{len(ids)} rows", expected=expected, remedy="cut the batch, or write another program"
+                "input_ids",
+                found=f"{len(ids)} rows",
+                expected=expected,
+                remedy="pass fewer rows, or write another program",
             )
         others = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
         if others:
@@ -156,8 +159,8 @@ class TrainingProgram:
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()) or bool((labels[~mask] != IGNORE_INDEX).any()):
             raise BatchError(
                 "attention_mask",
-                found="masked tokens that others follow, or that have labels",
-                expected="rows that are filled up at the right: a program has no mask",
+                found="masked tokens before other tokens, or with labels",
+                expected="rows that are padded at the right: a program has no mask",
                 remedy="pad at the right, with labels of -100",
             )
         room = (0, description.tokens - ids.shape[1], 0, description.rows - len(ids))
@@ -167,6 +170,6 @@ class TrainingProgram:
         return CheckpointError(
             self._path,
             found=found,
-            expected="a program that write_program wrote, for this runtime's backends",
+            expected="a program from write_program, for this runtime's backends",
             remedy="write the program again",
         )

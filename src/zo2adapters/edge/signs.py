@@ -1,13 +1,13 @@
-"""Directions of random signs, made from a seed inside an exported program.
+"""Directions of random signs, computed from a seed inside an exported program.
 
-ExecuTorch's kernels have no generator that can be seeded: its ``rand`` and ``randn`` draw from the system. P-RGE therefore
-keeps both perturbed copies of B, whose difference is the noise, and adds an operator of its own to the runtime. Counters
-need neither. These are the numbers of ``PhiloxNoise(Distribution.RADEMACHER)``, bit for bit, so that an engine that is told
-a program's losses has the program's adapter.
+ExecuTorch's kernels have no generator that can be seeded: ``rand`` and ``randn`` use the system's. So P-RGE keeps both
+perturbed copies of B, whose difference is the noise, and adds an operator to the runtime. Counter-based noise needs neither.
+The numbers are those of ``PhiloxNoise(Distribution.RADEMACHER)``, bit for bit, so that an engine that replays a program's
+losses gets the program's adapter.
 
-Note: Operations. The runtime's portable kernels have neither shifts nor unsigned 64 bits. Words are int64 below 2**32,
-multipliers are taken in halves of 16 bits, so that no product comes near 2**63, and a word is shifted by dividing it. What
-happens to two words of a counter alike happens to both in one tensor: lowering a program takes time for each operation.
+Note: Operations. The runtime's portable kernels have neither shifts nor unsigned 64-bit integers. Words are int64 below
+2**32, multipliers are split into halves of 16 bits so that no product reaches 2**63, and words are shifted by division. Two
+words of a counter that need the same operations share a tensor: each operation adds to the time of lowering a program.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-GROUP = 1024  # signs that eight calls of Philox give together
-_CALLS = 8  # of a group
-_BITS = 32  # of a word, each a sign
+GROUP = 1024  # signs from eight calls of Philox
+_CALLS = 8  # calls per group
+_BITS = 32  # bits of a word; each gives a sign
 _WORD = (1 << _BITS) - 1
 _HALF = 1 << 16
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of Philox4x32: of the counter's words 0 and 2
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # by which the key's words grow from round to round
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # Philox4x32's multipliers of the counter's words 0 and 2
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # added to the key's words after each round
 _ROUNDS = 10
 
 
@@ -32,8 +32,8 @@ class Signs(nn.Module):
     """Draws z of several parameters at once: each number is +1 or -1, by Philox4x32-10.
 
     Args:
-        indices: Indices of the parameters: their places in the model's registration order.
-        sizes: Their numbers of elements.
+        indices: Index of each parameter in the model's registration order.
+        sizes: Number of elements of each parameter.
     """
 
     block: torch.Tensor
@@ -60,13 +60,13 @@ class Signs(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def forward(self, seed: torch.Tensor) -> torch.Tensor:
-        """Draw them.
+        """Draw z of all parameters.
 
         Args:
             seed: int64, 0-d, 0 to 2**63 - 1.
 
         Returns:
-            float32, flat: one parameter after another, each filled up to whole groups.
+            z, float32, flat: one parameter after another, each padded to whole groups.
         """
         groups = len(self.block) // _CALLS
         words = self._words(seed).view(4, groups, _CALLS).transpose(0, 1).reshape(groups, 1, 4 * _CALLS)
@@ -79,7 +79,7 @@ class Signs(nn.Module):
         odd = torch.stack((self.block // (_WORD + 1), torch.zeros_like(self.parameter)))  # words 1 and 3
         key = torch.stack((seed & _WORD, seed // (_WORD + 1))).view(2, 1)
         for _ in range(_ROUNDS):
-            high, low = even * self.high_multipliers, even * self.low_multipliers  # of a product: high * 2**16 + low
+            high, low = even * self.high_multipliers, even * self.low_multipliers  # each product is high * 2**16 + low
             upper = (high + low // _HALF) // _HALF
             lower = ((high & (_HALF - 1)) * _HALF + low) & _WORD
             even, odd = upper.flip(0) ^ odd ^ key, lower.flip(0)
@@ -88,5 +88,5 @@ class Signs(nn.Module):
 
 
 def groups_of(size: int) -> int:
-    """Groups that hold so many elements."""
+    """Number of groups for this number of elements."""
     return math.ceil(size / GROUP)

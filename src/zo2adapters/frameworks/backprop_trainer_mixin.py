@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zo2adapters.frameworks.saved_run import save_files
-from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin, batch_tensors
+from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
@@ -73,7 +73,6 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         self._memory = memory
         self._engine: BackpropEngine | None = None
         self._initial: dict[str, torch.Tensor] = {}  # the adapter's parameters when training began, by name
-        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
         super().__init__(model, args, options, adapter=adapter, supported=_SUPPORTED)
         skeleton: Any = self.block_model.skeleton
         skeleton.parameters = lambda recurse=True: iter(self.engine.parameters.values())
@@ -87,25 +86,11 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             self._initial = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
         return self._engine
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train. Batches of a step that an earlier call left unfinished are dropped."""
-        self._accumulated = []
-        return super().train(*arguments, **options)
-
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Collect a step's batches; with the last of them, add the step's gradients to those of the adapter.
-
-        Returns:
-            Loss of the step, 0-d; 0 for all batches but the last.
-        """
-        self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._accumulated = self._accumulated, []
-        self._set_mode(training=True)
+    def _step(self, batches: list[Batch], num_items: Any) -> float:
+        """Add the step's gradients to those of the adapter. See the base class."""
         if callable(to_training := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             to_training()
-        return torch.tensor(self.engine.gradients(batches, self._trainer_loss(num_items_in_batch)), device=self.args.device)
+        return self.engine.gradients(batches, self._trainer_loss(num_items))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the adapter's parameters that decay: those of neither biases nor norms."""

@@ -68,6 +68,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         require_supported(args, options, supported=supported)
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the whole reference model
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
+        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
         self.block_model = open_for(model, autocast_of(args), head_for(type(self)), adapter=adapter)
         self._swept: SweptBatches | None = None
         skeleton: Any = self.block_model.skeleton
@@ -82,6 +83,15 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Engine that has the present weights."""
 
     @abstractmethod
+    def _step(self, batches: list[Batch], num_items: Any) -> float:
+        """Take a step with all its batches, and return its loss.
+
+        Args:
+            batches: The step's batches.
+            num_items: The number of items over which the trainer takes the mean of the loss; None: it does not say.
+        """
+
+    @abstractmethod
     def _reference(self) -> AbstractContextManager[Runner]:
         """The weights that training started from."""
 
@@ -94,6 +104,24 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             weights: Whether to write the weights as well.
             write_others: Writes the other files of the checkpoint into a directory that has the files written so far.
         """
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Train. Batches of a step that an earlier call left unfinished are dropped."""
+        self._accumulated = []
+        return super().train(*arguments, **options)
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Collect a step's batches; with the last of them, take the step.
+
+        Returns:
+            Loss of the step, 0-d; 0 for all batches but the last.
+        """
+        self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._accumulated = self._accumulated, []
+        self._set_mode(training=True)
+        return torch.tensor(self._step(batches, num_items_in_batch), device=self.args.device)
 
     def evaluation_loop(
         self,

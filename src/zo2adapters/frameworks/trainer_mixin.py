@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
-from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin, batch_tensors
+from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
@@ -59,7 +59,6 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         self.zo = ZOArguments() if zo is None else zo
         self._engine: ZOEngine | None = None
         self._journal = Journal()
-        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
         self._projected_grad: float | None = None
         super().__init__(model, args, options)
 
@@ -91,25 +90,11 @@ class ZOTrainerMixin(StreamedTrainerMixin):
             self._engine.close()
         self._engine, self._journal, self._accumulated = None, journal, []
 
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train. Batches of a step that an earlier call left unfinished are dropped."""
-        self._accumulated = []
-        return super().train(*arguments, **options)
-
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Take a zeroth-order step; with gradient accumulation, at the last of the step's batches.
-
-        Returns:
-            Loss of the step, 0-d; 0 for all batches but the last.
-        """
-        self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._accumulated = self._accumulated, []
-        self._set_mode(training=True)
-        result = self.engine.step(batches, self._loss(num_items_in_batch))
+    def _step(self, batches: list[Batch], num_items: Any) -> float:
+        """Take a zeroth-order step. See the base class."""
+        result = self.engine.step(batches, self._loss(num_items))
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
-        return torch.tensor(result.loss, device=self.args.device)
+        return result.loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""

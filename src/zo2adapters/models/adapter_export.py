@@ -1,7 +1,7 @@
-"""What a run beside the activations has learned, as an adapter of peft's: the base stays as it is.
+"""Export the updates of a low-rank run as an adapter of peft.
 
-The updates of a matrix come to ``A V^T`` with a few columns a period, which is a LoRA adapter with A as its ``lora_B`` and
-V^T as its ``lora_A``. What has no such form (norms, biases, tables of positions) is written whole.
+The updates of a matrix sum up to ``A V^T`` with a few columns a period, which is a LoRA adapter with A as its ``lora_B`` and
+V^T as its ``lora_A``. Parameters without such a form (norms, biases, tables of positions) are written whole.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def export_adapter(
     base: str,
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
 ) -> None:
-    """Write what a run has learned as ``PeftModel.from_pretrained`` loads it on the base.
+    """Write a run's updates as an adapter, which ``PeftModel.from_pretrained`` loads on the base.
 
-    The loss is that of the exported model, but for the order of sums and the dtype in which peft adds them.
+    The loss is that of the exported model, except for the order of sums and the dtype in which peft adds them.
 
     Args:
-        replayer: At the step whose weights are wanted; its directions are beside the activations.
-        model: The replayer's.
-        directory: Must not exist, or be empty. It appears whole or not at all.
-        base: What the adapter says its base is: a path, or a hub id.
-        files: Further files of the directory: name to content, or to the file to copy.
+        replayer: A runner with low-rank perturbations, at the step to export.
+        model: The runner's model.
+        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
+        base: Path or hub id of the base, for the adapter's config.
+        files: Further files by name: their contents, or paths to copy.
 
     Raises:
-        OptionError: if directions are in the weights, the run trains an adapter already, or there are more columns than a
-            matrix has rows or columns.
+        OptionError: if perturbations are dense, the run trains an adapter, or a matrix has fewer rows or columns than its
+            factors.
         OutputError: if the directory is in use or cannot be written.
-        MissingPackageError: without peft.
+        MissingPackageError: if peft is not installed.
     """
     peft = optional_package("peft", install="zo2core[peft]")
     require_unused(Path(directory))
@@ -70,14 +70,14 @@ def export_adapter(
         bias="all" if parts.has_biases else "none",
         fan_in_fan_out=parts.is_transposed,
         base_model_name_or_path=base,
-        task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's own for other heads add a head of theirs
+        task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
         inference_mode=True,
     )
     write_adapter(Path(directory), plain_config(config), parts.tensors, files)
 
 
 class _Parts:
-    """The adapter's tensors by their names in peft's files, and what its config says of them."""
+    """The adapter's tensors by their names in peft's files, and the values of its config that follow from them."""
 
     def __init__(self) -> None:
         self.columns = 0
@@ -87,7 +87,7 @@ class _Parts:
         self.has_biases = self.is_transposed = False
 
     def take(self, path: str, module: nn.Module, leaf: str, value: Learned) -> None:
-        """Take up one of a module's parameters."""
+        """Add one of a module's parameters."""
         forward = type(module).forward
         if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
             self.saved += [] if path in self.saved else [path]
@@ -102,7 +102,7 @@ class _Parts:
             self._take_columns(path, value.factors, names, is_turned=forward is nn.Linear.forward)
 
     def _take_columns(self, path: str, factors: LearnedFactors, names: tuple[str, str], *, is_turned: bool) -> None:
-        """Of a linear layer the matrix is (outputs, inputs), of the others (inputs, outputs)."""
+        """Add a matrix's factors. A linear layer's matrix is (outputs, inputs), that of others (inputs, outputs)."""
         (rows, self.columns), across = factors.left.shape, len(factors.right)
         if self.columns > min(rows, across):
             raise OptionError(

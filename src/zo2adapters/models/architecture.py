@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -31,31 +30,39 @@ class Architecture:
     ignored: tuple[str, ...] = ()  # name endings of obsolete tensors in old checkpoints
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterFormats:
+    """How a model's parameters are stored, transferred and computed.
+
+    Args:
+        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
+        transfer_dtype: The dtype in which the layers' matrices are transferred to a device; None is the stored dtype.
+            Vectors always keep the stored dtype.
+        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
+        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
+        trained: Names of the trained parameters; all others are frozen. None trains all.
+        resident: Names of layer parameters that stay in memory: the embedding owns them and layers borrow them.
+        frozen_dtypes: The stored dtype of frozen parameters that belong to one layer, by name.
+    """
+
+    autocast: torch.dtype | None = None
+    transfer_dtype: torch.dtype | None = None
+    transfer_back: bool = False
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    trained: Collection[str] | None = None
+    resident: Collection[str] = ()
+    frozen_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
 def segment_layouts(
-    model: PreTrainedModel,
-    architecture: Architecture,
-    autocast: torch.dtype | None = None,
-    transfer_dtype: torch.dtype | None = None,
-    *,
-    transfer_back: bool = False,
-    encodings: Mapping[str, Encoding] = MappingProxyType({}),
-    trained: Collection[str] | None = None,
-    kept: Collection[str] = (),
-    stored: Mapping[str, torch.dtype] = MappingProxyType({}),
+    model: PreTrainedModel, architecture: Architecture, formats: ParameterFormats = ParameterFormats()
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
     Args:
         model: The model.
         architecture: The module paths of its parts.
-        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
-        transfer_dtype: The dtype in which the layers' matrices are transferred; None is the stored dtype. Vectors always
-            keep the stored dtype.
-        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
-        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
-        trained: Names of the trained parameters; all others are frozen. None trains all.
-        kept: Names of layer parameters that stay in memory: the embedding owns them and layers borrow them.
-        stored: The stored dtype of frozen parameters that belong to one layer, by name.
+        formats: How the parameters are stored, transferred and computed.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
@@ -65,33 +72,45 @@ def segment_layouts(
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
-        parameter = model.get_parameter(name)
-        spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
-        users = sorted(aliases)
+        users, spec = sorted(aliases), _stored(model, name, index, formats)
         is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
-        if name in encodings and (is_common or {0, blocks + 1} & set(users)):
+        in_layers = not {0, blocks + 1} & set(users)
+        if spec.encoding is not None and (is_common or not in_layers):
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight in {encodings[name].name} that several layers share, or that belongs to embedding or head",
+                found=f"a weight in {spec.encoding.name} that several layers share, or that belongs to embedding or head",
                 expected="quantised weights in one layer each",
                 remedy="quantise the checkpoint's layers alone, not its embedding and head",
             )
-        spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
-        if is_common or (name in kept and not {0, blocks + 1} & set(users)):
-            users = [0, *users]
-        if transfer_dtype is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
-            spec = replace(spec, transfer_dtype=transfer_dtype, transfer_back=transfer_back)
-        for order, user in enumerate(users):
+        is_resident = is_common or (name in formats.resident and in_layers)
+        if formats.transfer_dtype is not None and len(spec.shape) > 1 and in_layers and not is_resident:
+            spec = replace(spec, transfer_dtype=formats.transfer_dtype, transfer_back=formats.transfer_back)
+        for order, user in enumerate([0, *users] if is_resident else users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, autocast))
-            if spec.frozen and name in stored and not {0, blocks + 1} & set(users):
-                user_spec = replace(user_spec, dtype=stored[name], forward_dtype=user_spec.forward_dtype or spec.dtype)
+            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, formats.autocast))
+            if spec.frozen and name in formats.frozen_dtypes and in_layers and not is_resident:
+                forward_dtype = user_spec.forward_dtype or spec.dtype
+                user_spec = replace(user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype)
             (borrowed if order else owned)[user].append(user_spec)
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
     return tuple(
         BlockLayout(name, kind, tuple(specs), tuple(borrowed_specs))
         for name, kind, specs, borrowed_specs in zip(names, kinds, owned, borrowed, strict=True)
+    )
+
+
+def _stored(model: PreTrainedModel, name: str, index: int, formats: ParameterFormats) -> ParameterSpec:
+    """The spec of a parameter as it is stored."""
+    parameter = model.get_parameter(name)
+    return ParameterSpec(
+        name,
+        tuple(parameter.shape),
+        parameter.dtype,
+        index,
+        decays_in_mezo(name),
+        encoding=formats.encodings.get(name),
+        frozen=formats.trained is not None and name not in formats.trained,
     )
 
 

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture
+from zo2adapters.models.architecture import Architecture, ParameterFormats
 from zo2adapters.models.architecture_file import read_architecture
 from zo2adapters.models.companions import (
     SUFFIXES,
@@ -35,15 +35,15 @@ from zo2adapters.models.matching import load_buffers, match_tensors, require_dty
 from zo2adapters.models.opt import OPT
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2adapters.models.peft_kinds.reader import AdapterReader
-from zo2adapters.models.peft_model import Adapter, by_wrapped_names, inject, peft_config
+from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
-from zo2core import CheckpointError, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning
-from zo2core.checkpoint import SafetensorsReader, TensorEntry, find_tensors
-from zo2core.types import SavedForm
+from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
+from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors
+from zo2core.types import Encoding, SavedForm
 
 ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 
@@ -102,22 +102,12 @@ def open_checkpoint(
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
         OptionError: for an unknown dtype or precision, incompatible dtypes, or a ``loss_chunk`` out of range.
     """
-    if loss_chunk not in (None, "auto") and not (isinstance(loss_chunk, int) and loss_chunk >= 1):
-        raise OptionError(
-            "loss_chunk", found=repr(loss_chunk), expected="an integer of at least 1, None or 'auto'", remedy="leave it out"
-        )
     kind = head_of(head)
-    if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
-        raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
-    chosen_config = None if adapter is None else peft_config(adapter)
-    if adapter is not None and (transfer_dtype != "stored" or isinstance(precision, Precision)):
-        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", repr(precision))
-        expected = "exact or mixed precision and the stored transfer dtype with an adapter"
-        raise OptionError(option, found=found, expected=expected, remedy="leave it out")
-    precision = "exact" if adapter is not None and precision == "auto" else precision
-    if adapter is not None and export_dtype != "auto":
-        expected = "auto with an adapter, which is exported in float32"
-        raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
+    _require_loss_chunk(loss_chunk, kind)
+    adapter_config = None if adapter is None else peft_config(adapter)
+    if adapter is not None:
+        _require_adapter_options(precision, transfer_dtype, export_dtype)
+        precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     config, quantization = _read_config(directory)
     _refuse_pickled(directory)
@@ -126,75 +116,127 @@ def open_checkpoint(
     if quantization is not None:
         entries, encoded = without_encodings(entries, quantization, checkpoint_dtype)
         precision = exact_where_encoded(precision, transfer_dtype)
-    is_given = dtype != "auto"
-    chosen = choose_precision(precision, _dtype(dtype, config, entries), is_given=is_given, transfer_dtype=transfer_dtype)
-    why_not = (
-        None if chosen_config is None or chosen.autocast is None else chosen_config.kind.why_not_mixed(chosen_config.config)
+    chosen = choose_precision(
+        precision, _dtype(dtype, config, entries), is_given=dtype != "auto", transfer_dtype=transfer_dtype
     )
-    if why_not is not None:
-        raise OptionError(
-            "precision", found=f"{precision} with {why_not}", expected="exact precision", remedy="leave it out, or use LoRA"
-        )
     model_class: type[HFBlockModel] = (
         HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
     )
-    if chosen_config is not None and model_class not in chosen_config.kind.model_classes:
-        raise UnsupportedModelError(
-            f"model type {config.model_type}, head {head}",
-            found=f"{chosen_config.kind.title} on a model that {'reads images' if kind is CAUSAL_LM else 'has this head'}",
-            expected="a causal language model of text alone",
-            remedy="use LoRA, or train all parameters",
-        )
+    if adapter_config is not None:
+        _require_adapter_fits(adapter_config, chosen, model_class, where=f"model type {config.model_type}, head {head}")
     skeleton = _build(directory, config, chosen.stored, kind, Bounds.of(entry.shape for entry in entries.values()))
-    if isinstance(architecture, Path):
-        architecture = read_architecture(architecture)
-    if architecture is None:
-        known = {**ARCHITECTURES, **VISION_MODELS}.get(config.model_type) if kind is CAUSAL_LM else None
-        architecture = known or derive_architecture(skeleton, head=kind)
-    if architecture.model_type != config.model_type:
-        raise OptionError(
-            "architecture",
-            found=f"a declaration of {architecture.model_type}",
-            expected=f"a declaration of {config.model_type}, as config.json says",
-            remedy="pass the declaration of this model, or leave it out",
-        )
+    architecture = _architecture(architecture, skeleton, kind)
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)
+    stored_differently = matched.stored_differently(skeleton.base_model_prefix)
     pieces, encodings = encodings_of(matched.parameters, encoded)
     opened: OpenedAdapter | None = None
-    if adapter is not None and chosen_config is not None:
+    if adapter is not None and adapter_config is not None:
         base = partial(open_checkpoint, directory, dtype=dtype, architecture=architecture, head=head)
-        opened = inject(skeleton, adapter, chosen_config, base)
+        opened = inject(skeleton, adapter, adapter_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
-    weights = SafetensorsReader(pieces)
-    kept = matched.stored_differently(skeleton.base_model_prefix)
-    parts = {name: tuple(piece.saved_part for piece in those) for name, those in kept.items()}
+        architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
     exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
-    rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may have another dtype
     if export_dtype != "auto":
         exported = _dtype(export_dtype, config, entries)
-    companions = _companions(directory, skeleton, exported)
+    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
+    parts = {name: tuple(piece.saved_part for piece in those) for name, those in stored_differently.items()}
+    reader: TensorReader = SafetensorsReader(pieces)
     options: dict[str, Any] = {
+        "formats": _formats(chosen, encodings, pieces, opened),
         "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
-        "autocast": chosen.autocast,
-        "transfer_dtype": None if chosen.transfer_dtype is chosen.stored else chosen.transfer_dtype,
-        "transfer_back": chosen.transfer_back,
         "export_dtype": exported if rounds else None,
-        "encodings": encodings,
     }
     if kind is CAUSAL_LM:
         options["loss_chunk"] = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    first: Sequence[Any] = () if kind is CAUSAL_LM else (kind,)
+    make: Callable[..., HFBlockModel] = model_class
+    leading: list[Any] = [] if kind is CAUSAL_LM else [kind]  # arguments before those of HFBlockModel
+    if opened is not None:
+        make, leading = opened.kind.model_classes[model_class], [opened, *leading]
+        reader = AdapterReader(reader, opened)
+    return make(*leading, skeleton, architecture, reader, _companions(directory, skeleton, exported), **options)
+
+
+def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
+    """Refuse a chunk out of range, or for a head that computes the loss at once."""
+    if loss_chunk in (None, "auto"):
+        return
+    if not (isinstance(loss_chunk, int) and loss_chunk >= 1):
+        raise OptionError(
+            "loss_chunk", found=repr(loss_chunk), expected="an integer of at least 1, None or 'auto'", remedy="leave it out"
+        )
+    if kind is not CAUSAL_LM:
+        raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
+
+
+def _require_adapter_options(precision: Precision | str, transfer_dtype: str, export_dtype: torch.dtype | str) -> None:
+    """Refuse dtypes that cannot be chosen with an adapter."""
+    if transfer_dtype != "stored" or isinstance(precision, Precision):
+        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", repr(precision))
+        expected = "exact or mixed precision and the stored transfer dtype with an adapter"
+        raise OptionError(option, found=found, expected=expected, remedy="leave it out")
+    if export_dtype != "auto":
+        expected = "auto with an adapter, which is exported in float32"
+        raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
+
+
+def _require_adapter_fits(
+    adapter: ChosenConfig, precision: Precision, model_class: type[HFBlockModel], *, where: str
+) -> None:
+    """Refuse a kind of adapter that cannot be trained in this precision or in this kind of model."""
+    why_not = None if precision.autocast is None else adapter.kind.why_not_mixed(adapter.config)
+    if why_not is not None:
+        raise OptionError(
+            "precision", found=f"mixed with {why_not}", expected="exact precision", remedy="leave it out, or use LoRA"
+        )
+    if model_class not in adapter.kind.model_classes:
+        model = "a model that reads images" if model_class is HFVisionModel else "a model that has this head"
+        raise UnsupportedModelError(
+            where,
+            found=f"{adapter.kind.title} on {model}",
+            expected="a causal language model of text alone",
+            remedy="use LoRA, or train all parameters",
+        )
+
+
+def _architecture(declared: Architecture | Path | None, skeleton: PreTrainedModel, kind: Head) -> Architecture:
+    """The caller's declaration of a model, else the known or the derived one."""
+    model_type = skeleton.config.model_type
+    if declared is None:
+        known = {**ARCHITECTURES, **VISION_MODELS}.get(model_type) if kind is CAUSAL_LM else None
+        return known or derive_architecture(skeleton, head=kind)
+    architecture = read_architecture(declared) if isinstance(declared, Path) else declared
+    if architecture.model_type != model_type:
+        raise OptionError(
+            "architecture",
+            found=f"a declaration of {architecture.model_type}",
+            expected=f"a declaration of {model_type}, as config.json says",
+            remedy="pass the declaration of this model, or leave it out",
+        )
+    return architecture
+
+
+def _formats(
+    precision: Precision,
+    encodings: Mapping[str, Encoding],
+    pieces: Mapping[str, Sequence[Piece]],
+    opened: OpenedAdapter | None,
+) -> ParameterFormats:
+    """How parameters are stored, transferred and computed; those of an adapter's base are frozen."""
+    formats = ParameterFormats(
+        autocast=precision.autocast,
+        transfer_dtype=None if precision.transfer_dtype is precision.stored else precision.transfer_dtype,
+        transfer_back=precision.transfer_back,
+        encodings=encodings,
+    )
     if opened is None:
-        without: Callable[..., HFBlockModel] = model_class
-        return without(*first, skeleton, architecture, weights, companions, **options)
-    architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    if chosen.autocast is not None:  # frozen weights keep the checkpoint's dtype
-        options["stored"] = {name: those[0].entry.torch_dtype for name, those in pieces.items() if name not in opened.shapes}
-    options |= {"trained": opened.trained, "kept": frozenset(opened.shapes)}
-    both = AdapterReader(weights, opened)
-    return opened.kind.model_classes[model_class](opened, *first, skeleton, architecture, both, companions, **options)
+        return formats
+    frozen_dtypes: dict[str, torch.dtype] = {}
+    if precision.autocast is not None:  # frozen weights keep the checkpoint's dtype
+        dtypes = ((name, those[0].entry.torch_dtype) for name, those in pieces.items() if name not in opened.shapes)
+        frozen_dtypes = {name: dtype for name, dtype in dtypes if dtype is not None}
+    return replace(formats, trained=opened.trained, resident=frozenset(opened.shapes), frozen_dtypes=frozen_dtypes)
 
 
 def resolve_directory(path: Path | str) -> Path:

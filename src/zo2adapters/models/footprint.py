@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from zo2core.sweep.activation_offload import ROOMS
+from zo2core.sweep.activation_offload import STAGING_BUFFERS
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
 _FLOAT_BYTES = 4  # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
@@ -126,7 +126,7 @@ def least_activation_bytes(
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)
-    return activation_bytes(config, running, tokens, streams=1 + ROOMS, loss_chunk=loss_chunk)
+    return activation_bytes(config, running, tokens, streams=1 + STAGING_BUFFERS, loss_chunk=loss_chunk)
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:

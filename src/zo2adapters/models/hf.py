@@ -11,7 +11,7 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -20,7 +20,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, require_axes, segment_aliases, segment_layouts
+from zo2adapters.models.architecture import (
+    Architecture,
+    ParameterFormats,
+    require_axes,
+    segment_aliases,
+    segment_layouts,
+)
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.decisive_config import decisive_config
@@ -42,7 +48,7 @@ from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, TensorReader
 from zo2core.perturbation import PerturbedParameter
-from zo2core.types import Encoding, SavedForm
+from zo2core.types import SavedForm
 
 
 class Activations(NamedTuple):
@@ -60,17 +66,11 @@ class HFBlockModel:
         architecture: The module paths of its parts.
         weights: The checkpoint, by the skeleton's parameter names.
         companions: Files to write beside exported weights: paths to copy or contents, by name.
+        formats: How the parameters are stored, transferred and computed.
         saved_form: The tensors in which the checkpoint keeps the parameters, and its other tensors.
         loss_chunk: Labelled tokens whose logits are in memory at a time; None: all.
-        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
-        transfer_dtype: The dtype in which the layers' matrices are transferred to a device; None is the stored dtype.
-        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
         export_dtype: The dtype to which exported weights are rounded; None is the stored dtype.
         targets: Entries of a batch that only the loss reads.
-        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
-        trained: Names of the trained parameters; all others are frozen. None trains all.
-        kept: Names of layer parameters that stay in memory, with the embedding.
-        stored: The stored dtype of frozen parameters that belong to one layer, by name.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -85,33 +85,17 @@ class HFBlockModel:
         weights: TensorReader,
         companions: Mapping[str, Path | bytes],
         *,
+        formats: ParameterFormats = ParameterFormats(),  # noqa: B008 - frozen
         saved_form: SavedForm | None = None,
         loss_chunk: int | None = None,
-        autocast: torch.dtype | None = None,
-        transfer_dtype: torch.dtype | None = None,
-        transfer_back: bool = False,
         export_dtype: torch.dtype | None = None,
         targets: Sequence[str] = ("labels",),
-        encodings: Mapping[str, Encoding] | None = None,
-        trained: Collection[str] | None = None,
-        kept: Collection[str] = (),
-        stored: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.config = skeleton.config
-        self.layouts = segment_layouts(
-            skeleton,
-            architecture,
-            autocast,
-            transfer_dtype,
-            transfer_back=transfer_back,
-            encodings=encodings or {},
-            trained=trained,
-            kept=kept,
-            stored=stored or {},
-        )
-        self.autocast = autocast
-        self.transfer_dtype = transfer_dtype
-        self.transfer_back = transfer_back
+        self.layouts = segment_layouts(skeleton, architecture, formats)
+        self.autocast = formats.autocast
+        self._transfer_dtype = formats.transfer_dtype
+        self._transfer_back = formats.transfer_back
         self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
@@ -138,8 +122,8 @@ class HFBlockModel:
     @property
     def description(self) -> Mapping[str, Any]:
         """The config's values that determine the forward, with transformers' defaults, and the attention implementation."""
-        dtypes = {"autocast": self.autocast, "carried": self.transfer_dtype}  # keys of journals
-        dtypes["carried_back"] = self.transfer_dtype if self.transfer_back else None
+        dtypes = {"autocast": self.autocast, "carried": self._transfer_dtype}  # keys of journals
+        dtypes["carried_back"] = self._transfer_dtype if self._transfer_back else None
         return decisive_config(self.config, dtypes, self.saved_form.constants)
 
     @property

@@ -1,8 +1,8 @@
 """Parameter-efficient training: a few new parameters in peft's modules, and a base that is only read.
 
-peft puts its modules into the skeleton and names their parameters; values of a new adapter are made by peft's own code.
-They are few: the embedding's segment has all of them, and blocks borrow theirs, so that blocks never change. What differs
-from kind to kind is in ``peft_kinds``.
+Peft inserts its modules into the skeleton, names their parameters and makes their initial values. The embedding's segment
+owns all of these parameters and blocks borrow theirs, so that blocks never change. Each kind of adapter is a class in
+``peft_kinds``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.peft_kinds.files import CONFIG_FILE, WEIGHTS_FILE
 from zo2adapters.models.peft_kinds.injected import INJECTED
-from zo2adapters.models.peft_kinds.kind import NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
+from zo2adapters.models.peft_kinds.kind import DROPOUT, NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
-from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value
+from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value, read_weight
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, OptionError
 from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
-from zo2core.kernels.encoding import decoded
 
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind(), *INJECTED)}
 
@@ -44,18 +43,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """New parameters beside a base that stays as it is.
+    """An adapter to train. The base's weights do not change.
 
     Args:
-        config: One of peft's, of a kind in ``KINDS``; a JSON file of one; or a directory with an adapter that peft has
-            saved: then its values are what the run begins with.
-        frozen: Parts of parameters' names that are not trained, as ``("lora_A",)`` for LoRA-FA (arXiv 2308.03303).
-        seed: Seed of a new adapter's values.
+        config: A config of peft, of a kind in ``KINDS``; a JSON file of one; or a directory with an adapter saved by peft,
+            whose values the run starts from.
+        frozen: Parameters whose names contain one of these texts are not trained, such as ``("lora_A",)`` for LoRA-FA
+            (arXiv 2308.03303).
+        seed: Seed of a new adapter's initial values.
+        base: Path or hub id of the base, which an exported config names if ``config`` names none.
+        is_trained: Whether it will be trained. An adapter that is only read may have been trained with dropout.
     """
 
     config: Any
     frozen: Sequence[str] = ()
     seed: int = 0
+    base: str | None = None
+    is_trained: bool = True
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
@@ -66,18 +70,18 @@ class Adapter:
 
 
 class ChosenConfig(NamedTuple):
-    """Peft's config of an adapter, and what was learned of it."""
+    """An adapter's config, its kind, and the file of its values."""
 
     kind: AdapterKind
-    config: Any  # peft's
-    weights: Path | None  # file of its values; None: it is a new one
+    config: Any  # peft's config
+    weights: Path | None  # file of its values; None: it is new
 
 
 def peft_config(adapter: Adapter) -> ChosenConfig:
-    """Peft's config of an adapter.
+    """Read and check an adapter's config.
 
     Raises:
-        OptionError: for a kind of adapter, or an option of it, that cannot be trained here.
+        OptionError: for a kind of adapter, or an option, that is not supported.
         CheckpointError: if a file cannot be read.
     """
     peft = optional_package("peft", install="zo2core[peft]")
@@ -97,7 +101,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
     plain, defaults = config.to_dict(), type(config)().to_dict()
-    known = kind.decisive | kind.supported | NEUTRAL
+    known = kind.decisive | kind.supported | NEUTRAL | (frozenset() if adapter.is_trained else DROPOUT)
     unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
     unused_options += kind.unused_options(config)
     if unused_options:
@@ -107,21 +111,23 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             expected=kind.accepted,
             remedy="leave it out",
         )
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = adapter.base
     return ChosenConfig(kind, config, weights)
 
 
 def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, base: OpenBase) -> OpenedAdapter:
-    """Put peft's modules into a skeleton, whose parameters are on the meta device.
+    """Insert peft's modules into a skeleton. Their parameters are on the meta device.
 
     Args:
-        skeleton: Changed.
-        adapter: What was asked for.
-        chosen: What ``peft_config`` returned.
-        base: Opens the base as it is without the adapter, for first values that follow from its weights.
+        skeleton: The model, which is changed.
+        adapter: The caller's adapter.
+        chosen: Its config from ``peft_config``.
+        base: Opens the base without the adapter, for initial values that depend on its weights.
 
     Raises:
-        OptionError: if the config names modules that are not there, or nothing is trained.
-        CheckpointError: if the values are another adapter's.
+        OptionError: if the config names modules that the model does not have, or nothing is trained.
+        CheckpointError: if the file's values do not fit the config or the base.
     """
     kind, config, weights = chosen
     try:
@@ -152,7 +158,7 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
     if not trained or unmatched:
         raise OptionError(
             "adapter.frozen",
-            found=f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'each'} parameter's name has",
+            found=f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} parameter's name contains",
             expected=f"parts of the names of some of them, such as {kind.part_of_names}",
             remedy="leave it out to train all",
         )
@@ -163,21 +169,18 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
 def _with_copies(
     values: FirstValues, copies: Sequence[str], dtypes: Mapping[str, torch.dtype], base: OpenBase
 ) -> Mapping[str, torch.Tensor]:
-    """First values of an adapter, with those of modules that are trained whole: the base's."""
+    """Initial values of an adapter. Copies of whole modules start with the base's values."""
     model = base()
     specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
     read: dict[str, torch.Tensor] = {}
     with closing(model.weights) as reader:
         for name in copies:
-            spec = specs[base_form(name)]
-            stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
-            reader.read_into(spec.name, stored)
-            read[name] = (stored if spec.encoding is None else decoded(spec, stored)).to(dtypes[name])
+            read[name] = read_weight(reader, specs[base_form(name)]).to(dtypes[name])
     return {**values(), **read}
 
 
 def by_wrapped_names(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
-    """What is kept by the base's parameters, by the names that they have once peft has wrapped their layers."""
+    """A mapping by the base's names, with the names that peft's wrapping gives these parameters as keys."""
     names = (name for name, _ in model.named_parameters())
     return {name: values[plain] for name in names if SAVED not in name and (plain := base_form(name)) in values}
 
@@ -188,10 +191,10 @@ def _read_config(peft: Any, path: Path) -> Any:
             values = json.loads(file.read(_LARGEST_CONFIG))
         kind = KINDS.get(values.get("peft_type"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what its author was told as it was made
+            warnings.simplefilter("ignore")  # warnings for the author of the config
             config_class = peft.PeftConfig.from_peft_type if kind is None else getattr(peft, kind.config_class)
             return config_class(**values)
-    except Exception as error:  # any: what a config says surfaces inside peft's own code
+    except Exception as error:  # any: an invalid config leads to errors inside peft
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
         expected = f"{CONFIG_FILE} as peft writes it"
         raise CheckpointError(path, found=found, expected=expected, remedy="save the adapter again with peft") from error

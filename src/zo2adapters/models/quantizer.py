@@ -28,14 +28,16 @@ _MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints
 _STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers are written before its values are known
 
 
-def quantize(model: Path | str, directory: Path, method: str, *, report: Callable[[str], object] = print) -> None:
+def quantize(
+    model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
+) -> None:
     """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
 
     Args:
         model: A directory with safetensors weights, or a hub id.
         directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
         method: "int8", "nf4" or "fp8".
-        report: Called with a line before each segment is read.
+        progress: Called after each parameter with the bytes that are read so far, and those of all.
 
     Raises:
         OptionError: for an unknown method.
@@ -57,7 +59,7 @@ def quantize(model: Path | str, directory: Path, method: str, *, report: Callabl
         config["quantization_config"] = _description(encoding, config["dtype"])
         companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
         form = SavedForm(kept, opened.saved_form.constants)
-        write_checkpoint(directory, specs, _tensors(opened, chosen, encoding, report), companions, form=form)
+        write_checkpoint(directory, specs, _tensors(opened, chosen, encoding, progress), companions, form=form)
 
 
 def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:
@@ -112,12 +114,14 @@ def _specs(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iterat
 
 
 def _tensors(
-    model: HFBlockModel, chosen: Mapping[str, str], encoding: Encoding, report: Callable[[str], object]
+    model: HFBlockModel, chosen: Mapping[str, str], encoding: Encoding, progress: Callable[[int, int], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors, with their names from ``_specs``."""
-    for number, layout in enumerate(model.layouts, start=1):
-        report(f"{layout.name} ({number} of {len(model.layouts)})")
+    done, total = 0, sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
+    for layout in model.layouts:
         for spec in layout.parameters:
+            progress(done, total)
+            done += spec.nbytes
             weights = torch.empty(spec.numel, dtype=spec.dtype)
             model.weights.read_into(spec.name, weights)
             if spec.name not in chosen:
@@ -138,6 +142,7 @@ def _tensors(
                 yield f"{layer}.{NF4_STATE}", _state(fitted, spec)
             if isinstance(encoding, Int8Rows):
                 yield f"{layer}.{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
+    progress(done, total)
 
 
 def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:

@@ -7,8 +7,8 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import location
-from zo2adapters.tasks.rows import TOO_LONG, converted_rows, is_dropped, require_kept
+from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
@@ -41,24 +41,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """The rows of a file of prompts with right answers, in file order."""
+class Questions(FileRows[Question]):
+    """The rows of a file of prompts with right answers, in file order. These rows are never shortened."""
 
     format: ClassVar = RowFormat.ANSWERS
 
-    rows: tuple[Question, ...]  # at least one
-    max_new_tokens: int  # most tokens of a generated answer
-    dropped: int = 0  # number of rows that were left out because they are too long
-    truncated: int = 0  # number of shortened rows: always 0, because these rows cannot be cut
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Question:
-        return self.rows[index]
-
-    def __iter__(self) -> Iterator[Question]:
-        return iter(self.rows)
+    max_new_tokens: int = field(kw_only=True)  # most tokens of a generated answer
 
     @property
     def longest(self) -> int:
@@ -69,11 +57,6 @@ class Questions:
     def tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(row.prompt) for row in self.rows)
-
-    @property
-    def most_sequences(self) -> int:
-        """Most sequences of a row."""
-        return 1
 
     def digest(self) -> str:
         """SHA-256 over prompts and answers."""
@@ -87,6 +70,8 @@ class AnswerScores:
     texts: tuple[str, ...]  # generated answer to each prompt of this worker
     f1: float  # mean over prompts of the best F1 with a right answer, 0 to 1
     exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
+    f1_of_rows: tuple[float, ...]  # of each prompt
+    exact_match_of_rows: tuple[float, ...]  # of each prompt, 0 or 1
 
 
 def read_questions(
@@ -134,7 +119,7 @@ def read_questions(
             )
         questions.append(Question(ids, tuple(answers)))
     require_kept(path, len(questions), dropped, most_tokens)
-    return Questions(tuple(questions), max_new_tokens, dropped)
+    return Questions(tuple(questions), dropped=dropped, max_new_tokens=max_new_tokens)
 
 
 def answer(
@@ -156,7 +141,7 @@ def answer(
         questions: The prompts with their right answers.
         batch_size: Number of prompts in a batch.
         pad_token_id: Token id at padded positions.
-        progress: Called with the number of prompts of each batch.
+        progress: Called with the number of prompts of each batch, once they are answered.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
@@ -169,8 +154,8 @@ def answer(
     texts: list[str] = []
     f1, exact = [], []
     for number, group in enumerate(groups):
-        progress(len(group))
         if not is_own_shard(engine, number):
+            progress(len(group))
             continue
         columns = list(generate(engine, model, [row.prompt for row in group], **options))
         for tokens, row in zip(zip(*columns, strict=True), group, strict=True):
@@ -179,9 +164,11 @@ def answer(
             texts.append(text)
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
+        progress(len(group))
     counts = [len(group) for group in groups]
-    means = [sum(gather_in_order(engine, values, counts, questions.rows)) / len(questions) for values in (f1, exact)]
-    return AnswerScores(tuple(texts), *means)
+    f1_of_rows, exact_of_rows = (tuple(gather_in_order(engine, values, counts, questions.rows)) for values in (f1, exact))
+    f1_mean, exact_mean = (sum(values) / len(questions) for values in (f1_of_rows, exact_of_rows))
+    return AnswerScores(tuple(texts), f1_mean, exact_mean, f1_of_rows, exact_of_rows)
 
 
 def evaluate_answers(

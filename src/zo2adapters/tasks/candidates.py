@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_source import location
-from zo2adapters.tasks.rows import TOO_LONG, completion_ids, converted_rows, is_dropped, require_kept
+from zo2adapters.tasks.row_source import at_row, location
+from zo2adapters.tasks.rows import TOO_LONG, FileRows, completion_ids, converted_rows, is_dropped, require_kept
 from zo2core import DataError
 
 
@@ -38,23 +39,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """The rows of a file of choices, in file order."""
+class Choices(FileRows[Choice]):
+    """The rows of a file of choices, in file order. These rows are never shortened."""
 
     format: ClassVar = RowFormat.CANDIDATES
-
-    rows: tuple[Choice, ...]  # at least one
-    truncated: int = 0  # number of shortened rows: always 0, because these rows cannot be cut
-    dropped: int = 0  # number of rows that were left out because they are too long
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Choice:
-        return self.rows[index]
-
-    def __iter__(self) -> Iterator[Choice]:
-        return iter(self.rows)
 
     @property
     def longest(self) -> int:
@@ -93,43 +81,67 @@ def read_choices(
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    rows = list(_choices(path, tokenizer, sequence_length, RowOptions() if options is None else options))
-    kept = tuple(row for row in rows if row is not None)
-    require_kept(path, len(kept), len(rows), sequence_length)
-    return Choices(kept, dropped=len(rows) - len(kept))
+    tokenized = partial(_tokenized, tokenizer=tokenizer)
+    kept, dropped = read_choice_rows(path, tokenized, sequence_length, options or RowOptions())
+    return Choices(kept, dropped=dropped)
 
 
-def _choices(
-    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: RowOptions
-) -> Iterator[Choice | None]:
-    """Yield each row, None for one that is left out."""
+def read_choice_rows(
+    path: Path, tokenized: Callable[[dict[str, Any]], Choice], sequence_length: int, options: RowOptions
+) -> tuple[tuple[Choice, ...], int]:
+    """Read a file whose rows have a prompt and several completions.
+
+    Args:
+        path: The file.
+        tokenized: Tokenises a row, or raises DataError without the file and the line.
+        sequence_length: Most tokens of a prompt with a completion.
+        options: Columns of the rows, and what happens to rows that are too long.
+
+    Returns:
+        The rows, and the number of rows that were left out.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
+    """
+    kept, dropped = [], 0
     for line, row in converted_rows(path, options):
-
-        def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
-            return DataError(location(path, line), found=found, expected=expected, remedy=remedy)
-
-        prompt, answer = row.get("prompt"), row.get("answer")
-        candidates: Any = row.get("candidates")
-        if not isinstance(prompt, str) or not _texts(candidates):
-            keys = ", ".join(map(repr, row))
-            raise refuse(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "add the missing keys")
-        right: Any = [candidates.index(answer)] if answer in candidates else answer
-        right = right if isinstance(right, list) else [right]
-        if not right or not all(type(index) is int and 0 <= index < len(candidates) for index in right):
-            found = f"{json.dumps(answer)[:40]} as 'answer'"
-            raise refuse(found, "one of the candidates, or its index from 0", "write the right candidate")
-        choice = replace(tokenized_choice(prompt, candidates, right[0], tokenizer), also=tuple(right[1:]))
-        shortest, longest = (len(choice.prompt) + pick(map(len, choice.candidates)) for pick in (min, max))
-        if not 0 < len(choice.prompt) < shortest:
-            found = f"a prompt of {len(choice.prompt)} tokens, a candidate of {shortest - len(choice.prompt)} tokens"
-            raise refuse(found, "at least 1 token of each", "lengthen the texts, or remove the row")
-        if is_dropped(location(path, line), longest, sequence_length, options):
-            yield None
+        try:
+            choice = tokenized(row)
+        except DataError as error:
+            raise at_row(error, path, line) from error
+        where, longest = location(path, line), len(choice.prompt) + max(map(len, choice.candidates))
+        if is_dropped(where, longest, sequence_length, options):
+            dropped += 1
             continue
         if longest > sequence_length:
-            found = f"a prompt of {len(choice.prompt)} tokens, {longest} with the longest candidate"
-            raise refuse(found, f"at most {sequence_length} together", TOO_LONG)
-        yield choice
+            found = f"a prompt of {len(choice.prompt)} tokens, {longest} with the longest completion"
+            raise DataError(where, found=found, expected=f"at most {sequence_length} together", remedy=TOO_LONG)
+        kept.append(choice)
+    require_kept(path, len(kept), dropped, sequence_length)
+    return tuple(kept), dropped
+
+
+def row_error(found: str, expected: str, remedy: str) -> DataError:
+    """An error of a row, without the file and the line."""
+    return DataError("row", found=found, expected=expected, remedy=remedy)
+
+
+def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Choice:
+    prompt, answer = row.get("prompt"), row.get("answer")
+    candidates: Any = row.get("candidates")
+    if not isinstance(prompt, str) or not _texts(candidates):
+        keys = ", ".join(map(repr, row))
+        raise row_error(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "add the missing keys")
+    right: Any = [candidates.index(answer)] if answer in candidates else answer
+    right = right if isinstance(right, list) else [right]
+    if not right or not all(type(index) is int and 0 <= index < len(candidates) for index in right):
+        found = f"{json.dumps(answer)[:40]} as 'answer'"
+        raise row_error(found, "one of the candidates, or its index from 0", "write the right candidate")
+    choice = replace(tokenized_choice(prompt, candidates, right[0], tokenizer), also=tuple(right[1:]))
+    if not choice.prompt or not all(choice.candidates):
+        found = f"a prompt of {len(choice.prompt)} tokens, a candidate of {min(map(len, choice.candidates))} tokens"
+        raise row_error(found, "at least 1 token of each", "lengthen the texts, or remove the row")
+    return choice
 
 
 def tokenized_choice(prompt: str, candidates: Sequence[str], answer: int, tokenizer: PreTrainedTokenizerBase) -> Choice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,46 @@ def evaluate_labels(
     Returns:
         ``loss``, the mean over rows; where rows have a class also ``accuracy``, the share whose likeliest class is right.
     """
+    outputs = evaluated_batches(engine, model, rows, batch_size=batch_size, pad=pad)
+    losses, right, _ = zip(*outputs, strict=True)
+    means = [math.fsum(values) / len(rows) for values in (losses, right)]
+    return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(model.config) else {"loss": means[0]}
+
+
+def evaluated_batches(
+    engine: Runner,
+    model: HFBlockModel,
+    rows: LabelledRows,
+    *,
+    batch_size: int,
+    pad: int,
+    progress: Callable[[int], object] = lambda rows: None,
+) -> list[tuple[float, float, int]]:
+    """Evaluate the current weights on texts with labels, batch by batch.
+
+    Args:
+        engine: Runner whose current weights are evaluated.
+        model: The model that the runner was made with.
+        rows: The rows to evaluate on.
+        batch_size: Number of rows in a batch.
+        pad: Token id at padded positions, from ``padding_of``.
+        progress: Called with the number of rows of each batch.
+
+    Returns:
+        For each batch the sum of its rows' losses, how many rows' likeliest class is right, and its number of rows.
+    """
     groups = [rows.rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    batches = (
-        labelled_batch(group, pad_token_id=pad) for number, group in enumerate(groups) if is_own_shard(engine, number)
-    )
-    outputs = engine.forwards(batches, CalledForward(model, _loss_and_right))
+
+    def batches() -> Iterator[Batch]:
+        for number, group in enumerate(groups):
+            progress(len(group))
+            if is_own_shard(engine, number):
+                yield labelled_batch(group, pad_token_id=pad)
+
+    outputs = engine.forwards(batches(), CalledForward(model, _loss_and_right))
     own_values = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
     values = gather_in_order(engine, own_values, [2] * len(groups), rows.rows)
-    means = [math.fsum(values[start::2]) / len(rows) for start in (0, 1)]
-    return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(model.config) else {"loss": means[0]}
+    return list(zip(values[::2], values[1::2], map(len, groups), strict=True))
 
 
 def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:

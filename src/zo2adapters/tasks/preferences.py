@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.tasks.candidates import Choice, Choices
+from zo2adapters.tasks.candidates import Choice, Choices, read_choice_rows, row_error
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_source import location
-from zo2adapters.tasks.rows import TOO_LONG, converted_rows, is_dropped, require_kept, tokenized_row
-from zo2core import DataError
+from zo2adapters.tasks.rows import tokenized_row
 
 _KEYS = ("prompt", "chosen", "rejected")
 
@@ -42,40 +41,21 @@ def read_preferences(
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    rows = list(_preferences(path, tokenizer, sequence_length, RowOptions() if options is None else options))
-    kept = tuple(row for row in rows if row is not None)
-    require_kept(path, len(kept), len(rows), sequence_length)
-    return Preferences(kept, dropped=len(rows) - len(kept))
+    tokenized = partial(_tokenized, tokenizer=tokenizer)
+    kept, dropped = read_choice_rows(path, tokenized, sequence_length, options or RowOptions())
+    return Preferences(kept, dropped=dropped)
 
 
-def _preferences(
-    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: RowOptions
-) -> Iterator[Choice | None]:
-    """Yield each row, None for one that is left out."""
-    for line, row in converted_rows(path, options):
-
-        def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
-            return DataError(location(path, line), found=found, expected=expected, remedy=remedy)
-
-        kinds = {type(row.get(key)) for key in _KEYS}
-        if kinds not in ({str}, {list}):
-            found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
-            raise refuse(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "correct the row")
-        try:
-            both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
-        except DataError as error:  # the error lacks path and line
-            raise refuse(error.found, error.expected, error.remedy) from error
-        shared = min(length for _, length in both)
-        longest = max(len(ids) for ids, _ in both)
-        choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
-        if not choice.prompt or not all(choice.candidates):
-            lengths = " and ".join(str(len(candidate)) for candidate in choice.candidates)
-            found = f"a common prompt of {shared} tokens, completions of {lengths} tokens"
-            raise refuse(found, "at least 1 token of each", "lengthen the texts, or remove the row")
-        if is_dropped(location(path, line), longest, sequence_length, options):
-            yield None
-            continue
-        if longest > sequence_length:
-            found = f"a prompt of {shared} tokens, {longest} with the longer completion"
-            raise refuse(found, f"at most {sequence_length} together", TOO_LONG)
-        yield choice
+def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Choice:
+    kinds = {type(row.get(key)) for key in _KEYS}
+    if kinds not in ({str}, {list}):
+        found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
+        raise row_error(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "correct the row")
+    both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
+    shared = min(length for _, length in both)
+    choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
+    if not choice.prompt or not all(choice.candidates):
+        lengths = " and ".join(str(len(candidate)) for candidate in choice.candidates)
+        found = f"a common prompt of {shared} tokens, completions of {lengths} tokens"
+        raise row_error(found, "at least 1 token of each", "lengthen the texts, or remove the row")
+    return choice

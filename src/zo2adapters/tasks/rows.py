@@ -39,22 +39,17 @@ class TokenizedRow:
         return [(len(self.input_ids), len(self.input_ids) - without_loss)]
 
 
-class _Tokens(Protocol):
-    @property
-    def input_ids(self) -> "array[int]": ...
-
-
 TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"  # remedy
 
-Row = TypeVar("Row", bound=_Tokens)
+AnyRow = TypeVar("AnyRow")
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRows(Generic[Row]):
-    """The rows of a data file, in file order; each is one sequence of tokens."""
+class FileRows(Generic[AnyRow]):
+    """The rows of a data file, in file order."""
 
-    rows: tuple[Row, ...]  # at least one
-    truncated: int  # number of rows that were shortened to the sequence length
+    rows: tuple[AnyRow, ...]  # at least one
+    truncated: int = 0  # number of rows that were shortened to the sequence length
     dropped: int = 0  # number of longer rows that were left out
 
     def __post_init__(self) -> None:
@@ -63,11 +58,29 @@ class TokenRows(Generic[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> AnyRow:
         return self.rows[index]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[AnyRow]:
         return iter(self.rows)
+
+    @property
+    def most_sequences(self) -> int:
+        """Most sequences of a row."""
+        return 1
+
+
+class _Tokens(Protocol):
+    @property
+    def input_ids(self) -> "array[int]": ...
+
+
+Row = TypeVar("Row", bound=_Tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows(FileRows[Row]):
+    """The rows of a data file; each is one sequence of tokens."""
 
     @property
     def longest(self) -> int:
@@ -78,11 +91,6 @@ class TokenRows(Generic[Row]):
     def tokens(self) -> int:
         """Number of tokens of all rows."""
         return sum(len(row.input_ids) for row in self.rows)
-
-    @property
-    def most_sequences(self) -> int:
-        """Most sequences of a row."""
-        return 1
 
 
 @dataclass(frozen=True, slots=True)

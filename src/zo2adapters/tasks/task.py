@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from zo2core import Batch, DurableBackpropEngine, GradientStepResult, Runner, StepResult, ZOEngine
+from zo2core import Batch, DurableBackpropEngine, FullBackpropEngine, GradientStepResult, Runner, StepResult, ZOEngine
 
-TrainingEngine: TypeAlias = ZOEngine | DurableBackpropEngine
+TrainingEngine: TypeAlias = ZOEngine | DurableBackpropEngine | FullBackpropEngine
 StepReport: TypeAlias = StepResult | GradientStepResult
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 import torch
-from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.progress_bar import progress_bar
 from zo2core import CheckpointError, Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.sources.base_digests import verify_base
@@ -31,9 +30,7 @@ def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool =
         CheckpointError: if the base has changed, or cannot be read.
     """
     total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="base", disable=quiet, file=sys.stderr, dynamic_ncols=True
-    ) as bar:
+    with progress_bar(total=total, unit="B", desc="base", quiet=quiet) as bar:
         return verify_base(model, journal, bar.update)
 
 

@@ -38,7 +38,7 @@ class RowShapes(NamedTuple):
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
-        """Shapes for rows that all have so many tokens."""
+        """Shapes for rows that all have this number of tokens."""
         shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
         return cls(shape, shape, None, 0, batching.micro_batch_size)
 
@@ -74,7 +74,7 @@ def _shape(rows: Sequence[Any], *, pack: bool) -> BatchShape:
 
 
 def _mean(shapes: Iterable[BatchShape]) -> BatchShape:
-    """Mean shape: the rows of the largest batch, and so many tokens per row that their product is the mean of all."""
+    """Mean shape: the rows of the largest batch, and tokens per row such that their product is the mean of all batches."""
     batches = list(shapes)
     rows = max(shape.rows for shape in batches)
     tokens = fmean(shape.rows * shape.tokens for shape in batches) / rows

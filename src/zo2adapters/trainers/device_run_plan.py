@@ -17,7 +17,7 @@ from zo2core.planning.host_budget import parse_size
 from zo2core.planning.low_bit import Replay
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
-from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device
 from zo2core.types import shown_bytes
 
 
@@ -130,4 +130,4 @@ def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimiz
     held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
     streams = -(-optimization.evaluations // stacked) * -(-rows // running)
     forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
-    return held * (streams - streams_that_stay(streams, held, activation_bytes - forward, rooms=ROOMS * held))
+    return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=STAGING_BUFFERS * held))

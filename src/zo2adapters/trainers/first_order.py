@@ -1,26 +1,34 @@
-"""First-order steps as a user asks for them: which optimizer, and which other options then have no effect."""
+"""Options of first-order steps: the optimizer, and checks of the options that have no effect with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from zo2adapters.ranges import require_at_least
-from zo2core import OptionError
+from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
 from zo2core.estimators.inputs import require_positive, require_weight_decay
 
 if TYPE_CHECKING:
+    from zo2adapters.trainers.adapter_options import AdapterOptions
     from zo2adapters.trainers.options import RunOptions
 
-MethodName: TypeAlias = Literal["adamw", "sgd"]
+AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
+MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
 
-METHODS: Mapping[MethodName, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  # of adapters
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
-_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
-_STORAGE_WITHOUT_EFFECT = ("write_back_every", "write_limit_tb")  # no block is ever written
+_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,44 +36,109 @@ class FirstOrder:
     """Training by gradients."""
 
     method: MethodName | None = None
-    """Train an adapter by gradients, with this optimizer; a block is read at most twice a step, and never written. Needs
-    --adapter and an --lr of its scale, such as 2e-4. Without it steps are zeroth-order."""
+    """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
+    --adapter, or all parameters without one; lomo, adalomo and badam train all parameters. All parameters need the whole
+    model in memory, with adamw 12 bytes a parameter, with the others 4 and a little. Without it steps are zeroth-order."""
     max_grad_norm: float | None = None
-    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it."""
+    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it. Where all parameters are
+    trained, it takes a second backward pass, except with badam."""
+    max_grad_value: float | None = None
+    """With --method, for all parameters: largest absolute value of a gradient's elements; larger ones are cut to it."""
+    switch_every: int | None = None
+    """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
+    betas: tuple[float, float] | None = None
+    """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
+    eps: float | None = None
+    """With --method adamw: term added to the denominator; by default 1e-8."""
+    momentum: float | None = None
+    """With --method sgd: factor by which the previous change is repeated; by default 0."""
+    nesterov: bool = False
+    """With --method sgd and --momentum: use Nesterov momentum."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FirstOrder:
+        """The options from JSON values, in which ``betas`` is a list.
+
+        Raises:
+            TypeError, ValueError: if the values are not such options.
+        """
+        values = dict(values)
+        if values.get("betas") is not None:
+            first, second = values["betas"]
+            values["betas"] = (first, second)
+        return cls(**values)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The options of the method's optimizer that were given, under the names that torch.optim has."""
+        given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
 
     def require_valid(self, options: RunOptions) -> None:
-        """Refuse options that do not go with the method.
+        """Refuse options that cannot be combined with the method.
 
         Args:
-            options: Options of the run that these are part of.
+            options: Options of the run.
 
         Raises:
             OptionError: naming the option.
         """
+        self._require_optimizer_options()
         if self.method is None:
-            if self.max_grad_norm is not None:
-                expected = "--method beside it; the steps without it have --clip-grad"
-                raise OptionError(
-                    "max_grad_norm", found=f"{self.max_grad_norm:g}", expected=expected, remedy="leave one of the two out"
-                )
+            expected = "--method beside it; the steps without it have --clip-grad"
+            for option in ("max_grad_norm", "max_grad_value", "switch_every"):
+                if (value := getattr(self, option)) is not None:
+                    raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
             return
-        if options.model_options.adapter is None:
-            raise OptionError(
-                "method",
-                found=f"{self.method} without an adapter",
-                expected="--adapter beside it: gradients train adapters, on weights that are only read",
-                remedy="name an adapter_config.json as peft writes it, or leave --method out",
-            )
+        require_method(self.method, options.model_options)
+        if self.max_grad_value is not None:
+            if options.model_options.trains_adapter:
+                found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
+                raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
+            require_positive("max_grad_value", self.max_grad_value)
+        if self.switch_every is not None:
+            if self.method != "badam":
+                found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
+                raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
+            require_at_least("switch_every", self.switch_every, 1)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
-        self._refuse(storage, _STORAGE_WITHOUT_EFFECT)
+        self._refuse(storage, ["write_back_every"])  # no block is written back
+        if options.model_options.trains_adapter:
+            self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
+        elif storage.write_limit_tb is not None:
+            require_positive("write_limit_tb", storage.write_limit_tb)
         self._require_lr(optimization)
         require_weight_decay(optimization.weight_decay)
         if self.max_grad_norm is not None:
             require_positive("max_grad_norm", self.max_grad_norm)
         if storage.snapshot_every is not None:
             require_at_least("snapshot_every", storage.snapshot_every, 1)
+
+    def _require_optimizer_options(self) -> None:
+        """Refuse options of another optimizer than the method's, and numbers out of range."""
+        for name, value in self.optimizer_options.items():
+            method = _OPTIMIZER_OPTIONS[name]
+            if method != self.method:
+                raise OptionError(
+                    name,
+                    found=" ".join(map(str, value)) if isinstance(value, tuple) else str(value),
+                    expected=f"no such option without --method {method}, which has it",
+                    remedy=f"pass --method {method}, or leave it out",
+                )
+        rates = [("betas", beta) for beta in self.betas or ()]
+        rates += [] if self.momentum is None else [("momentum", self.momentum)]
+        for name, rate in rates:
+            if not 0 <= rate < 1:
+                expected = "a number of at least 0 and below 1"
+                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+        if self.eps is not None:
+            require_positive("eps", self.eps)
+        if self.nesterov and not self.momentum:
+            raise OptionError(
+                "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
+            )
 
     def _refuse(self, group: Any, names: list[str] | tuple[str, ...]) -> None:
         for name in names:
@@ -79,7 +152,7 @@ class FirstOrder:
                 )
 
     def _require_lr(self, optimization: Any) -> None:
-        """Refuse a rate that is none, and the default of zeroth-order steps, which changes next to nothing here."""
+        """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         require_positive("lr", optimization.lr)
         if optimization.lr == type(optimization).lr:
             raise OptionError(
@@ -88,3 +161,50 @@ class FirstOrder:
                 expected=f"a learning rate for {self.method}",
                 remedy="pass one, such as 2e-4 for adamw",
             )
+
+
+def require_method(method: MethodName, adapter: AdapterOptions) -> None:
+    """Refuse a method that does not train adapters beside one.
+
+    Raises:
+        OptionError: naming both.
+    """
+    if method not in METHODS and adapter.trains_adapter:
+        raise OptionError(
+            "method",
+            found=f"{method} with {adapter.adapter_name}",
+            expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
+            remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
+        )
+
+
+def block_update(
+    method: MethodName,
+    *,
+    weight_decay: float,
+    switch_every: int | None = None,
+    seed: int = 0,
+    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockUpdate:
+    """The optimizer of all parameters.
+
+    Args:
+        method: Its name.
+        weight_decay: Its weight decay.
+        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
+        seed: Seed of the order in which badam trains blocks.
+        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
+    """
+    rates = {"weight_decay": weight_decay, **optimizer_options}
+    options = {"name": method, **rates}
+    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+    if method == "lomo":
+        return LOMO(weight_decay=weight_decay)
+    if method == "adalomo":
+        return AdaLOMO(weight_decay=weight_decay)
+    if method == "badam":
+        return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
+    if method == "sgd":
+        copies = 1 if optimizer_options.get("momentum") else 0
+        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
+    return TorchOptimizer(adamw, options=options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.first_order_run import FORWARDS, reserved_bytes
+from zo2adapters.trainers.full_run import FORWARDS as FULL_FORWARDS
+from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -18,14 +22,20 @@ from zo2adapters.trainers.run_plan import (
     evaluation_pass_seconds,
     measured_forward_seconds,
 )
-from zo2core import Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
+from zo2core import BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.engine.full_backprop_engine import update_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.block_graph import BlockGraph
+from zo2core.types import widened
 
+_PROBED_ROWS = 1024  # and columns of a matrix
+_PROBE_ROUNDS = 4  # of which the best counts
+_HASHED = 1 << 25  # bytes
 _PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
 
@@ -34,19 +44,21 @@ def plan_first_order_run(
     shapes: RowShapes,
     *,
     memory: int | str = "auto",
-    scratch: Path,
     steps: int = 0,
     evaluations: int = 0,
+    update: BlockUpdate | None = None,
+    scratch: Path = Path(),
 ) -> RunPlan:
-    """Plan a run on the CPU that trains an adapter by gradients. Nothing is loaded; the probes take a few seconds.
+    """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: Model from ``open_checkpoint``, with an adapter.
+        model: Model from ``open_checkpoint``, with an adapter unless all parameters are trained.
         shapes: Shapes of the run's batches.
         memory: Host memory the process may use in total.
-        scratch: A directory on the disk to which inputs of blocks are written that have no room in memory.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
+        update: The optimizer of all parameters; None: an adapter is trained.
+        scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -55,6 +67,9 @@ def plan_first_order_run(
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
+    if update is not None:
+        tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
+        activations, least = activations + tied, least + tied
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
@@ -62,7 +77,9 @@ def plan_first_order_run(
         perturb_in_place=False,
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
-        trained_copies=TRAINED_COPIES,
+        trained_copies=TRAINED_COPIES if update is None else 0,
+        update_bytes=0 if update is None else update_bytes(update, model.layouts),
+        stays_in_memory=update is not None,
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
@@ -83,6 +100,12 @@ def plan_first_order_run(
     spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
     decoding = decoding_seconds(layouts)
     evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    forwards, arithmetic, snapshot, written = float(FORWARDS), 2 * decoding, 0, 0.0
+    if update is not None:
+        forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
+        snapshot = snapshot_bytes(model, update)
+        bound = max((forwards - kept / blocks) * forward + arithmetic, read_seconds)
+        written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
@@ -90,10 +113,11 @@ def plan_first_order_run(
         scratch_bytes=0,
         spilled_bytes=spilled,
         read_bytes=read + spilled,
-        written_bytes=spilled,
-        terabytes_per_1000_steps=spilled / 1e9,
-        forward_seconds=(FORWARDS - kept / blocks) * forward,
-        update_seconds=2 * decoding,
+        written_bytes=round(written) + spilled,
+        terabytes_per_1000_steps=(written + spilled) / 1e9,
+        snapshot_bytes=snapshot,
+        forward_seconds=(forwards - kept / blocks) * forward,
+        update_seconds=arithmetic,
         disk_seconds=read_seconds + spill_seconds,
         steps=steps,
         evaluations=evaluations,
@@ -119,3 +143,31 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
     with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
     return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)
+
+
+def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
+    """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the weights.
+
+    Args:
+        model: The model.
+        update: The optimizer; its state is that of the probe afterwards.
+    """
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    weight = torch.zeros(_PROBED_ROWS, _PROBED_ROWS, dtype=specs[0].dtype)
+    gradient = widened(weight) if update.widens_gradients else weight
+    seconds = math.inf
+    for step in range(_PROBE_ROUNDS):
+        started = time.perf_counter()
+        update.apply(0, {"probe": weight}, {"probe": gradient}, step=step, lr=0.0)
+        seconds = min(seconds, time.perf_counter() - started)
+    segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    share = len(update.segments(0, segments)) / len(segments)
+    return seconds * share * sum(spec.numel for spec in specs) / weight.numel()
+
+
+def hashing_speed() -> float:
+    """Measure in how many bytes a second snapshots are checksummed."""
+    content = bytes(_HASHED)
+    started = time.perf_counter()
+    hashlib.sha256(content).digest()
+    return _HASHED / (time.perf_counter() - started)

@@ -1,10 +1,11 @@
-"""Runs of first-order steps: an adapter is trained by gradients, and snapshots are what the run goes on from."""
+"""Runs of first-order steps, which resume from snapshots: what they share, and those that train an adapter."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +24,16 @@ from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
 from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import DurableBackpropEngine, HostPlan, Journal, MemoryPolicy, OptionError, Runner, SegmentKind
+from zo2core import (
+    DurableBackpropEngine,
+    FullBackpropEngine,
+    HostPlan,
+    Journal,
+    MemoryPolicy,
+    OptionError,
+    Runner,
+    SegmentKind,
+)
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
 from zo2core.planning.host_budget import parse_size
@@ -32,12 +42,15 @@ from zo2core.sweep.gradient_memory import gradient_bytes
 FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
 
-class FirstOrderRun(RunMethod[DurableBackpropEngine]):
-    """First-order steps of an adapter. See ``RunMethod``."""
+GradientEngineT = TypeVar("GradientEngineT", DurableBackpropEngine, FullBackpropEngine)
+
+
+class GradientRun(RunMethod[GradientEngineT]):
+    """First-order steps, whose runs resume from snapshots. See ``RunMethod``."""
 
     has_gradient = True
-    learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-    forwards = FORWARDS
+    snapshot_of: str  # what a snapshot has, for messages
+    exported: str  # what an export is
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -50,9 +63,9 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
 
     def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
         """Forwards, as none is saved by a graph that is kept. See the contract."""
-        return FORWARDS * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
+        return self.forwards * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
 
-    def losses(self, engine: DurableBackpropEngine) -> list[float]:
+    def losses(self, engine: GradientEngineT) -> list[float]:
         """Those of the journal's commits. See the contract."""
         return [commit.loss for commit in engine.journal.commits]
 
@@ -63,90 +76,49 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         kept, least = reserved_bytes(model, rows, tokens, batching.micro_batch_size)
         return kept if given is None else parse_size(given), least
 
-    def engine(self, opening: Opening) -> DurableBackpropEngine:
-        """An engine at the last snapshot. See the contract."""
-        options, execution = self.options, opening.execution
-        if opening.workers is not None:
-            raise self._refusal("method", "several workers", "one process")
-        if execution.replay != "auto":
-            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
-        optimization, limit = options.optimization, options.first_order.max_grad_norm
-        assert options.first_order.method is not None, "it is what chose this class"
-        rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
-        engine = DurableBackpropEngine(
-            opening.model,
-            partial(METHODS[options.first_order.method], **rates),
-            directory=options.output,
-            journal=options.output / JOURNAL,
-            method={"name": options.first_order.method, **rates, "max_grad_norm": limit},
-            lr=self._lr,
-            provenance=opening.decides,
-            clip=limit,
-            device=local_device(options.storage.device, None),
-            memory=self._memory(opening.activations, opening.least_activations),
-            micro_batch_size=options.batching.micro_batch_size,
-            overlap=execution.scheduler is Order.OVERLAPPED,
-            trace=worker_trace(execution.trace, None),
-        )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
     def first_step(self, journal: Journal) -> int:
         """The first snapshot's: a later one may prove damaged. See the contract."""
         steps = Snapshots(self.options.output, journal.chain, journal.require_version).steps
         return min(steps, default=0)
 
-    def storage(self, engine: DurableBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
+    def storage(self, engine: GradientEngineT, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are, and how often a snapshot is taken. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        written = f"a snapshot of adapter and optimizer {often}"
+        written = f"a snapshot of {self.snapshot_of} {often}"
         return storage(host, engine.device_plan, self.options.storage.device, written)
 
-    def after_step(self, engine: DurableBackpropEngine, report: StepReport) -> list[str]:
+    def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
         step = engine.version
         is_best = self.options.keep_best and step == best_step(_losses(engine.journal))
-        if step == self.options.steps or is_best or self._policy.is_due(step):
+        is_due = engine.workers.all_gather(self._policy.is_due(step))[0]  # clocks differ between workers
+        if step == self.options.steps or is_best or is_due:
             self._take_snapshot(engine)
         return []
 
-    def before_noting(self, engine: DurableBackpropEngine, loss: float) -> None:
+    def before_noting(self, engine: GradientEngineT, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
         if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
             self._take_snapshot(engine)
 
-    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return SnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-        )
-
-    def ways_on(self, engine: DurableBackpropEngine) -> str:
+    def ways_on(self, engine: GradientEngineT) -> str:
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
-            f"stopped after {engine.version} steps; to go on from the snapshot of step {last}, or to get its adapter:\n"
+            f"stopped after {engine.version} steps; "
+            f"to go on from the snapshot of step {last}, or to get its {self.exported}:\n"
             f"  zo2 train --resume {output}\n"
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 
-    def _take_snapshot(self, engine: DurableBackpropEngine) -> None:
+    def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_best(self, engine: DurableBackpropEngine) -> None:
+    def _require_best(self, engine: GradientEngineT) -> None:
         """Refuse to export a step at the end of which nothing was kept: that was not asked for from the beginning."""
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
@@ -165,6 +137,58 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
         return OptionError(option, found=found, expected=expected, remedy="leave it out")
+
+
+class FirstOrderRun(GradientRun[DurableBackpropEngine]):
+    """First-order steps of an adapter. See ``RunMethod``."""
+
+    learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+    forwards = FORWARDS
+    snapshot_of = "adapter and optimizer"
+    exported = "adapter"
+
+    def engine(self, opening: Opening) -> DurableBackpropEngine:
+        """An engine at the last snapshot. See the contract."""
+        options, execution = self.options, opening.execution
+        if execution.replay != "auto":
+            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        optimization, limit, method = options.optimization, options.first_order.max_grad_norm, options.first_order.method
+        assert method == "adamw" or method == "sgd", "others were refused with an adapter"
+        rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        rates |= options.first_order.optimizer_options
+        engine = DurableBackpropEngine(
+            opening.model,
+            partial(METHODS[method], **rates),
+            directory=options.output,
+            journal=options.output / JOURNAL,
+            method={"name": method, **rates, "max_grad_norm": limit},
+            lr=self._lr,
+            provenance=opening.decides,
+            clip=limit,
+            device=local_device(options.storage.device, opening.workers),
+            memory=self._memory(opening.activations, opening.least_activations),
+            micro_batch_size=options.batching.micro_batch_size,
+            overlap=execution.scheduler is Order.OVERLAPPED,
+            trace=worker_trace(execution.trace, opening.workers),
+            workers=opening.workers,
+        )
+        try:
+            self._require_best(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """What the step's snapshot has. See the contract."""
+        return SnapshotReplayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
+        )
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:

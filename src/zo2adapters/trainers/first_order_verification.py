@@ -1,95 +1,147 @@
-"""Hold first-order steps against transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
+"""Compare first-order steps with transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import Adapter, peft_config
-from zo2adapters.optional_package import optional_package
-from zo2adapters.trainers.first_order import METHODS, MethodName
+from zo2adapters.models.peft_model import Adapter
+from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
-from zo2adapters.trainers.verification import Comparison, RandomBatches, first_difference, require_fit
-from zo2core import BackpropEngine, OptionError
+from zo2adapters.trainers.verification import (
+    Comparison,
+    RandomBatches,
+    copy_trained,
+    first_difference,
+    require_fit,
+    whole_model,
+)
+from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult
+from zo2core.types import widened
 
 
 def verify_first_order(
-    directory: Path, opening: ModelOptions, method: MethodName, adapter: Path, size: StepSize, batches: RandomBatches
+    directory: Path,
+    opening: ModelOptions,
+    method: MethodName,
+    adapter: Adapter | None,
+    size: StepSize,
+    batches: RandomBatches,
 ) -> Comparison:
-    """Train an adapter over the stream and on the whole model, and compare losses, gradient norms and the adapter.
+    """Train block by block and on the whole model, and compare losses, gradient norms and what is trained.
 
-    Memory: the whole model twice, and its activations.
+    Memory: the whole model twice, its activations and, for all parameters, gradients and optimizer states.
 
     Args:
         directory: Model directory.
         opening: How the checkpoint is opened.
-        method: Names the optimizer.
-        adapter: Adapter of peft: a config, or a directory.
+        method: Name of the optimizer.
+        adapter: The adapter that is trained; None: all parameters.
         size: The optimizer's learning rate and weight decay.
-        batches: What to compare on; their seed is that of the adapter's first values, too.
+        batches: The batches to compare on.
 
     Returns:
         The comparison.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit into the memory that is free.
+        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
+        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
-    given["adapter"] = Adapter(config=adapter, seed=batches.seed)
-    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
+    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     require_fit(model, batches)
+    if adapter is None:
+        return _verify_all(directory, model, opening.head, method, size, batches)
+    assert method == "adamw" or method == "sgd", "others were refused with an adapter"
     optimizer = partial(METHODS[method], lr=size.lr, weight_decay=size.weight_decay)
     with BackpropEngine(model, optimizer) as engine:
-        whole = _resident(model, directory, adapter, opening.head)
-        trained = {name: parameter for name, parameter in whole.named_parameters() if name in engine.parameters}
-        for name, value in engine.parameters.items():
-            trained[name].data = value.detach().clone()
+        whole = whole_model(model, directory, opening.head, adapter)
+        trained = copy_trained(model, whole, engine.parameters)
         resident = optimizer(list(trained.values()))
         for step in range(batches.steps):
             batch = batches.batch(model, step)
-            ours = engine.step(batch)
-            with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
-                loss = whole(**batch, use_cache=False).loss
-            loss.backward()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values() if p.grad is not None])
-            for name, a, b in (("loss", ours.loss, loss.item()), ("gradient norm", ours.grad_norm, norm.item())):
-                if a != b:
-                    return Comparison(step + 1, 0, f"step {step}, {name}: block by block {a!r}, whole {b!r}")
+            difference = _difference(step, engine.step(batch), _backward(model, whole, batch), trained, widens=False)
+            if difference is not None:
+                return Comparison(step + 1, 0, difference)
             resident.step()
             resident.zero_grad()
-        for name, value in engine.parameters.items():
-            place = first_difference(value.detach(), trained[name].detach())
-            if place is not None:
-                return Comparison(batches.steps, len(trained), f"after {batches.steps} steps, {name}{place}")
-    return Comparison(batches.steps, len(trained), None)
+        return _compared(batches.steps, engine.parameters.items(), trained)
 
 
-def _resident(model: HFBlockModel, directory: Path, adapter: Path, head: str) -> Any:
-    """The whole model with peft's modules; only the adapter requires gradients.
+def _verify_all(
+    directory: Path, model: HFBlockModel, head: str, method: MethodName, size: StepSize, batches: RandomBatches
+) -> Comparison:
+    """Train all parameters both ways: the whole model by autograd, with an optimizer of its own."""
+    ours, theirs = (block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
+    whole = whole_model(model, directory, head, None).eval()
+    values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    everything = copy_trained(model, whole, values)
+    names = {
+        index: [spec.name for spec in layout.parameters] for index, layout in enumerate(model.layouts) if layout.parameters
+    }
+    with FullBackpropEngine(model, ours, lr=size.lr) as engine:
+        for step in range(batches.steps):
+            segments = theirs.segments(step, sorted(names))
+            trained = {name: everything[name] for name in everything if any(name in names[index] for index in segments)}
+            for name, parameter in everything.items():
+                parameter.requires_grad = name in trained
+            batch = batches.batch(model, step)
+            loss, widens = _backward(model, whole, batch), theirs.widens_gradients
+            difference = _difference(step, engine.step(batch), loss, trained, widens=widens)
+            if difference is not None:
+                return Comparison(step + 1, 0, difference)
+            for index in segments:
+                weights = {name: trained[name].detach() for name in names[index]}
+                gradients = {
+                    name: widened(grad) if widens else grad
+                    for name in names[index]
+                    if (grad := trained[name].grad) is not None
+                }
+                theirs.apply(index, weights, gradients, step=step, lr=size.lr)
+            whole.zero_grad()
+        return _compared(batches.steps, engine.parameters_now(), everything)
 
-    Raises:
-        OptionError: for an adapter that peft does not inject.
+
+def _backward(model: HFBlockModel, whole: Any, batch: Batch) -> float:
+    """Run the whole model forward and backward; returns its loss."""
+    with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
+        loss = whole(**batch, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def _difference(
+    step: int, ours: GradientStepResult, loss: float, trained: Mapping[str, nn.Parameter], *, widens: bool
+) -> str | None:
+    """The first difference between a step's numbers and the whole model's, as text; None: there is none.
+
+    Args:
+        step: 0-based.
+        ours: What the step reported.
+        loss: Loss of the whole model.
+        trained: Its trained parameters, with gradients.
+        widens: Whether the norm is that of gradients in float32.
     """
-    peft = optional_package("peft", install="zo2core[peft]")
-    config = peft_config(Adapter(config=adapter)).config
-    if config.is_prompt_learning:
-        expected = "an adapter whose modules stand in the model, as LoRA's"
-        raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
-    dtype = torch.float32 if model.autocast is not None else model.config.dtype
-    whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-    peft.inject_adapter_in_model(config, whole)
-    names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in names
-        parameter.data = (
-            parameter.data.clone()
-        )  # what is mapped from a file lies unaligned, and products round otherwise there
-    return whole.eval()
+    gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([widened(gradient) if widens else gradient for gradient in gradients])
+    for name, a, b in (("loss", ours.loss, loss), ("gradient norm", ours.grad_norm, norm.item())):
+        if a != b:
+            return f"step {step}, {name}: block by block {a!r}, whole {b!r}"
+    return None
+
+
+def _compared(steps: int, ours: Iterable[tuple[str, torch.Tensor]], trained: Mapping[str, nn.Parameter]) -> Comparison:
+    """Compare what was trained, after so many equal steps."""
+    for name, value in ours:
+        place = first_difference(value.detach(), trained[name].detach())
+        if place is not None:
+            return Comparison(steps, len(trained), f"after {steps} steps, {name}{place}")
+    return Comparison(steps, len(trained), None)

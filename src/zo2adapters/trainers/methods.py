@@ -1,19 +1,22 @@
-"""Which steps a run takes, by its options."""
+"""The method of a run, chosen by its options."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zo2adapters.trainers.first_order_run import FirstOrderRun
+from zo2adapters.trainers.full_run import FullRun
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 
 def method_of(options: TrainOptions) -> RunMethod[Any]:
-    """How the run's steps are taken.
+    """The method that the options name; zeroth-order steps by default.
 
     Raises:
-        OptionError: if a number is out of its range, or options do not go together.
+        OptionError: if a number is out of range, or options cannot be combined.
     """
-    return ZerothOrderRun(options) if options.first_order.method is None else FirstOrderRun(options)
+    if options.first_order.method is None:
+        return ZerothOrderRun(options)
+    return FirstOrderRun(options) if options.model_options.trains_adapter else FullRun(options)

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCardData
 
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.metrics import row_of
+from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
 from zo2core.types import Commit
 
@@ -31,6 +32,7 @@ def model_card(
     base: str,
     head: str = "causal-lm",
     is_adapter: bool = False,
+    is_merged: bool = False,
     data: str | None = None,
 ) -> bytes:
     """Write the card of a model that a run has trained.
@@ -41,30 +43,35 @@ def model_card(
         base: Directory or hub id of the base model.
         head: The model's head, as in ``--head``.
         is_adapter: Whether the export is an adapter in the format of peft.
+        is_merged: Whether an adapter was trained, and is merged into the weights.
         data: The run's data, a file or the name of a dataset of the hub; None if it is not known.
 
     Returns:
         The content of ``README.md``.
     """
     header = {} if journal.header is None else journal.header
-    is_local = Path(base).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", base) is None
-    name = _plain(Path(base).resolve().name) if is_local else base
+    hub_id, name = _hub_id(base), _called(base)
     hub_data = None if data is None or Path(data).exists() else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
     causal = head == "causal-lm"
     first_order = any(isinstance(step, Commit) for step in journal.steps)
     entries: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation" if causal else "text-classification",
-        "base_model": None if is_local else base,
-        "base_model_relation": None if is_local else ("adapter" if is_adapter else "finetune"),
+        "base_model": hub_id,
+        "base_model_relation": None if hub_id is None else ("adapter" if is_adapter else "finetune"),
         "datasets": None if hub_data is None else [hub_data[1]],
-        "tags": ["zo2core", "first-order" if first_order else "zeroth-order", *(["lora"] if is_adapter else [])],
+        "tags": [
+            "zo2core",
+            "first-order" if first_order else "zeroth-order",
+            *(["lora"] if is_adapter or is_merged else []),
+        ],
     }
     yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
     lines = [
         f"# {name}, fine-tuned",
         "",
         *_summary(header, version, name, is_adapter=is_adapter, first_order=first_order),
+        *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged else []),
         "",
         "## Data",
         "",
@@ -85,6 +92,51 @@ def model_card(
         "```",
     ]
     return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+
+
+def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
+    """Write the card of a model into whose weights a saved adapter was merged.
+
+    Args:
+        base: Directory or hub id of the base model.
+        adapter: Directory of the adapter.
+        digest: SHA-256 of its weights.
+        head: The model's head, as in ``--head``.
+
+    Returns:
+        The content of ``README.md``.
+    """
+    hub_id, name = _hub_id(base), _called(base)
+    entries: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation" if head == "causal-lm" else "text-classification",
+        "base_model": hub_id,
+        "base_model_relation": None if hub_id is None else "finetune",
+        "tags": ["zo2core", "lora"],
+    }
+    yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
+    lines = [
+        f"# {name} with a merged adapter",
+        "",
+        f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them by zo2core.",
+        "",
+        f"SHA-256 of the adapter's weights: `{digest}`.",
+        "",
+        "## How to load it",
+        "",
+        *_loading(name, causal=head == "causal-lm", is_adapter=False),
+    ]
+    return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+
+
+def _hub_id(base: str) -> str | None:
+    """The id of a base of the hub; None for a local one."""
+    return None if Path(base).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", base) is None else base
+
+
+def _called(base: str) -> str:
+    """What a base is called: its hub id, or the name of its directory."""
+    return _hub_id(base) or _plain(Path(base).resolve().name)
 
 
 def _plain(name: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from zo2core import OptionError
+from zo2adapters.trainers.adapter_options import AdapterOptions
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -45,53 +45,41 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunModelOptions(ModelOptions):
+class RunModelOptions(AdapterOptions, ModelOptions):
     """How the checkpoint of a run is opened."""
 
     transfer_dtype: TransferName = "stored"
     """Dtype in which the layers' matrices are transferred to a GPU in mixed precision. With fewer bits the host replays
     updates and nothing is transferred back. With -back the matrices are also transferred back in this dtype, and every
     update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
-    adapter: Path | None = None
-    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only read. Pass a directory
-    with a saved adapter, or an adapter_config.json as peft writes it to start a new one. Exports are adapters."""
-    adapter_frozen: tuple[str, ...] = ()
-    """With --adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
-
-    def require_valid(self) -> None:
-        """Refuse ``adapter_frozen`` without an adapter.
-
-        Raises:
-            OptionError: naming the option.
-        """
-        if self.adapter is None and self.adapter_frozen:
-            raise OptionError(
-                "adapter_frozen",
-                found=" ".join(self.adapter_frozen),
-                expected="--adapter, whose parameters it selects",
-                remedy="pass --adapter, or leave it out",
-            )
 
     def opened(
-        self, directory: Path, *, seed: int, loss_chunk: int | None = None, export_dtype: DtypeName = "auto"
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        base: str | None = None,
+        is_trained: bool = True,
+        loss_chunk: int | None = None,
+        export_dtype: DtypeName = "auto",
     ) -> HFBlockModel:
         """Open a checkpoint.
 
         Args:
             directory: Directory of the checkpoint.
             seed: Seed of a new adapter's initial values.
+            base: The directory or hub id as the user passed it, which an exported adapter names as its base.
+            is_trained: Whether its adapter will be trained; one that is only read may have been trained with dropout.
             loss_chunk: Labelled tokens whose logits are in memory at a time; None: as the precision needs.
             export_dtype: Dtype to which exported weights are rounded. See ``open_checkpoint``.
         """
         from zo2adapters.models.checkpoint import open_checkpoint
-        from zo2adapters.models.peft_model import Adapter
 
-        adapter = None if self.adapter is None else Adapter(config=self.adapter, frozen=self.adapter_frozen, seed=seed)
         return open_checkpoint(
             directory,
             head=self.head,
             architecture=self.architecture,
-            adapter=adapter,
+            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
             dtype=self.dtype,
             precision=self.precision,
             transfer_dtype=self.transfer_dtype,

@@ -157,7 +157,7 @@ class Optimization(StepSize, Directions):
         Raises:
             OptionError: naming the option.
         """
-        name, several = self.estimator.value, self.estimator.classes.several
+        name, estimator = self.estimator.value, self.estimator.classes.multi_query
         if self.estimator is not EstimatorName.MEZO and self.exact_mezo:
             raise OptionError(
                 "exact_mezo",
@@ -165,26 +165,26 @@ class Optimization(StepSize, Directions):
                 expected="the estimator mezo, whose steps it repeats bit for bit",
                 remedy="leave one of the two out",
             )
-        if several.distribution not in (None, self.noise.distribution):
-            needed = several.distribution.value
+        if estimator.distribution not in (None, self.noise.distribution):
+            needed = estimator.distribution.value
             raise OptionError(
                 "noise",
                 found=repr(self.noise.value),
                 expected=f"{needed!r}, which {name} requires",
                 remedy="leave it out",
             )
-        if self.perturb_in_place and not _has_field(several, "perturb_in_place"):
+        if self.perturb_in_place and not _has_field(estimator, "perturb_in_place"):
             raise OptionError(
                 "perturb_in_place",
                 found=f"it with the estimator {name}",
                 expected=f"no perturbation in place, since each evaluation of {name} starts from the unchanged weights",
                 remedy="leave it out",
             )
-        if self.queries < several.least_queries:
+        if self.queries < estimator.least_queries:
             raise OptionError(
                 "queries",
                 found=str(self.queries),
-                expected=f"at least {several.least_queries} with {name}",
+                expected=f"at least {estimator.least_queries} with {name}",
                 remedy="pass 8, as the authors of FZOO do",
             )
         if self.per_row and self.estimator.classes.per_row is None:
@@ -217,11 +217,11 @@ class Optimization(StepSize, Directions):
         require_between("queries", self.queries, 1, MOST_QUERIES)
         self.require_consistent()
         classes, q = self.estimator.classes, self.queries
-        kind: Callable[..., Any] = classes.several  # a dataclass
+        kind: Callable[..., Any] = classes.multi_query  # a dataclass
         if self.per_row and classes.per_row is not None:
             kind, q = classes.per_row, rows if q == 1 else q
-        elif q == 1 and classes.one is not None:
-            kind = classes.one
+        elif q == 1 and classes.single_query is not None:
+            kind = classes.single_query
         options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo}
         options = {name: value for name, value in options.items() if _has_field(kind, name)}
         # An invalid peak is refused here, before the schedule is made from it.

@@ -45,6 +45,26 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     return between + (version == 0) + 1
 
 
+def require_eval_split(share: float | None, seed: int, evaluation: Path | None) -> None:
+    """Check the share of training rows that is evaluated on.
+
+    Args:
+        share: The share; None: there is none.
+        seed: Seed that chooses the rows.
+        evaluation: File with other rows to evaluate on; None: there is none.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if share is not None:
+        if evaluation is not None:
+            raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
+        if not 0 < share < 1:
+            expected = "a share between 0 and 1, such as 0.1"
+            raise OptionError("eval_split", found=repr(share), expected=expected, remedy="pass a share in this range")
+    require_between("eval_seed", seed, -LARGEST, LARGEST)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits on what a process uses of this machine."""
@@ -69,7 +89,7 @@ class Storage(Resources):
     written; auto writes the factors of each finished period, never does not."""
     write_limit_tb: float | None = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a run with --rank whose
-    finished periods need more writes none of them."""
+    finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
     two snapshots; by default snapshots take 2 % of the time."""
@@ -185,18 +205,10 @@ class RunOptions:
                 expected="--evaluation or --eval-split",
                 remedy="pass --evaluation or --eval-split, or leave it out",
             )
-        if self.eval_split is not None:
-            if self.evaluation is not None:
-                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-            if not 0 < self.eval_split < 1:
-                expected = "a share between 0 and 1, such as 0.1"
-                raise OptionError(
-                    "eval_split", found=repr(self.eval_split), expected=expected, remedy="pass a share in this range"
-                )
+        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
         require_between("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
-        require_between("eval_seed", self.eval_seed, -LARGEST, LARGEST)
         self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
             raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
@@ -218,9 +230,13 @@ class RunOptions:
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
             raise _conflict("rank", "--snapshot-every", "no snapshots, because no weights change")
         self.first_order.require_valid(self)
-        has_snapshots = self.model_options.adapter is None or self.first_order.method is not None
+        has_snapshots = not self.model_options.trains_adapter or self.first_order.method is not None
         if self.storage.snapshot_every is not None and not has_snapshots:
-            raise _conflict("adapter", "--snapshot-every", "no snapshots, because only parameters in memory change")
+            raise _conflict(
+                self.model_options.adapter_option,
+                "--snapshot-every",
+                "no snapshots, because only parameters in memory change",
+            )
         self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
@@ -244,7 +260,7 @@ class TrainOptions(RunOptions):
         """Precision to open the model in."""
         model_options, on_cpu = self.model_options, self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.adapter is not None
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.trains_adapter
         return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def files(self) -> DataFiles:
@@ -256,16 +272,17 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        return model_options.opened(directory, seed=self.seed, loss_chunk=self.batching.loss_chunk)
+        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
-        """Replace what was chosen for this machine by its value, so that a resumed run computes the same."""
+        """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
+        model_options = self.model_options.with_lora_defaults()
         if model.autocast is None:
-            return replace(self, model_options=replace(self.model_options, precision="exact"))
+            return replace(self, model_options=replace(model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
             self,
-            model_options=replace(self.model_options, precision="mixed", dtype=computed),
+            model_options=replace(model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
 
@@ -334,7 +351,7 @@ class TrainOptions(RunOptions):
                 raise KeyError(f"no {', '.join(sorted(missing))}")
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
-        first_order = FirstOrder(**values.pop("first_order", {}))
+        first_order = FirstOrder.from_json(values.pop("first_order", {}))
         rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
         rows["labels"] = tuple(rows.get("labels", ()))
         optimization["decay"] = Decay(optimization["decay"])
@@ -346,7 +363,8 @@ class TrainOptions(RunOptions):
         optimization.setdefault("guard", False)
         for group, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
             group[name] = None if group.get(name) is None else Path(group[name])
-        model_options["adapter_frozen"] = tuple(model_options.get("adapter_frozen", ()))
+        for name in ("adapter_frozen", "lora_targets"):
+            model_options[name] = tuple(model_options.get(name, ()))
         options = cls(
             output=output,
             data=Path(values.pop("data")),
@@ -374,7 +392,7 @@ _LATER = {
     *("architecture", "precision", "transfer_dtype", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
-    *("adapter", "adapter_frozen", "pack", "first_order"),
+    *("adapter", "adapter_frozen", "lora_rank", "lora_targets", "lora_alpha", "pack", "first_order"),
     *("rows", "eval_split", "eval_seed", "samples"),
 }
 """Options that runs of earlier versions did not save."""

@@ -3,8 +3,8 @@
 options.json    options of the run, and checksums of its data files and of their tokens
 recipe.yaml     the same options, for zo2 train to repeat the run
 journal.jsonl   every step taken: the run itself
-metrics.jsonl   a row per step and per evaluation, for people and plots
-samples.jsonl   what the model answered to a few prompts before and after training
+metrics.jsonl   a row per step and per evaluation, for plots
+samples.jsonl   the model's answers to a few prompts before and after training
 scratch.*       blocks written back
 snapshot-*      adapter and optimizer of a first-order run after a number of steps
 factors.*       updates of finished periods of low-rank directions
@@ -127,7 +127,7 @@ class RunDirectory:
         """Refuse a model directory or adapter at a new path if it is not the one that the run began with.
 
         Args:
-            options: Options of the run that goes on.
+            options: Options of the resumed run.
             model: Model that was opened with these options.
 
         Raises:
@@ -240,7 +240,7 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
     """Saved checksums of a run's data files, by the files' present paths.
 
     Args:
-        options: Options of the run that goes on, with the present paths.
+        options: Options of the resumed run, with the present paths.
         record: Content of the run's ``options.json``, with the saved paths.
     """
     now, saved = options.to_json(), record["options"]
@@ -249,7 +249,7 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
 
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
-    """Read the samples of a run's directory; what is damaged or missing is left out."""
+    """Read the samples of a run's directory. Damaged or missing ones are left out."""
     try:
         lines = read_regular(directory / SAMPLES).splitlines()
     except OSError:
@@ -396,6 +396,12 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
         expected="a directory that can be written",
         remedy="free space or choose another directory",
     )
+
+
+def name_of(directory: Path) -> str:
+    """What a model, adapter or run is called: the name of its directory, or of the run that exported it."""
+    directory = directory.resolve()
+    return directory.parent.name if directory.name == MODEL else directory.name
 
 
 def holds_model(directory: Path) -> bool:

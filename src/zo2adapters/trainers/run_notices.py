@@ -27,6 +27,8 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: 
     """
     rows, batch_size = len(data), options.batching.batch_size
     lines = [_precision(options, model)]
+    if options.first_order.method is not None:
+        lines += _dropout(model)
     lines += length_notices(data)
     if options.eval_split is not None and evaluation is not None:
         lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
@@ -83,6 +85,15 @@ def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str
     most = None if limit is None else limit * 1e9
     nbytes = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
     return f"finished periods, {_terabytes(nbytes / 1e9)}" if nbytes else "no finished periods, because of --write-limit-tb"
+
+
+def _dropout(model: HFBlockModel) -> list[str]:
+    """A line about probabilities of dropout in the model's config, which have no effect."""
+    values = model.config.get_text_config().to_dict().items()
+    rates = {name: value for name, value in values if "drop" in name and isinstance(value, float) and value > 0}
+    if not rates:
+        return []
+    return [f"no dropout: steps run in evaluation mode; {', '.join(f'{n} {v:g}' for n, v in rates.items())} has no effect"]
 
 
 def _terabytes(count: float) -> str:

@@ -67,6 +67,7 @@ class RunPlan:
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     evaluation_seconds: float = 0.0  # seconds of one evaluation
+    snapshot_bytes: int = 0  # size of a snapshot of all parameters and the optimizer; 0: nothing of the kind is written
 
     @property
     def seconds(self) -> float:
@@ -100,6 +101,8 @@ class RunPlan:
             ("disk, overlapped", f"{self.disk_seconds:.2f} s"),
             ("expected per step", f"{self.seconds:.2f} s"),
         ]
+        if self.snapshot_bytes:
+            rows.insert(3, ("snapshot of all parameters", shown_bytes(self.snapshot_bytes)))
         count = f"{self.steps} steps"
         if self.evaluations:
             rows.append(("expected per evaluation", f"{self.evaluation_seconds:.2f} s"))

@@ -36,6 +36,7 @@ from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
+from zo2adapters.trainers.progress_bar import export_bar, sweep_bars
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -295,6 +296,7 @@ class Trainer:
                 file=sys.stderr,
                 dynamic_ncols=True,
             ) as bar,
+            sweep_bars(engine, quiet=self._quiet),
         ):
             if lost:
                 self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
@@ -328,12 +330,16 @@ class Trainer:
                 self._repeat_evaluation(step)
             best = best_step(self._losses()) if self.options.keep_best else None
             if best in (None, self.engine.version) and not repeated:
-                self.engine.export(exported, files=self._card(self.engine.version))
+                self._write_model(self.engine, exported, self.engine.version)
             else:
                 step = self.engine.version if best is None else best
                 with self._at_step(step) as at_step:
-                    at_step.export(exported, files=self._card(step))
+                    self._write_model(at_step, exported, step)
         return exported
+
+    def _write_model(self, runner: Runner, directory: Path, step: int) -> None:
+        with export_bar(self._model, quiet=self._quiet) as progress:
+            runner.export(directory, files=self._card(step), progress=progress)
 
     def _card(self, step: int) -> dict[str, bytes]:
         """The model card of the export after this number of steps."""
@@ -343,7 +349,7 @@ class Trainer:
             version=step,
             base=options.model,
             head=options.model_options.head,
-            is_adapter=options.model_options.adapter is not None,
+            is_adapter=options.model_options.trains_adapter,
             data=str(options.data),
         )
         return {CARD: card}

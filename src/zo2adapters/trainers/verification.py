@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
@@ -15,6 +17,8 @@ from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
+from zo2adapters.models.peft_model import Adapter, peft_config
+from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
 from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
@@ -36,22 +40,24 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomBatches:
-    """The batches to compare on: random tokens, one batch a step."""
+    """The batches to compare on: random tokens, one batch per step."""
 
     steps: int
-    rows: int  # a batch; the second half of the last one is padding, if there are several
-    tokens: int  # a row
+    rows: int  # rows per batch; if there are several, the second half of the last one is padding
+    tokens: int  # tokens per row
     seed: int
 
     def batch(self, model: HFBlockModel, step: int) -> Batch:
-        """The batch of a 0-based step, with what the model's head learns from."""
+        """The batch of a 0-based step, with labels for the model's head."""
         vocabulary = model.config.get_text_config().vocab_size
         batch = random_batch(vocabulary, self.rows, self.tokens, seed=self.seed + step)
         return _labelled(batch, model.config, self.seed + step) if isinstance(model, HFHeadModel) else batch
 
 
-def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: RandomBatches) -> Comparison:
-    """Run both ways from one checkpoint over random batches and compare losses, projected gradients and all parameters.
+def verify(
+    directory: Path, opening: ModelOptions, size: StepSize, batches: RandomBatches, adapter: Adapter | None = None
+) -> Comparison:
+    """Take steps with both from one checkpoint, and compare losses, projected gradients and all parameters.
 
     Memory: the whole model twice, and monolithic MeZO's temporaries.
 
@@ -59,25 +65,27 @@ def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: Rand
         directory: Model directory.
         opening: How the checkpoint is opened.
         size: How far steps move the weights.
-        batches: What to compare on; their seed is that of the directions, too.
+        batches: The batches to compare on. Their seed is also that of the directions.
+        adapter: Adapter that is trained instead of the weights; None: the weights are trained.
 
     Returns:
         The comparison.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens.
-        MemoryBudgetError: if model and batch do not fit into the memory that is free.
+        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
+        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
-    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
+    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     require_fit(model, batches)
-    stored = model.layouts[0].parameters[0].dtype
-    whole = head_of(opening.head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    whole = whole_model(model, directory, opening.head, adapter)
     numbers: Any = {"lr": size.lr, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
-    mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
-    count = sum(len(layout.parameters) for layout in model.layouts)
+    count = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
     with ZOEngine(model, MeZOSGD(**numbers)) as engine:
+        if adapter is not None:
+            copy_trained(model, whole, dict(engine.parameters_now()))
+        mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
         for step in range(batches.steps):
             batch, seed = batches.batch(model, step), batches.seed + step
             try:
@@ -100,11 +108,11 @@ def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: Rand
 
 
 def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
-    """Refuse what does not fit into the memory that is free, or into the model's positions.
+    """Refuse batches that exceed free memory or the model's longest row.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens.
-        MemoryBudgetError: if the model, twice, and a batch do not fit.
+        OptionError: if rows are longer than the model's limit.
+        MemoryBudgetError: if two copies of the model and a batch do not fit.
     """
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
@@ -120,6 +128,54 @@ def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
             expected=f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations",
             remedy="free memory, or use smaller batches",
         )
+
+
+def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
+    """The whole model as transformers loads it, with peft's modules in it if an adapter is trained.
+
+    Args:
+        model: The opened model.
+        directory: Its directory.
+        head: Name of its head.
+        adapter: The adapter; its values are those of the opened model only after ``copy_trained``.
+
+    Raises:
+        OptionError: for an adapter that peft does not inject.
+    """
+    loaded = head_of(head).class_of(model.config)
+    if adapter is None:
+        stored = model.layouts[0].parameters[0].dtype
+        return loaded.from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    config = peft_config(adapter).config
+    if config.is_prompt_learning:
+        expected = "an adapter whose modules stand in the model, as LoRA's"
+        raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
+    dtype = torch.float32 if model.autocast is not None else model.config.dtype
+    whole = loaded.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    optional_package("peft", install="zo2core[peft]").inject_adapter_in_model(config, whole)
+    for parameter in whole.parameters():
+        # What is mapped from a file lies unaligned, and products round otherwise there.
+        parameter.data = parameter.data.clone()
+    return whole.eval()
+
+
+def copy_trained(model: HFBlockModel, whole: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Give the whole model the values of what is trained; only these parameters then require gradients.
+
+    Args:
+        model: The opened model.
+        whole: From ``whole_model``. Changed.
+        values: Value of each trained parameter, by name; there may be others.
+
+    Returns:
+        The trained parameters of the whole model, by name.
+    """
+    names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in names
+        if name in names:
+            parameter.data = values[name].detach().clone()
+    return {name: parameter for name, parameter in whole.named_parameters() if name in names}
 
 
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:

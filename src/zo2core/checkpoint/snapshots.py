@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import re
 import struct
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from zo2core.checkpoint.reader import DTYPE_NAMES, DTYPES
 from zo2core.checkpoint.writer import header_bytes
 from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason
 from zo2core.io.direct_file import byte_view
-from zo2core.io.durable import make_directory, read_regular, replace_file
+from zo2core.io.durable import make_directory, map_regular, read_regular, replace_file
 
 FORMAT = 1
 
@@ -89,27 +90,51 @@ class Snapshots:
             OutputError: if it cannot be written.
             OptionError: if the state has a value that a snapshot cannot store.
         """
-        step, path = snapshot.step, self.path(snapshot.step)
-        chain = self._chain(step)
+        step, chain = snapshot.step, self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
-        try:
-            make_directory(self._directory)
-            replace_file(path, _to_bytes(snapshot, chain))
-        except OSError as error:
-            raise OutputError(
-                path,
-                found=reason(error),
-                expected="a file that can be written and synced",
-                remedy="free space or repair the disk; the run resumes from the snapshot before",
-            ) from error
+        tensors: dict[str, torch.Tensor] = {}
+        self._replace(step, _to_parts(snapshot, chain, tensors))
         kept = {step, self._last, *keep}
         self._last = step
         for other in self.steps:
             if other not in kept:
                 self.path(other).unlink(missing_ok=True)
 
+    def content(self, step: int) -> bytes:
+        """The bytes of a step's file, for another worker."""
+        return read_regular(self.path(step))
+
+    @staticmethod
+    def digest(content: bytes) -> str:
+        """The checksum that the bytes of a snapshot contain."""
+        return content[_DIGITS].decode(errors="replace")
+
+    def receive(self, step: int, content: bytes) -> Snapshot:
+        """Write another worker's file of a step durably, and read it.
+
+        Raises:
+            OutputError: if it cannot be written.
+            CheckpointError: if it is not an undamaged snapshot of this run and step.
+        """
+        self._replace(step, content)
+        snapshot = self.read(step)
+        self._last = step
+        return snapshot
+
+    def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
+        try:
+            make_directory(self._directory)
+            replace_file(self.path(step), content)
+        except OSError as error:
+            raise OutputError(
+                self.path(step),
+                found=reason(error),
+                expected="a file that can be written and synced",
+                remedy="free space or repair the disk; the run resumes from the snapshot before",
+            ) from error
+
     def read(self, step: int) -> Snapshot:
-        """Read and check the snapshot of a step.
+        """Read and check the snapshot of a step. Its tensors are views of the file's bytes, whose pages are read when used.
 
         Raises:
             CheckpointError: if it is missing, damaged, or of another run.
@@ -117,7 +142,7 @@ class Snapshots:
         """
         path = self.path(step)
         try:
-            raw = read_regular(path)
+            raw = map_regular(path)
         except OSError as error:
             listed = ", ".join(map(str, self.steps)) or "none"
             raise CheckpointError(
@@ -177,23 +202,33 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
 
-def _to_bytes(snapshot: Snapshot, chain: int) -> bytes:
-    tensors: dict[str, torch.Tensor] = {}
+def _to_parts(snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """The header and the bytes of the tensors, which are not copied.
+
+    Args:
+        snapshot: The snapshot.
+        chain: The journal's checksum at its step.
+        tensors: Takes the tensors, which have to live as long as the parts.
+    """
     state = _encoded(snapshot.state, "", tensors)
     contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
     metadata = {"sha256": "0" * 64, "zo2": json.dumps(contents, separators=(",", ":"))}
     raw = header_bytes(metadata, [(name, DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in tensors.items()])
     assert raw[8:].startswith(_BEGIN), "the digits are at a fixed offset"
-    whole = bytearray().join([raw, *(bytes(byte_view(tensor)) for tensor in tensors.values() if tensor.numel())])
-    whole[_DIGITS] = hashlib.sha256(whole).hexdigest().encode()
-    return bytes(whole)
+    data = [byte_view(tensor) for tensor in tensors.values() if tensor.numel()]
+    digest = hashlib.sha256(raw)
+    for part in data:
+        digest.update(part)
+    return [raw[: _DIGITS.start], digest.hexdigest().encode(), raw[_DIGITS.stop :], *data]
 
 
-def _from_bytes(path: Path, raw: bytes) -> tuple[Snapshot, int]:
-    """Parse the bytes of ``_to_bytes``, after comparing their checksum."""
-    zeroed = bytearray(raw)
-    zeroed[_DIGITS] = b"0" * 64
-    if len(raw) < _DIGITS.stop or hashlib.sha256(zeroed).hexdigest().encode() != raw[_DIGITS]:
+def _from_bytes(path: Path, raw: mmap.mmap | bytes) -> tuple[Snapshot, int]:
+    """Parse the bytes of ``_to_parts``, after comparing their checksum. Tensors are views of them."""
+    with memoryview(raw) as view:
+        digest = hashlib.sha256(view[: _DIGITS.start])
+        digest.update(b"0" * 64)
+        digest.update(view[_DIGITS.stop :])
+    if len(raw) < _DIGITS.stop or digest.hexdigest().encode() != raw[_DIGITS]:
         raise _damaged(path, "a damaged snapshot: its checksum does not match", "the bytes that were written")
     try:
         (length,) = struct.unpack("<Q", raw[:8])
@@ -207,12 +242,13 @@ def _from_bytes(path: Path, raw: bytes) -> tuple[Snapshot, int]:
         raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
 
 
-def _tensor(raw: bytes, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(raw: mmap.mmap | bytes, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     begin, end = entry["data_offsets"]
-    content = bytearray(raw[data_start + begin : data_start + end])
     dtype = DTYPES[entry["dtype"]]
-    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return flat.view(entry["shape"])
+    if begin == end:
+        return torch.empty(entry["shape"], dtype=dtype)
+    count = (end - begin) // dtype.itemsize
+    return torch.frombuffer(raw, dtype=dtype, count=count, offset=data_start + begin).view(entry["shape"])
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:

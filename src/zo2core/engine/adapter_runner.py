@@ -1,4 +1,4 @@
-"""Runners of a base that is only read and parameters that stay in memory: an adapter, mostly."""
+"""Runners of a base that is only read, with trained parameters that stay in memory, such as an adapter's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, Trai
 
 
 class AdapterRunner(Runner):
-    """Evaluates and exports a base with the present values of parameters that stay in memory.
+    """Evaluates and exports a base with the present values of its trained parameters.
 
     Args:
-        model: Cut into embedding, blocks and head, with an adapter.
-        parts: Parts of the run; closed with the runner, and also if it is refused.
+        model: A model with an adapter.
+        parts: Parts of the run, which the runner closes, also if its construction fails.
 
     Raises:
         OptionError: if a block owns a trained parameter, or nothing is trained.
@@ -33,7 +33,7 @@ class AdapterRunner(Runner):
         try:
             self._trained = TrainedParameters(model.layouts, model.weights, parts.device.torch_device)
         except BaseException:
-            parts.opened.__exit__(*sys.exc_info())  # a journal that was just begun is taken back
+            parts.opened.__exit__(*sys.exc_info())  # a journal that was just created is removed
             raise
         self._present_weights = PresentWeights(self._trained, parts.work_buffer)
         visits = PresentVisits(
@@ -48,12 +48,12 @@ class AdapterRunner(Runner):
         super().__init__(model, parts._replace(visits=visits))
 
     def _close_refused(self) -> None:
-        """Close a runner whose construction fails; a journal that was just begun is taken back."""
+        """Close a runner whose construction fails, and remove a journal that was just created."""
         self._use.close()
         self._parts.opened.__exit__(*sys.exc_info())
 
     def require_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values of other parameters than those that are trained here.
+        """Refuse values of other parameters than the trained ones.
 
         Raises:
             CheckpointError: if a name, a shape or a dtype differs.
@@ -63,18 +63,18 @@ class AdapterRunner(Runner):
             raise CheckpointError(
                 "state",
                 found=f"{len(parameters)} parameters that are not all the engine's",
-                expected=f"the {len(expected)} parameters that are trained",
+                expected=f"the {len(expected)} trained parameters",
                 remedy="load the state of a run of the same model and adapter",
             )
 
     def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Give the trained parameters other values.
+        """Set the values of the trained parameters.
 
         Args:
-            parameters: By name, as ``state_dict`` of an engine has them.
+            parameters: Values by name, as in the ``state_dict`` of an engine.
 
         Raises:
-            CheckpointError: if they are other parameters; nothing was changed then.
+            CheckpointError: if they belong to other parameters; nothing is changed then.
         """
         self.require_parameters(parameters)
         with torch.no_grad():
@@ -83,17 +83,17 @@ class AdapterRunner(Runner):
 
 
 class SnapshotReplayer(AdapterRunner):
-    """A model with an adapter as a snapshot has it: evaluated and exported, never trained.
+    """Evaluates and exports a model with the adapter of a snapshot, and never trains it.
 
     Args:
-        model: Opened as the run opened it.
-        step: Number of steps taken when the snapshot was taken.
-        parameters: Values of the trained parameters, by name; None: those that the run began with.
-        device, memory, micro_batch_size, trace: as for ``Replayer``.
+        model: The model of the run, opened with the same options.
+        step: Step of the snapshot.
+        parameters: Values of the trained parameters, by name; None: the initial values of the run.
+        device, memory, micro_batch_size, trace: As for ``Replayer``.
 
     Raises:
-        CheckpointError: if the values are of another adapter.
-        ZO2Error: as ``Replayer`` says.
+        CheckpointError: if the values belong to another adapter.
+        ZO2Error: as for ``Replayer``.
     """
 
     def __init__(
@@ -119,5 +119,5 @@ class SnapshotReplayer(AdapterRunner):
 
     @property
     def version(self) -> int:
-        """The number of steps that the parameters have taken."""
+        """Number of steps that the parameters have taken."""
         return self._step

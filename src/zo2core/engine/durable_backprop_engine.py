@@ -8,14 +8,15 @@ from typing import Any
 
 from zo2core.build import RunOptions
 from zo2core.checkpoint import Snapshot, Snapshots
-from zo2core.engine.backprop_engine import TRAINED_COPIES, BackpropEngine
-from zo2core.errors import JournalError
+from zo2core.engine.backprop_engine import BackpropEngine, trained_copies
+from zo2core.engine.commits import record
 from zo2core.journal import Journal
-from zo2core.methods.backprop import OptimizerFactory
+from zo2core.optimizers import OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel
 from zo2core.types import Commit
+from zo2core.workers import Workers
 
 
 class DurableBackpropEngine(BackpropEngine):
@@ -25,7 +26,7 @@ class DurableBackpropEngine(BackpropEngine):
     they are not recorded a second time.
 
     Args:
-        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace: As for ``BackpropEngine``.
+        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace, workers: As for ``BackpropEngine``.
         directory: Directory of the run, with its snapshots. Inputs of blocks that have no room in memory are in a temporary
             file there, without a name.
         journal: Journal of the run, or its path; a missing file is created.
@@ -55,6 +56,7 @@ class DurableBackpropEngine(BackpropEngine):
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
+        workers: Workers | None = None,
     ) -> None:
         options = RunOptions(
             journal=journal,
@@ -65,14 +67,15 @@ class DurableBackpropEngine(BackpropEngine):
             overlap=overlap,
             provenance=provenance,
             method=method,
-            trained_copies=TRAINED_COPIES,
+            trained_copies=trained_copies(workers),
+            workers=workers,
         )
         self._open(model, optimizer, clip, options, directory)
         self._lr = lr
         self.snapshots = Snapshots(directory, self.journal.chain, self.journal.require_version)
         try:
             self.snapshots.clear_partial()
-            newest = self.snapshots.newest()
+            newest = self.workers.sync_snapshots(self.snapshots)
             if newest is not None:
                 self.load_state_dict(newest.state)
         except BaseException:
@@ -92,9 +95,12 @@ class DurableBackpropEngine(BackpropEngine):
 
         Raises:
             OutputError: if it cannot be written.
+            WorkerError: if another worker has other parameters.
         """
         self._use.require_open()
-        self.snapshots.write(Snapshot(self.steps, self.state_dict()), keep=keep)
+        state = self.state_dict()
+        self.workers.require_same("trained parameters", self.workers.digest([state["parameters"]]))
+        self.snapshots.write(Snapshot(self.steps, state), keep=keep)
 
     def _begin_step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -108,15 +114,4 @@ class DurableBackpropEngine(BackpropEngine):
         Raises:
             JournalError: if the record cannot be written, or a repeated step differs from its record.
         """
-        journal, commit = self.journal, Commit(self.steps, loss, norm, self._lr(self.steps))
-        if self.steps == journal.version:
-            self._parts.base_digests.note(journal)
-            journal.append(commit)
-        elif journal.commits[self.steps] != commit:
-            recorded = journal.commits[self.steps]
-            raise JournalError(
-                f"{journal.name}, step {self.steps}",
-                found=f"loss {loss!r}, gradient norm {norm!r} and lr {commit.lr!r} when the step was repeated",
-                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
-                remedy="resume with the same machine, torch, transformers and number of threads; the step was not taken",
-            )
+        record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))

@@ -1,4 +1,4 @@
-"""The replayer: evaluations and exports of a model that is never whole in its device's memory."""
+"""The replayer: evaluations and exports of a model that need not fit into the device's memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from zo2core.workers import Workers
 
 
 class Replayer(Runner):
-    """A model at the version that a journal ends with: evaluated, looked at and exported, never trained.
+    """Evaluates and exports a model with all updates of a journal, and never trains it.
 
-    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes, and with it the
+    Objects that the caller passes stay the caller's. The replayer closes what it opens (paths, devices by name) and the
     model's checkpoint. One replayer or engine at a time uses a model: the last one made has bound its modules.
 
     Args:
-        model: Cut into embedding, blocks and head; of an adapter, or your own.
-        journal: The updates to replay: a journal that was begun, or the path of one. None is the base checkpoint as it is.
+        model: A model that is divided into embedding, blocks and head.
+        journal: The updates to replay: a journal of a run, or its path. None is the base checkpoint without updates.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
-        noise: Draws z; by default the generator that the journal was begun with.
-        memory: How much memory the process may take.
-        micro_batch_size: Rows of the micro-batches into which a batch is split; None: batches run whole.
-        overlap: False does one thing after the other, to compare with; the bits are the same.
-        replay: Who replays for a device with memory of its own: itself, "device", or "host": then nothing comes back.
-        trace: Takes down what every sweep did when: a trace, or the path of a new one.
-        workers: Others that evaluate the same weights, and take batches in turns with this one; None: there are none.
+        noise: Draws z; None: the generator that the journal names.
+        memory: Memory that the process may use.
+        micro_batch_size: Rows of the micro-batches into which a batch is split; None does not split batches.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same without.
+        replay: For a device with its own memory: "device" replays there, "host" on the host, without offloads; "auto"
+            chooses.
+        trace: Records the work of every sweep: a trace, or the path of a new one.
+        workers: Workers that evaluate the same weights and divide the batches; None: a run of one process.
 
     Raises:
-        OptionError: if an option is out of its range, or nothing would heed it.
-        MemoryBudgetError: if not even the smallest plan fits into the memory there is.
+        OptionError: if an option is out of its range, or would have no effect.
+        MemoryBudgetError: if not even the smallest plan fits into the memory.
         JournalError: if the journal belongs to another base checkpoint, another model or other noise.
         CheckpointError: if the checkpoint cannot be read.
-        DeviceError, OutputError: if the device is not there or too small, or the trace cannot be made.
+        DeviceError, OutputError: if the device is missing or too small, or the trace cannot be written.
     """
 
     def __init__(

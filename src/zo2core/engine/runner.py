@@ -1,8 +1,8 @@
-"""The runner: it owns the parts of a run, sweeps over its segments, evaluates and exports. It knows no method."""
+"""The runner: it owns the parts of a run, sweeps over its segments, evaluates and exports, for any method."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,17 @@ from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_swe
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.visitor import Groups
 from zo2core.sweep.visits import SweepVisitor
+from zo2core.sweep.watched_visitor import WatchedVisitor
 from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 
 
 class Runner:
-    """Sweeps over a model's segments, whatever method takes steps with it.
+    """Sweeps over a model's segments, for any method.
 
     Args:
-        model: Cut into embedding, blocks and head.
-        parts: Parts of the run; closed with the runner.
+        model: A model that is divided into embedding, blocks and head.
+        parts: Parts of the run, which the runner closes.
     """
 
     def __init__(self, model: BlockModel, parts: Parts) -> None:
@@ -40,26 +41,27 @@ class Runner:
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
-        self._settled = 0  # version at which what stays on the device was last brought back
+        self._watch: Callable[[int, int], object] | None = None
+        self._offloaded = 0  # version at which the blocks that stay on the device were last offloaded
 
     @property
     def workers(self) -> Workers:
-        """The workers of the run, as this one of them sees them; often it is alone."""
+        """The workers of the run; a ``SoloWorker`` in a run of one process."""
         return self._parts.workers
 
     @property
     def version(self) -> int:
-        """The present version of the weights: the number of updates in the journal."""
+        """Present version of the weights: the number of updates in the journal."""
         return len(self._parts.journal.updates)
 
     @property
     def journal(self) -> Journal:
-        """The updates of all steps so far."""
+        """The journal of all steps so far."""
         return self._parts.journal
 
     @property
     def host_plan(self) -> HostPlan | None:
-        """What the run takes of host memory; None for passed parts."""
+        """Plan of host memory; None if the caller passed the parts."""
         return self._parts.host_plan
 
     @property
@@ -69,23 +71,32 @@ class Runner:
 
     @property
     def device_plan(self) -> DevicePlan | None:
-        """What the run takes of the device's memory; None where that is host memory, and for passed parts."""
+        """Plan of device memory; None if the device computes in host memory, or the caller passed the parts."""
         return self._parts.device_plan
 
-    def evaluate(self, batches: Iterable[Batch], forward: Objective | None = None) -> EvaluationResult:
-        """Evaluate the present weights, unperturbed; as many batches share a sweep as activations may take memory.
+    def watch(self, visited: Callable[[int, int], object] | None) -> None:
+        """Have a function called after each visit of a sweep, such as one that draws a progress bar.
 
         Args:
-            batches: What the forward takes. With the model's own, a batch counts by its labelled tokens.
-            forward: What to evaluate; by default the model's loss.
+            visited: Called in the thread of the sweep, with the number of the sweep's visits so far and of all. On a device
+                with its own memory the visit's work may not have ended yet. None: nothing is called.
+        """
+        self._watch = visited
+
+    def evaluate(self, batches: Iterable[Batch], forward: Objective | None = None) -> EvaluationResult:
+        """Evaluate the present weights; memory for activations limits the number of batches in a sweep.
+
+        Args:
+            batches: Inputs of the forward. The model's loss weights a batch by its labelled tokens.
+            forward: The objective to evaluate; by default the model's loss.
 
         Returns:
-            The mean loss over labelled tokens, and each batch's; of an objective, what it makes of all batches together.
+            The mean loss over labelled tokens, and the loss of each batch; for an objective, its loss of all batches.
 
         Raises:
-            BatchError: if the model cannot take a batch, or there is none.
-            OptionError: if the forward is no objective, or ends in no number.
-            WorkerError: if another worker is silent, or has other batches.
+            BatchError: if the model cannot take a batch, or there is no batch.
+            OptionError: if the forward is not an objective, or its result is not a number.
+            WorkerError: if another worker does not answer, or has other batches.
         """
         self._use.require_open()
         if forward is None and isinstance(self._model, Objective):
@@ -97,14 +108,14 @@ class Runner:
         return evaluate(self.forwards, batches, self._parts.micro_batch_size, self._parts.workers)
 
     def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
-        """Run the present weights, unperturbed, with as many batches a sweep as activations may take memory.
+        """Run batches with the present weights; memory for activations limits the number of batches in a sweep.
 
         Args:
-            batches: What ``forward`` takes; more are taken up only as sweeps run.
-            forward: Runs the segments; by default the model itself, whose head gives losses.
+            batches: Inputs of ``forward``, taken as sweeps run.
+            forward: Runs the segments; by default the model, whose head returns losses.
 
         Yields:
-            What the head gave for each batch, in order, a list a sweep.
+            The head's output for each batch, in order, one list for each sweep.
 
         Raises:
             BatchError: if the model cannot take a batch.
@@ -115,7 +126,7 @@ class Runner:
             yield outputs
 
     def flush(self) -> None:
-        """Bring every segment to the present version. What reaches the disk is up to the write-back policy."""
+        """Bring every segment to the present version. The write-back policy decides what is written to disk."""
         self._use.require_open()
         with self._recorder.sweep("flush"):
             self.sweep([])
@@ -124,25 +135,25 @@ class Runner:
         """Yield every parameter at the present version, one at a time, in visiting order.
 
         Yields:
-            Name and tensor, of its shape and dtype, on the CPU: a view until the next is asked for, not to be changed.
+            Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one, and not to be changed.
         """
         yield from self._present(range(len(self._model.layouts)))
 
     def learned(self) -> Generator[tuple[str, Learned], None, None]:
-        """Yield what a run beside the activations has learned of every trained parameter, in visiting order.
+        """Yield the learned change of every trained parameter of a low-rank run, in visiting order.
 
         Yields:
-            Name, and what was learned: valid until the next is asked for.
+            Name, and the change, which is valid until the next one.
 
         Raises:
-            OptionError: if directions are in the weights, where nothing is kept apart.
+            OptionError: if perturbations are dense, since weights then include their changes.
         """
         factors = self._parts.factors
         if factors is None:
             raise OptionError(
                 "perturbation",
-                found="directions in the weights, in which what was learned is not kept apart",
-                expected="directions of low rank, beside the activations",
+                found="dense perturbations, with which weights include their changes",
+                expected="low-rank perturbations, whose changes are separate from the weights",
                 remedy="export the model instead",
             )
         with closing(self._visited(range(len(self._model.layouts)))) as visited:
@@ -159,9 +170,9 @@ class Runner:
                 yield spec.name, present.view(spec.shape)
 
     def _visited(self, segments: Iterable[int]) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
-        """Parameters of segments that are brought to the present version, and their bytes on the host."""
+        """Bring segments to the present version, and yield their parameters with their bytes on the host."""
         self._use.require_open()
-        with self._use.begun():
+        with self._use.locked():
             parts = self._parts
             visitor = parts.visits.visitor(self.version, [], self._model)
             try:
@@ -173,12 +184,19 @@ class Runner:
                 parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
-    def export(self, directory: Path | str, *, files: Mapping[str, Path | bytes] | None = None) -> None:
-        """Write the model at the present version: a directory that ``from_pretrained`` loads, or what the model writes.
+    def export(
+        self,
+        directory: Path | str,
+        *,
+        files: Mapping[str, Path | bytes] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write the model at the present version: a directory that ``from_pretrained`` loads, or the model's own format.
 
         Args:
-            directory: Must not exist, or be empty. It appears whole or not at all.
-            files: Further files of the directory: name to content, or to the file to copy. None: there are none.
+            directory: A directory that does not exist or is empty. It appears whole or not at all.
+            files: Further files of the directory: content, or path of the file to copy, by name. None: no further files.
+            progress: Called with the bytes of each parameter once it is written. None: nothing is called.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
@@ -189,17 +207,17 @@ class Runner:
         if isinstance(self._model, CustomExport):
             exported, layouts = self._model.exported_parameters, enumerate(self._model.layouts)
             segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
-            with closing(self._present(segments)) as tensors:
+            with closing(_counted(self._present(segments), progress)) as tensors:
                 self._model.write(Path(directory), tensors, files)
             return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
-        with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
+        with closing(_counted(self.parameters_now(), progress)) as tensors:  # releases its bucket even if the write fails
             companions = {**model.companions, **files}
             write_checkpoint(Path(directory), specs, tensors, companions, dtype=model.export_dtype, form=form)
 
     def close(self) -> None:
-        """Stop all work and close what the engine opened. May be called twice."""
+        """Stop all work, and close everything that was opened. May be called twice."""
         self._use.close()
         self._parts.opened.close()
 
@@ -210,7 +228,7 @@ class Runner:
         self.close()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
-        """Keep the results of an evaluation of the present weights in the journal, behind what was learned of the base.
+        """Record the results of an evaluation of the present weights in the journal, after the base's digests.
 
         Args:
             results: Numbers by name.
@@ -222,7 +240,7 @@ class Runner:
         self._parts.journal.note_evaluation(self.version, results)
 
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
-        """Batches on the device, checked by the forward that will run them. For methods.
+        """Yield the batches on the device, checked by their forward. For methods.
 
         Raises:
             BatchError: if the forward cannot take a batch.
@@ -235,60 +253,71 @@ class Runner:
         """Visit all segments once. For methods.
 
         Args:
-            groups: The evaluations to make, each with the prepared batches to run at it; empty only brings every segment to
-                the present version.
-            forward: Runs the segments; None is the model itself.
+            groups: The evaluations to make, each with its prepared batches. Empty for a sweep that only replays.
+            forward: Runs the segments; None is the model.
 
         Returns:
-            What the head gave, a list an evaluation.
+            The head's outputs, one list for each evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             visitor = self._parts.visits.visitor(self.version, groups, self._model if forward is None else forward)
             return self._run(visitor, range(len(self._model.layouts)))
 
     def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Visit segments in an order. For methods that make their visitors.
+        """Visit segments in an order. For methods that make their own visitors.
 
         Args:
-            visitor: The visitor of this sweep.
-            order: Segments; a block may be in it more than once.
+            visitor: Visitor of the sweep.
+            order: Indices of segments; a block may occur more than once.
 
         Returns:
-            What the head gave, a list an evaluation.
+            The head's outputs, one list for each evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             return self._run(visitor, order)
 
     def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
         parts = self._parts
         try:
-            parts.scheduler.sweep(visitor, order)
+            watched = visitor if self._watch is None else WatchedVisitor(visitor, len(order), self._watch)
+            parts.scheduler.sweep(watched, order)
             parts.require_version(self.version)
         except BaseException:
-            self._recorder.flush()  # what it moved is not the next step's
+            self._recorder.flush()  # its transfers do not count for the next step
             raise
         finally:
             visitor.finish()
             parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def settle(self, step: int) -> None:
-        """Before a step, now and then, bring back what stays on the device, so that it can be written back. For methods."""
+    def offload_kept(self, step: int) -> None:
+        """Offload blocks that stay on the device, if they are due to be written back, before a step. For methods."""
         every = self._parts.source.write_back_every
-        if every is not None and step > self._settled + every:
-            with self._use.begun():
-                self._parts.scheduler.settle()
-            self._settled = step - 1
+        if every is not None and step > self._offloaded + every:
+            with self._use.locked():
+                self._parts.scheduler.release_all()
+            self._offloaded = step - 1
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step has ended; what every lane did for it. For methods."""
+        """Record that a step ended, and return the use of each lane in it. For methods."""
         return self._recorder.ended(sweep)
 
     def _filled(self, batches: Iterable[Batch], forward: Forward | None) -> Iterator[list[Batch]]:
-        """Batches, prepared, as many a sweep as activations may take memory."""
+        """Prepare batches, and group them by sweep."""
         self._use.require_open()
         forward = self._model if forward is None else forward
-        room = self._parts.activation_bytes - self._parts.activations.room_bytes
-        for group in fill_sweeps(self.prepared(batches, forward), forward, room):
+        allowed = self._parts.activation_bytes - self._parts.activations.staging_bytes
+        for group in fill_sweeps(self.prepared(batches, forward), forward, allowed):
             self._use.require_open()
             yield group
+
+
+def _counted(
+    tensors: Generator[tuple[str, torch.Tensor], None, None], progress: Callable[[int], object] | None
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the same tensors, and report the bytes of each once the next is asked for."""
+    with closing(tensors):
+        for name, tensor in tensors:
+            yield name, tensor
+            if progress is not None:
+                progress(tensor.nbytes)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from zo2core.build import GivenParts, Parts, RunOptions, adopt, build
+from zo2core.build import EngineParts, Parts, RunOptions, adopt, build
 from zo2core.engine.runner import Runner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.methods import ZerothOrder
 from zo2core.perturbation import Perturbation
-from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
-from zo2core.profiling import Timeline, Trace
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.planning import MemoryPolicy, Replay, WriteBackPolicy
+from zo2core.profiling import Trace
+from zo2core.protocols import BlockModel, Device, Forward, NoiseGenerator, ZOEstimator
 from zo2core.types import Batch, Evaluation, StepResult
 from zo2core.workers import Workers
 
@@ -25,22 +25,22 @@ class ZOEngine(Runner):
     """Zeroth-order fine-tuning, segment by segment: a ``Runner`` with the method ``ZerothOrder``.
 
     Args:
-        model: Cut into embedding, blocks and head; of an adapter, or your own.
-        estimator: What to evaluate, and what the losses say about the weights.
-        device, memory, micro_batch_size, overlap, replay, trace: as for ``Replayer``.
-        noise: Draws z; by default what the journal was begun with, else what the estimator or the
-            perturbation needs, else ``SequentialNoise``, MeZO's numbers.
-        journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
-            updates in memory. A journal with updates continues its run.
-        seed: Seed of the run: each step's directions depend on it and on the step only.
+        model: A model that is divided into embedding, blocks and head.
+        estimator: Lists the evaluations of a step, and computes its update from their losses.
+        device, memory, micro_batch_size, overlap, replay, trace: As for ``Replayer``.
+        noise: Draws z. None: the generator that the journal names, else the one that the estimator or the perturbation
+            needs, else ``SequentialNoise``, which draws MeZO's numbers.
+        journal: Records the updates: a journal, or its path; a missing file is created. None keeps the updates in memory. A
+            journal with updates continues its run.
+        seed: Seed of the run; the directions of a step depend only on it and on the step.
         write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
-        provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
+        provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
         perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``.
-        workers: Others that work on the same run; None: there are none.
+        workers: Workers that share the steps; None: a run of one process.
 
     Raises:
-        OptionError: if the estimator is none, or a class.
-        ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
+        OptionError: if ``estimator`` is not an estimator, or is a class.
+        ZO2Error: as for ``Replayer``, and if the directory of ``write_back`` cannot be written to.
     """
 
     def __init__(
@@ -83,42 +83,32 @@ class ZOEngine(Runner):
         self._method = _zeroth_order(self, model, seed, parts)
 
     @classmethod
-    def from_parts(  # noqa: D417 - five arguments share a line
+    def from_parts(  # noqa: D417 - six arguments share a line
         cls,
         model: BlockModel,
         estimator: ZOEstimator,
+        parts: EngineParts,
         *,
-        source: BlockSource,
-        device: Device,
-        noise: NoiseGenerator,
-        scheduler: Scheduler | None = None,
         journal: Journal | Path | str | None = None,
         seed: int = 0,
-        activations: int | str = ACTIVATIONS,
         micro_batch_size: int | None = None,
         trace: Trace | Path | str | None = None,
-        timeline: Timeline | None = None,
         provenance: Mapping[str, Any] | None = None,
         workers: Workers | None = None,
     ) -> ZOEngine:
-        """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
+        """Make an engine of parts that the caller made. They stay the caller's, and are not closed even after an error.
 
         Args:
-            model, estimator: These and all that is not said here are as in the constructor.
-            source, device, noise: Where the model's segments live and are computed on, and what draws z.
-            scheduler: Scheduler of this source and this device; by default an ``OverlappedScheduler``.
-            journal, seed, micro_batch_size, trace, provenance, workers: As the constructor takes them.
-            activations: Bytes, or a size, that an evaluation's activations may take at a time.
-            timeline: What the parts note their work in, if they do: the engine takes the spans from it.
+            model: A model that is divided into embedding, blocks and head.
+            estimator: As for the constructor.
+            parts: Parts of the caller.
+            journal, seed, micro_batch_size, trace, provenance, workers: As for the constructor.
 
         Raises:
-            OptionError: if the source holds other segments than the model has, or an option is out of its range.
-            JournalError, OutputError: as in the constructor.
+            OptionError: if the source has other segments than the model, or an option is out of its range.
+            JournalError, OutputError: as for the constructor.
         """
         _require_estimator(estimator)
-        given = GivenParts(
-            source=source, scheduler=scheduler, device=device, noise=noise, activations=activations, timeline=timeline
-        )
         options = RunOptions(
             journal=journal,
             seed=seed,
@@ -127,55 +117,55 @@ class ZOEngine(Runner):
             provenance=provenance,
             workers=workers,
         )
-        return _OfParts(model, seed, adopt(model, estimator, given, options))
+        return _EngineOfParts(model, seed, adopt(model, estimator, parts, options))
 
     @property
     def write_back_every(self) -> int | None:
-        """Steps that a segment may be ahead of its bytes on disk; None: it is never written."""
+        """Steps that a segment may be ahead of its bytes on disk; None: segments are never written."""
         return self._parts.source.write_back_every
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None, *, seed: int | None = None) -> StepResult:
-        """Take one zeroth-order step: one sweep that evaluates, then one record in the journal.
+        """Take one zeroth-order step: one sweep of evaluations, then one record in the journal.
 
-        The weights follow when they are next visited; ``evaluate``, ``parameters_now`` and ``export`` see them.
+        The weights change when they are next visited; ``evaluate``, ``parameters_now`` and ``export`` use the new weights.
 
         Args:
-            batch: What the forward takes; for the model's own, with labels. Several are run one after the other and count as
-                one batch, as with gradient accumulation: the model's loss is the mean over the labelled tokens of all.
-            forward: Ends in the number to make smaller: an ``Objective``, or any forward whose head gives a 0-d tensor, for
-                one batch that is not cut into micro-batches; by default the model itself, whose head gives its loss.
-            seed: Seed of the (first) direction; drawn from the run's seed if None.
+            batch: Input of the forward; for the model's loss, with labels. Several batches count as one, as with gradient
+                accumulation: the model's loss is the mean over the labelled tokens of all.
+            forward: Computes the number to minimise: an ``Objective``, or any forward whose head returns a 0-d tensor, for
+                one batch without micro-batches; by default the model, whose head returns its loss.
+            seed: Seed of the first direction; None draws it from the run's seed.
 
         Returns:
-            The step's report.
+            The result of the step.
 
         Raises:
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss or a projected gradient is not finite.
-            OptionError: if the learning rate of this step, the seed, or the micro-batch size for this forward, is out of its
-                range, or what the forward ends in is no number.
-            JournalError: if the record cannot be written, or is none that the weights can bear.
-            WorkerError: if another worker is silent, or works on another step.
+            OptionError: if the learning rate of this step, the seed, or the micro-batch size for this forward is out of its
+                range, or the forward's result is not a number.
+            JournalError: if the record cannot be written, or has a value that would overflow weights.
+            WorkerError: if another worker does not answer, or is at another step.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
-            In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
+            In all these cases the step was not taken.
+            OutputError: if the trace cannot be written; the step was taken.
         """
         self._use.require_open()
         return self._method.step(batch, forward, seed=seed)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
-        """Begin a step whose losses the caller makes, from as many sweeps as they take: ``forwards(at=...)``, then ``tell``.
+        """Start a step whose losses the caller computes, by any number of ``forwards(at=...)``, and passes to ``tell``.
 
         Args:
-            seed: Seed of the (first) direction; drawn from the run's seed if None.
+            seed: Seed of the first direction; None draws it from the run's seed.
 
         Returns:
-            The evaluations to be made here: the step's, or this worker's share of them. A step that was begun before and not
-            told is given up.
+            The evaluations of the step, or this worker's part of them. A step that was started before is dropped.
 
         Raises:
-            OptionError: if the learning rate of this step, or the seed, is out of its range, or workers have no share.
-            BusyError, ClosedError: as in ``step``.
+            OptionError: if the learning rate of this step or the seed is out of its range, or workers cannot share the step.
+            BusyError, ClosedError: as for ``step``.
         """
         self._use.require_open()
         return self._method.ask(seed=seed)
@@ -183,19 +173,19 @@ class ZOEngine(Runner):
     def forwards(
         self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
     ) -> Iterator[list[torch.Tensor]]:
-        """Run the present weights, or those of an evaluation, with as many batches a sweep as activations may take memory.
+        """Run batches with the present weights or those of an evaluation; memory for activations limits batches per sweep.
 
         Args:
-            batches: What ``forward`` takes; more are taken up only as sweeps run.
-            forward: Runs the segments; by default the model itself, whose head gives losses.
-            at: One of the evaluations that ``ask`` returned; None runs the weights unperturbed.
+            batches: Inputs of ``forward``, taken as sweeps run.
+            forward: Runs the segments; by default the model, whose head returns losses.
+            at: One of the evaluations that ``ask`` returned; None: unperturbed weights.
 
         Yields:
-            What the head gave for each batch, in order, a list a sweep.
+            The head's output for each batch, in order, one list for each sweep.
 
         Raises:
             BatchError: if the model cannot take a batch.
-            OptionError: if no step was begun, the evaluation is none of its, or the estimator deals rows to its evaluations.
+            OptionError: if no step is open, the evaluation is not part of it, or is for a group of rows only.
         """
         if at is None:
             yield from super().forwards(batches, forward)
@@ -206,25 +196,25 @@ class ZOEngine(Runner):
             yield outputs
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
-        """Take the step that ``ask`` began: one record in the journal.
+        """Take the step that ``ask`` started: write its record to the journal.
 
         Args:
-            losses: One for each evaluation, in the order in which ``ask`` returned them: numbers, or 0-d tensors, in whose
-                dtype the projected gradients are then computed. Those of other workers are waited for.
+            losses: The loss of each evaluation that ``ask`` returned, in order: numbers, or 0-d tensors, in whose dtype the
+                projected gradients are computed. The call waits for the losses of other workers.
 
         Returns:
-            The step's report.
+            The result of the step.
 
         Raises:
-            OptionError: if no step was begun, or there are more or fewer losses.
-            NonFiniteLossError, JournalError, WorkerError: as in ``step``. In these cases the step was not taken.
+            OptionError: if no step is open, or there are more or fewer losses.
+            NonFiniteLossError, JournalError, WorkerError: as for ``step``. In these cases the step was not taken.
         """
         self._use.require_open()
         return self._method.tell(losses)
 
 
-class _OfParts(ZOEngine):
-    """An engine whose parts are not built for it."""
+class _EngineOfParts(ZOEngine):
+    """An engine of parts that the caller made."""
 
     def __init__(self, model: BlockModel, seed: int, parts: Parts) -> None:
         Runner.__init__(self, model, parts)
@@ -247,11 +237,11 @@ def _zeroth_order(runner: Runner, model: BlockModel, seed: int, parts: Parts) ->
 
 
 def _require_estimator(estimator: object) -> None:
-    """Refuse what is no estimator, before a journal is begun with it."""
+    """Refuse an object that is not an estimator, before a journal is created."""
     if isinstance(estimator, type) or not callable(getattr(estimator, "evaluations", None)):
         raise OptionError(
             "estimator",
             found=repr(estimator)[:80],
             expected="an estimator, such as MeZOSGD(lr=1e-6, zo_eps=1e-3)",
-            remedy="pass one; Replayer evaluates and exports a model without an estimator",
+            remedy="pass an estimator, or use Replayer, which evaluates and exports a model without one",
         )

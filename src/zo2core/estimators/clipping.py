@@ -1,4 +1,4 @@
-"""Clipping of projected gradients: the one number that decides how far a step goes."""
+"""Clipping of projected gradients, which decide how far a step moves the weights."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from zo2core.estimators.inputs import require_positive
 from zo2core.estimators.wrapper import EstimatorWrapper
 from zo2core.types import Evaluation, Update
 
-WINDOW = 50  # steps whose projected gradients make up the running median
-LEAST = 10  # steps before which there is none
+WINDOW = 50  # steps of the running median
+LEAST = 10  # steps without a median at the start of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped(EstimatorWrapper):
-    """An estimator whose projected gradients are cut to a largest size: ``g <- max(-c, min(g, c))``.
+    """An estimator whose projected gradients are clipped: ``g <- max(-c, min(g, c))``.
 
-    c is ``value``, or ``medians`` times the median of the absolute projected gradients of the last 50 steps, as they were
-    applied, or the smaller of both. Since ``medians`` is at least 1, cutting leaves the median where it is. The first 10
-    steps have no median, and a step that was not applied counts for nothing.
+    c is ``value``, or ``medians`` times the median of the absolute projected gradients that the last 50 steps applied, or
+    the smaller of both. Since ``medians`` is at least 1, clipping does not change the median. The first 10 steps have no
+    median, and steps that were not applied do not count.
 
     Args:
-        estimator: The one that is wrapped.
-        value: Largest absolute projected gradient; None is no bound.
-        medians: Largest multiple of the running median; None is no bound.
+        estimator: The wrapped estimator.
+        value: Largest absolute projected gradient; None: no such bound.
+        medians: Largest multiple of the running median; None: no such bound.
 
     Raises:
-        OptionError: if neither is given, or a number is out of its range.
+        OptionError: if neither bound is given, or a number is out of its range.
     """
 
     value: float | None = None
@@ -46,7 +46,7 @@ class Clipped(EstimatorWrapper):
             raise OptionError(
                 "clip_median",
                 found=repr(self.medians),
-                expected="a finite number of at least 1: a smaller one would draw the median to 0",
+                expected="a finite number of at least 1: with a smaller one the median would shrink to 0",
                 remedy="choose `clip_median` such as 3",
             )
         if self.value is None and self.medians is None:
@@ -54,7 +54,7 @@ class Clipped(EstimatorWrapper):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """As of the wrapped estimator, and the bounds that there are."""
+        """The options of the wrapped estimator, and the bounds."""
         bounds = {"clip_grad": self.value, "clip_median": self.medians}
         return {**self.estimator.options, **{name: float(bound) for name, bound in bounds.items() if bound is not None}}
 
@@ -66,11 +66,11 @@ class Clipped(EstimatorWrapper):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """That of the wrapped estimator, with its projected gradients cut."""
+        """Compute the update of the wrapped estimator, and clip its projected gradients."""
         update = self.estimator.update(step, evaluations, losses, lr, past)
         most = self._largest(past[max(0, step - WINDOW) : step])
         if not all(math.isfinite(grad) for grad in update.projected_grads):
-            return update  # refused by the engine; a cut would hide it
+            return update  # the engine refuses it; clipping would hide it
         return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
 
     def _largest(self, recent: Sequence[Update]) -> float:

@@ -1,4 +1,4 @@
-"""FZOO: one-sided evaluations along several directions, divided by how far their losses spread (arXiv 2506.09034)."""
+"""FZOO: one-sided evaluations along several directions, scaled by the spread of their losses (arXiv 2506.09034)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import torch
 from zo2core.estimators.inputs import describe_lr, distinct, require_positive, require_query_count, require_weight_decay
 from zo2core.types import Distribution, Evaluation, Update
 
-# Note: Text and code. The paper's text, as far as a summary of its equations shows, divides by zo_eps as well, as a gradient
-# estimate does, and takes the standard deviation with q - 1; its authors' program (github.com/DKmiyan/FZOO, trainer.py)
-# leaves zo_eps out and takes it with q. The program is followed, because the learning rates that are published (5e-5 at
-# zo_eps 1e-4, q = 8) are the program's. The two differ by a constant: the text's learning rate is this one's times
-# zo_eps * sqrt(q / (q - 1)). The program walks the weights there and back, which leaves rounding in them; here each
-# evaluation starts from the weights as they are. The program computes losses and deviation in float32; here they are
-# doubles, and the deviation is rounded once.
+# Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by zo_eps, as a gradient
+# estimate does, and computes the standard deviation with q - 1. Its authors' program (github.com/DKmiyan/FZOO, trainer.py)
+# does not divide by zo_eps, and uses q. This file follows the program, since the published learning rates (5e-5 at zo_eps
+# 1e-4, q = 8) are the program's. The two differ by a constant: the text's learning rate is this one's times
+# zo_eps * sqrt(q / (q - 1)). The program perturbs the weights in place, which leaves rounding in them; here each evaluation
+# starts from the unperturbed weights. The program computes losses and deviation in float32; here they are doubles, and the
+# deviation is rounded once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class FZOO:
     """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
 
-    l_0 is the loss of the weights as they are, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1 to
-    l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma grows in proportion to the slope, the step is of one length
-    wherever it is taken: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. See
-    the note 'Text and code' for what the paper's text and program disagree on.
+    l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1
+    to l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma is proportional to the slope, all steps have about the same
+    length: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. The note 'Text and
+    code' says where the paper's text and program differ.
 
-    If all of l_1 to l_q are equal, which in 16 bits happens where zo_eps is too small, they say nothing about the
-    directions: sigma is 0, and so are the step's projected gradients. Nothing is ever divided by zero.
+    If l_1 to l_q are equal, as with 16-bit weights and a small zo_eps, then sigma is 0, and so are the step's projected
+    gradients.
 
     Args:
         lr: Learning rate of the whole step, or a function from the 0-based step to it.
         zo_eps: Perturbation scale.
-        weight_decay: As in ``MeZOSGD``, and not divided by sigma; the paper has none.
-        q: Directions a step, N in the paper: q + 1 evaluations in one sweep.
+        weight_decay: As for ``MeZOSGD``, and not divided by sigma; the paper has none.
+        q: Number of directions, N in the paper; a step has q + 1 evaluations.
 
     Raises:
         OptionError: if a number is out of its range; q is at least 2.
@@ -46,7 +46,7 @@ class FZOO:
     name: ClassVar[str] = "fzoo"
     perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
     distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
-    least_queries: ClassVar[int] = 2  # it divides by how far the losses of its directions spread
+    least_queries: ClassVar[int] = 2  # one direction has no standard deviation
 
     lr: float | Callable[[int], float]
     zo_eps: float
@@ -62,12 +62,12 @@ class FZOO:
 
     @staticmethod
     def forwards(queries: int) -> int:
-        """Evaluations of a step along ``queries`` directions: the weights as they are, and one side of each."""
+        """Number of evaluations along ``queries`` directions: the unperturbed weights, and one side of each direction."""
         return queries + 1
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers; of a schedule as ``MeZOSGD`` has it."""
+        """Name and numbers; a schedule as for ``MeZOSGD``."""
         return {
             "name": self.name,
             "lr": describe_lr(self.lr),
@@ -77,7 +77,7 @@ class FZOO:
         }
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """The weights as they are, whose loss is the step's, and then one side of each direction."""
+        """List the unperturbed weights, whose loss is the step's, and then one side of each direction."""
         seeds = distinct(rng, self.q)
         return (Evaluation(seeds[0], 0.0), *(Evaluation(seed, 1.0) for seed in seeds))
 
@@ -89,7 +89,7 @@ class FZOO:
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """One projected gradient a direction, to be applied with ``lr / q`` each. Earlier steps do not matter."""
+        """Compute one projected gradient for each direction, applied with ``lr / q`` each."""
         centre, *sides = values = [float(loss.item()) for loss in losses]
         sigma = statistics.pstdev(sides)
         return Update(

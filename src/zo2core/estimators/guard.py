@@ -1,4 +1,4 @@
-"""A guard against divergence: steps far outside the run's range are not applied, and a run that got worse stops."""
+"""A guard against divergence: it skips steps far outside the run's range, and stops a run that has become worse."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from zo2core.types import Evaluation, Update
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """How a guard judges. The defaults are made never to act on a run that learns.
+    """The limits of a guard. The defaults are chosen so that the guard never acts on a run that learns.
 
     Args:
-        window: Steps whose losses make up the running range.
-        factor: How many times the distance from the range's median to its extreme a step may be away from the median.
-        refusals: Steps of the last ten that end the run if they are not applied.
+        window: Number of steps in the running median of losses.
+        factor: Largest distance of a step from that median, as a multiple of the distance from the median to the highest
+            recent loss.
+        refusals: Number of skipped steps, of the last ten, that ends the run.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -44,33 +45,33 @@ class GuardPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Guarded(EstimatorWrapper):
-    """An estimator whose steps are judged by the run's past before they are applied.
+    """An estimator whose steps are compared with the run's past before they are applied.
 
-    A step whose losses lie far outside the range that they have been in, or whose update is larger than weights are, is *not
-    applied*, which a warning says. Its record has its losses and projected gradients of 0, no weight decay and no walk, so
-    that replaying it leaves every weight as it is. As long as the guard does not act, updates are the wrapped estimator's,
-    bit for bit. ``run_health.py`` has the numbers.
+    A step whose losses lie far outside their past range, or whose update is larger than the weights, is *not applied*, and
+    a warning says so. Its record has the losses, but projected gradients of 0, no weight decay and no in-place
+    perturbations, so that replaying it changes no weight. All other updates are the wrapped estimator's, bit for bit.
+    ``run_health.py`` has the numbers.
 
-    The run ends in a ``DivergenceError`` if too many of the last ten steps are not applied, or if the run, as
-    ``run_health.py`` judges it, has got worse for good. The error names the best step so far, from which to branch the run.
+    The run ends with a ``DivergenceError`` if too many of the last ten steps were not applied, or if the run has become
+    permanently worse by the measure of ``run_health.py``. The error names the best step so far, from which to branch.
 
-    All this follows from the journal, so a resumed run is bitwise the undisturbed one, and ends in the same error.
+    The guard depends only on the journal, so a resumed run has the same bits, and ends with the same error.
 
     Args:
-        estimator: The one that is wrapped.
-        policy: How to judge.
+        estimator: The wrapped estimator.
+        policy: The limits.
     """
 
     policy: GuardPolicy = field(default_factory=GuardPolicy)
-    # What was computed last, so that a step does not begin with the first one again: no state, it follows from ``past``.
-    _known: list[RunHealth] = field(default_factory=list, init=False, repr=False, compare=False)
+    # A cache of the last summary, which follows from ``past``, so that a step does not start from the first update again.
+    _cached: list[RunHealth] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """As of the wrapped estimator, and the policy."""
+        """The options of the wrapped estimator, and the limits."""
         policy = self.policy
-        judged = {"window": policy.window, "factor": float(policy.factor), "refusals": policy.refusals}
-        return {**self.estimator.options, "guard": judged}
+        limits = {"window": policy.window, "factor": float(policy.factor), "refusals": policy.refusals}
+        return {**self.estimator.options, "guard": limits}
 
     def update(
         self,
@@ -80,10 +81,10 @@ class Guarded(EstimatorWrapper):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """That of the wrapped estimator, or one that changes nothing.
+        """Compute the update of the wrapped estimator, or one that changes no weight.
 
         Raises:
-            DivergenceError: if the run has got worse for good.
+            DivergenceError: if the run has diverged.
         """
         past, policy = past[:step], self.policy
         drifted = drift(self._health(past), past, window=policy.window)
@@ -91,21 +92,21 @@ class Guarded(EstimatorWrapper):
             raise _diverged(step, past, *drifted)
         update = self.estimator.update(step, evaluations, losses, lr, past)
         moves = math.sqrt(squared_move(update))
-        found = outlier(update, past, window=policy.window, factor=policy.factor)
-        if found is None and not moves > MOST_MOVED:
+        reason = outlier(update, past, window=policy.window, factor=policy.factor)
+        if reason is None and not moves > MOST_MOVED:
             return update
-        found = found or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
+        reason = reason or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
         refused = 1 + sum(is_refused(earlier) for earlier in past[1 - RECENT :])
         if refused >= policy.refusals:
-            judged = f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({found})"
-            raise _diverged(step, past, judged, f"fewer than {policy.refusals}")
-        warnings.warn(f"step {step} is not applied: {found}", ZO2Warning, stacklevel=2)
+            found = f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({reason})"
+            raise _diverged(step, past, found, f"fewer than {policy.refusals}")
+        warnings.warn(f"step {step} is not applied: {reason}", ZO2Warning, stacklevel=2)
         unchanged = (0.0,) * len(update.projected_grads)
         return replace(update, projected_grads=unchanged, weight_decay=0.0, perturb_in_place=False)
 
     def _health(self, past: Sequence[Update]) -> RunHealth:
-        health = (self._known.pop() if self._known else RunHealth()).extended(past)
-        self._known.append(health)
+        health = (self._cached.pop() if self._cached else RunHealth()).extended(past)
+        self._cached.append(health)
         return health
 
 
@@ -115,7 +116,7 @@ def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> D
         f"step {step}",
         found=found,
         expected=expected,
-        remedy=f"branch the journal at step {best}, the best so far, and go on with a lower `lr`; the step was not taken",
+        remedy=f"branch the journal at step {best}, the best so far, and continue with a lower `lr`; the step was not taken",
         best_step=best,
     )
 

@@ -1,4 +1,4 @@
-"""What estimators take: checked numbers, the learning rate of a step, the seeds of its directions, their distribution."""
+"""Inputs of estimators: checks of numbers, learning rates, seeds of directions and their distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_scheduled_lr(name: str, value: float) -> None:
             name,
             found=repr(value),
             expected="a finite number of at least 0",
-            remedy="mend the learning rate's schedule",
+            remedy="correct the learning rate schedule",
         )
 
 
@@ -52,7 +52,7 @@ def require_weight_decay(value: float) -> None:
 
 
 def require_query_count(q: int, *, least: int) -> None:
-    """Refuse a number of directions that is too small or no whole number.
+    """Refuse a number of directions that is too small or not an integer.
 
     Raises:
         OptionError: naming the option.
@@ -64,10 +64,10 @@ def require_query_count(q: int, *, least: int) -> None:
 
 
 def learning_rate(estimator: ZOEstimator, step: int) -> float:
-    """The learning rate of a step.
+    """Return the learning rate of a step.
 
     Raises:
-        OptionError: if it is not positive and finite; a schedule may also give 0, as a warm-up does at its first step.
+        OptionError: if it is not positive and finite. A schedule may also return 0, as a warm-up does at its first step.
     """
     if callable(estimator.lr):
         value = estimator.lr(step)
@@ -79,37 +79,37 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
 
 
 def describe_lr(lr: float | Callable[[int], float]) -> float | str:
-    """A learning rate as a JSON value that two equal ones share."""
+    """Describe a learning rate by a JSON value, which is the same for equal learning rates."""
     if not callable(lr):
         return float(lr)
     return repr(lr) if is_dataclass(lr) else "a function"
 
 
-def direction_seeds(run_seed: int, step: int, given: int | None) -> Iterator[int]:
-    """Yield seeds in [0, 1e9), as MeZO draws them, from a generator of the step's own.
+def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int]:
+    """Yield seeds in [0, 1e9), as MeZO draws them, from a separate generator for each step.
 
     Args:
         run_seed: Seed of the run.
         step: 0-based.
-        given: A seed that the caller chose for the step: it comes first, and those after it follow from it.
+        first: A first seed that the caller chose, from which the others follow; None draws all seeds.
     """
-    if given is not None:
-        yield given
-    rng = random.Random(f"{run_seed}/{step}" if given is None else f"given/{given}")  # noqa: S311 - no secret
+    if first is not None:
+        yield first
+    rng = random.Random(f"{run_seed}/{step}" if first is None else f"given/{first}")  # noqa: S311 - no secret
     while True:
         yield rng.randrange(1_000_000_000)
 
 
 def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
-    """The first seeds that differ from each other: one that comes up again is passed over, so that q directions are q."""
-    found: dict[int, None] = {}
-    while len(found) < count:
-        found[next(seeds)] = None
-    return tuple(found)
+    """Take ``count`` different seeds. A repeated seed is skipped, so that q directions are different."""
+    taken: dict[int, None] = {}
+    while len(taken) < count:
+        taken[next(seeds)] = None
+    return tuple(taken)
 
 
 def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
-    """Refuse noise that does not say to have the distribution that an estimator needs.
+    """Refuse noise of another distribution than the estimator needs.
 
     Raises:
         OptionError: naming both.

@@ -19,17 +19,17 @@ class MeZOSGD:
     Args:
         lr: Learning rate, or a function from the 0-based step to it.
         zo_eps: Perturbation scale.
-        weight_decay: MeZO adds ``weight_decay * theta`` to the gradient estimate of the parameters that decay.
-        perturb_in_place: True is MeZO's arithmetic bit for bit: the weights walk +eps, -2 eps, +eps and keep the rounding
-            of the walk. False starts each evaluation from the weights, so that probing leaves no rounding behind. None is
-            True where directions are in the weights, and False beside the activations, where no weight changes.
+        weight_decay: Weight decay; MeZO adds ``weight_decay * theta`` to the gradient estimate of parameters that decay.
+        perturb_in_place: True is MeZO's arithmetic bit for bit: +eps, -2 eps and +eps are added to the weights, which keep
+            the rounding. False starts each evaluation from the unperturbed weights, so that evaluations leave no rounding.
+            None is True for dense perturbations, and False for low-rank ones, which change no weight.
 
     Raises:
         OptionError: if a number is not finite or has the wrong sign.
     """
 
     name: ClassVar[str] = "mezo-sgd"
-    distribution: ClassVar[Distribution | None] = None  # directions of any distribution will do
+    distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
     least_queries: ClassVar[int] = 1
 
     lr: float | Callable[[int], float]
@@ -45,12 +45,12 @@ class MeZOSGD:
 
     @staticmethod
     def forwards(queries: int) -> int:
-        """Evaluations of a step along ``queries`` directions: both sides of each."""
+        """Number of evaluations along ``queries`` directions: both sides of each."""
         return 2 * queries
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers. A schedule is known by its ``repr`` if it is a dataclass; other functions are not told apart."""
+        """Name and numbers. A schedule is described by its ``repr`` if it is a dataclass, else as "a function"."""
         return {
             "name": self.name,
             "lr": describe_lr(self.lr),
@@ -60,7 +60,7 @@ class MeZOSGD:
         }
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """One direction, both sides."""
+        """List both sides of one direction."""
         seed = next(rng)
         return (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
 
@@ -72,7 +72,7 @@ class MeZOSGD:
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """The projected gradient and its update; the difference is taken in the losses' own dtype, as MeZO does."""
+        """Compute the update. The losses are subtracted in their own dtype, as in MeZO."""
         plus, minus = losses
         projected_grad = float(((plus - minus) / (2 * self.zo_eps)).item())
         return Update(

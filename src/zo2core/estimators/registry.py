@@ -1,4 +1,4 @@
-"""Estimators by the names that users choose them by; each class has as ``name`` what a journal's header calls it."""
+"""The names by which users choose estimators. The ``name`` of each class is its name in journals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zo2core.estimators.rge import MultiQueryRGE
 
 
 class EstimatorName(Enum):
-    """What turns a step's losses into an update."""
+    """Name of an estimator, as users choose it."""
 
     MEZO = "mezo"
     FZOO = "fzoo"
@@ -24,22 +24,22 @@ class EstimatorName(Enum):
         return ESTIMATORS[self]
 
     def evaluations(self, queries: int) -> int:
-        """Forwards of a step along ``queries`` directions, all on one batch."""
-        return self.classes.several.forwards(queries)
+        """Number of forwards of a step along ``queries`` directions on one batch."""
+        return self.classes.multi_query.forwards(queries)
 
 
 class EstimatorClasses(NamedTuple):
-    """The classes of one name: an estimator along several directions, and what it becomes in special cases.
+    """The classes of one name: an estimator along several directions, and its special cases.
 
-    All take ``lr``, ``zo_eps`` and ``weight_decay``; those with such a field take ``perturb_in_place``.
+    All have the fields ``lr``, ``zo_eps`` and ``weight_decay``; some have ``perturb_in_place``.
     """
 
-    several: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
-    one: type[MeZOSGD] | None = None  # one direction; None: ``several`` with q = 1, or none if it needs more
+    multi_query: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
+    single_query: type[MeZOSGD] | None = None  # one direction; None: ``multi_query`` with q = 1, if it allows that
     per_row: type[PerRowRGE] | None = None  # q directions, each on its own rows; None: not supported
 
 
 ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
-    EstimatorName.MEZO: EstimatorClasses(several=MultiQueryRGE, one=MeZOSGD, per_row=PerRowRGE),
-    EstimatorName.FZOO: EstimatorClasses(several=FZOO),
+    EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
+    EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
 }

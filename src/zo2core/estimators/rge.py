@@ -1,4 +1,4 @@
-"""Multi-query randomized gradient estimation: MeZO along q directions a step (P-RGE, arXiv 2409.15520, equation 1)."""
+"""Multi-query randomized gradient estimation: MeZO along q directions in each step (P-RGE, arXiv 2409.15520, equation 1)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zo2core.types import Evaluation, Update
 class MultiQueryRGE(MeZOSGD):
     """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
 
-    All 2 q evaluations are of the weights that the step began with, up to what the walks round. Then q updates follow in the
-    directions' order, each with ``lr / q``. Each decays the weights as it finds them: together by ``lr * weight_decay``, to
-    first order. With q = 1 this is ``MeZOSGD``, bit for bit.
+    All 2 q evaluations perturb the weights at the step's start, up to the rounding of in-place perturbations. Then q updates
+    follow in the order of the directions, each with ``lr / q``. Each update applies its weight decay to the current weights:
+    together ``lr * weight_decay``, to first order. With q = 1 this is ``MeZOSGD``, bit for bit.
 
     Args:
         lr: Learning rate of the whole step, or a function from the 0-based step to it.
         zo_eps: Perturbation scale.
-        weight_decay: As in ``MeZOSGD``.
-        perturb_in_place: As in ``MeZOSGD``; True walks +eps, -2 eps, +eps along each direction in turn.
-        q: Directions a step.
+        weight_decay: As for ``MeZOSGD``.
+        perturb_in_place: As for ``MeZOSGD``; True adds +eps, -2 eps and +eps along one direction after the other.
+        q: Number of directions.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -42,11 +42,11 @@ class MultiQueryRGE(MeZOSGD):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """As of ``MeZOSGD``, and q."""
+        """The options of ``MeZOSGD``, and q."""
         return {**super().options, "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """Both sides of each direction in turn."""
+        """List both sides of each direction."""
         return tuple(Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0))
 
     def update(
@@ -57,10 +57,10 @@ class MultiQueryRGE(MeZOSGD):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """One projected gradient a direction, to be applied with ``lr / q`` each; q is how many of them there are."""
+        """Compute one projected gradient for each direction, applied with ``lr / q``; q counts those with losses."""
         pairs = range(0, len(evaluations), 2)
-        one = super().update
-        probes = [one(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
+        update_of_pair = super().update
+        probes = [update_of_pair(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
         return replace(
             probes[0],
             evaluations=tuple(evaluations),

@@ -1,8 +1,8 @@
-"""Run health: which step lies far outside the losses so far, whether a run has got worse for good, and its best step.
+"""Run health: steps far outside the past losses, runs that have become permanently worse, and the best step of a run.
 
-All of it is a function of the journal alone: of the losses in the records, whatever an estimator, clipping or a guard made
-of them. The *level* of a step is the mean of its losses; its *contrast* is how far they lie apart, over ``zo_eps``: twice
-the projected gradient of a two-point estimator. Directions are independent and of unit variance, so after some steps each
+All functions depend only on the losses in the journal's records, whatever an estimator, clipping or a guard computed from
+them. The *level* of a step is the mean of its losses. Its *contrast* is the range of its losses divided by ``zo_eps``: twice
+the projected gradient of a two-point estimator. Directions are independent with unit variance, so after some steps each
 weight has moved by the root of the sum of ``(lr * projected_grad)^2``.
 """
 
@@ -15,58 +15,58 @@ from typing import NamedTuple
 
 from zo2core.types import Update
 
-RECENT = 10  # steps of which those that were refused do not count
-LEAST = 20  # steps before which a single one is not judged
+RECENT = 10  # the last steps, of which refused ones do not count
+LEAST = 20  # steps at the start of a run, none of which is refused
 
-# Note: How far is far. A run must never be stopped by its noise, and a step should hardly ever be. Losses of small batches
-# are anything but normal: most rows are easy, and one in a hundred is not. So a single step is held against the extremes of
-# the last 200, not against their quartiles: rows that come once in 50 steps are within the range. With normal noise, five
+# Note: How far is far. Noise must never stop a run, and should hardly ever refuse a step. Losses of small batches are not
+# normally distributed: most rows are easy, and one in a hundred is not. So a single step is compared with the extremes of
+# the last 200, not with their quartiles: rows that come once in 50 steps are within the range. With normal noise, five
 # times the distance from the median to the extreme is nine standard deviations at the 20th step and fourteen at the 200th.
 
-BLOCK = 10  # steps whose median loss says how a run stands; it is judged after every such block
-MOST_MOVED = 1.0  # weights of trained models are below 1: if each moved by more, nothing is left of one
+BLOCK = 10  # steps with one median loss; the run is checked after each such block
+MOST_MOVED = 1.0  # weights of trained models are below 1: if each moved by more, the model is destroyed
 
-# Note: How much worse is worse for good. The noise of single losses must never stop a run, so each margin is at least half
-# a nat, half of the loss itself, and twice the distance from the median to the extreme of what the loss is held against:
-# batches of one row, of which one in ten is hard, have medians of ten that leap. What was learned counts as lost when more
-# than half of it is. A model that was ruined may have a low loss as well, that of a coin, which it cannot leave any more;
-# it is told by how far its weights have moved.
+# Note: How much worse is permanently worse. The noise of single losses must never stop a run, so each margin is at least
+# half a nat, half of the loss itself, and twice the distance from the median to the extreme of the losses it is compared
+# with: with batches of one row, of which one in ten is hard, medians of ten steps jump. Progress counts as lost when more
+# than half of it is. A destroyed model may also have a low loss, that of a coin toss, which no longer changes; the distance
+# that its weights have moved shows it.
 
 
 def level(update: Update) -> float:
-    """The mean of a step's losses."""
+    """Return the mean of a step's losses."""
     return sum(update.losses) / len(update.losses)
 
 
 def is_refused(update: Update) -> bool:
-    """Whether a step was not applied, though its losses differ."""
+    """Whether a step with different losses was not applied."""
     return not any(update.projected_grads) and min(update.losses) != max(update.losses)
 
 
 def outlier(update: Update, past: Sequence[Update], *, window: int, factor: float) -> str | None:
-    """Tell how a step lies far outside the run's range, in words; None if it does not.
+    """Describe how a step lies far outside the run's range; None if it does not.
 
-    Steps that were refused lately do not count: a jump that lasts is refused until the run stops.
+    Recently refused steps do not count, so that all steps after a lasting jump are refused until the run stops.
 
     Args:
-        update: The step, which is not taken yet.
+        update: The update of the step, which has not been taken.
         past: All updates before it.
-        window: Steps whose median is the middle of the range; its extremes are those of four times as many.
-        factor: How many times the distance from the middle to the extreme a loss may be away.
+        window: Number of steps in the median; the extremes are those of four times as many.
+        factor: Largest distance of a loss from the median, as a multiple of the distance from the median to the extreme.
     """
     if len(past) < LEAST:
         return None
     counted = [*past[-4 * window : -RECENT], *(earlier for earlier in past[-RECENT:] if not is_refused(earlier))]
-    now, apart, near = level(update), _contrast(update), counted[-LEAST:]
-    if now <= max(map(level, near)) and apart <= max(map(_contrast, near)):
-        return None  # within the last steps' range, hence within that of all: most steps are
+    now, contrast, last = level(update), _contrast(update), counted[-LEAST:]
+    if now <= max(map(level, last)) and contrast <= max(map(_contrast, last)):
+        return None  # a step within the range of the last steps, as most are, is within that of all
     levels = [level(earlier) for earlier in counted]
     middle, extreme = median(levels[-window:]), max(levels)
     if now > middle + factor * max(extreme - middle, 0.1 * abs(middle)):
         return f"loss {now:.4g}, where the last {len(levels)} steps had {min(levels):.4g} to {extreme:.4g}"
-    furthest = max(map(_contrast, counted))
-    if apart > factor * furthest > 0:
-        return f"losses {apart:.4g} zo_eps apart, where the last {len(levels)} steps had {furthest:.4g} at most"
+    largest = max(map(_contrast, counted))
+    if contrast > factor * largest > 0:
+        return f"losses {contrast:.4g} zo_eps apart, where the last {len(levels)} steps had {largest:.4g} at most"
     return None
 
 
@@ -75,18 +75,18 @@ def _contrast(update: Update) -> float:
 
 
 class RunHealth(NamedTuple):
-    """A summary of a run's updates so far, block by block of ``BLOCK`` steps."""
+    """A summary of a run's updates, in blocks of ``BLOCK`` steps."""
 
-    version: int = 0  # updates looked at
-    last: Update | None = None  # of them
-    squares: float = 0.0  # of how far each weight has moved
-    best: float = math.inf  # the lowest median loss of a block
-    best_end: int = 0  # the version after that block
+    version: int = 0  # number of updates in the summary
+    last: Update | None = None  # last of these updates
+    squares: float = 0.0  # square of the distance that each weight has moved
+    best: float = math.inf  # lowest median loss of a block
+    best_end: int = 0  # version after that block
 
     def extended(self, past: Sequence[Update]) -> RunHealth:
-        """The summary of a run with these updates: this one extended if they continue it, and a new one if not."""
-        begun = self.version <= len(past) and (self.version == 0 or past[self.version - 1] is self.last)
-        health = self if begun else RunHealth()
+        """Return the summary of these updates: this one extended if they continue it, else a new one."""
+        continues = self.version <= len(past) and (self.version == 0 or past[self.version - 1] is self.last)
+        health = self if continues else RunHealth()
         for start in range(health.version, len(past) - BLOCK + 1, BLOCK):
             health = health._after(past[start : start + BLOCK])
         return health
@@ -98,20 +98,20 @@ class RunHealth(NamedTuple):
 
 
 def squared_move(update: Update) -> float:
-    """The square of how far an update moves each weight."""
+    """Return the square of the distance that an update moves each weight."""
     return sum((update.lr * grad) ** 2 for grad in update.projected_grads)
 
 
 def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[str, str] | None:
-    """Tell whether a run has got worse for good; it is judged when the last block is whole.
+    """Check whether a run has become permanently worse; runs are checked at the end of a block.
 
     Args:
-        health: The summary of these updates.
-        past: All updates so far.
-        window: Steps that the beginning, and the best block with those before it, have at most.
+        health: Summary of these updates.
+        past: All updates of the run.
+        window: Most steps at the start of the run, and around the best block, to compare with.
 
     Returns:
-        What was found and what was expected; None if nothing is wrong, or it is not judged now.
+        The finding and the expectation, in words; None if the run is healthy or is not checked at this step.
     """
     if not past or health.version != len(past):
         return None
@@ -120,8 +120,8 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
         return f"each weight moved by {moved:.2g} in all", f"at most {MOST_MOVED:g}, since most weights are below it"
     now = median(map(level, past[-BLOCK:]))
     found = f"a median loss of {now:.4g} in the last {BLOCK} steps"
-    begun = _beginning(past[:window])
-    start, worst = median(begun), max(begun)
+    first_levels = _first_levels(past[:window])
+    start, worst = median(first_levels), max(first_levels)
     limit = worst + max(0.5, 0.5 * abs(worst), 2 * (worst - start))
     if now > limit:
         return found, f"at most {limit:.4g}, since the run began with {start:.4g}"
@@ -133,28 +133,27 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
 
 
 def best_step(past: Sequence[Update]) -> int:
-    """The number of updates in the best weights of a run.
+    """Return the version of a run's best weights.
 
-    These are the ones with the lowest loss among the ten steps (at the beginning, fewer) whose median is lowest: a single
-    lucky batch does not win, nor does a step behind a leap that those ten steps end with. Nor do weights of which nothing is
-    left.
+    Of the ten consecutive steps (fewer at the start) with the lowest median loss, it is the one with the lowest loss. So
+    neither a single lucky batch wins, nor a step after a jump at the end of these ten, nor the weights of a destroyed model.
     """
     levels = _levels_while(past, MOST_MOVED)
     if not levels:
         return 0
-    medians = [median(levels[max(0, at + 1 - BLOCK) : at + 1]) for at in range(len(levels))]
+    medians = [median(levels[max(0, step + 1 - BLOCK) : step + 1]) for step in range(len(levels))]
     end = medians.index(min(medians)) + 1
-    begin = max(0, end - BLOCK)
-    return levels.index(min(levels[begin:end]), begin)
+    start = max(0, end - BLOCK)
+    return levels.index(min(levels[start:end]), start)
 
 
-def _beginning(past: Sequence[Update]) -> list[float]:
-    """The losses of the first steps, as long as the weights are about where they were: within ten times ``zo_eps``."""
+def _first_levels(past: Sequence[Update]) -> list[float]:
+    """Return the levels of the first steps, until the weights have moved by ten times ``zo_eps``."""
     return _levels_while(past, 10 * past[0].zo_eps)
 
 
 def _levels_while(past: Sequence[Update], most_moved: float) -> list[float]:
-    """The losses of the first steps, as long as no weight has moved further than this: of the first one at least."""
+    """Return the levels of the first steps, at least one, until the weights have moved further than ``most_moved``."""
     levels: list[float] = []
     squares = 0.0
     for update in past:

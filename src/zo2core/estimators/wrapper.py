@@ -1,4 +1,4 @@
-"""What wraps an estimator: everything is the wrapped one's, except what a subclass does to its updates."""
+"""The base class of estimators that wrap another one and change its updates."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zo2core.types import Distribution, Evaluation, Update
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorWrapper:
-    """An estimator that evaluates what another one does, and whose updates are that one's, too.
+    """An estimator with the evaluations and updates of another one.
 
     Args:
-        estimator: The one that is wrapped.
+        estimator: The wrapped estimator.
     """
 
     estimator: ZOEstimator
@@ -64,15 +64,15 @@ class EstimatorWrapper:
 
 
 def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
-    """An estimator that says whether it perturbs in place: as it was told, or else as its run needs.
+    """Return an estimator whose ``perturb_in_place`` is not None.
 
     Args:
-        estimator: The estimator. If it leaves ``perturb_in_place`` open, it is a dataclass with this field, or wraps one.
-        default: Takes the place of None.
+        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this field, or wraps one.
+        default: Replaces None.
     """
     if estimator.perturb_in_place is not None:
         return estimator
     if isinstance(estimator, EstimatorWrapper):
         return replace(estimator, estimator=with_perturb_in_place(estimator.estimator, default=default))
-    settled: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
-    return settled
+    copy: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
+    return copy

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -185,12 +187,12 @@ def create_file(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> None:
     """Replace a file's content atomically; on return the new content is durable.
 
     Args:
         path: Path of the file, which need not exist. A link there is replaced, not followed.
-        content: The whole new content.
+        content: The whole new content, or its parts in order.
 
     Raises:
         OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
@@ -199,7 +201,8 @@ def replace_file(path: Path, content: bytes) -> None:
     partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
         with create_file(partial) as file:
-            file.write(content)
+            for part in [content] if isinstance(content, bytes) else content:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -216,6 +219,21 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         OSError: if it is not a regular file, or the system refuses.
     """
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
+
+
+def map_regular(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
+    """Map a regular file into memory; what is written there stays in this process. Its pages are read when they are used.
+
+    Returns:
+        The map; nothing can be mapped of an empty file.
+
+    Raises:
+        OSError: if it is not a regular file, or the system refuses.
+    """
+    with open_regular(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:

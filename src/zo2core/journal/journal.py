@@ -308,10 +308,11 @@ class Journal:
             records = [from_line(line) for line in lines.splitlines()]
             for record in records[:1]:
                 require_header(record)
-            updates = [decode(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
+            decode_step = decode_commit if any(METHOD in record for record in records[:1]) else decode
+            steps = [decode_step(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
             side_records = SideRecords()
             for record in records[1:]:
-                side_records.add(record, updates[-1].step + 1 if updates else self.version)
+                side_records.add(record, steps[-1].step + 1 if steps else self.version)
         except (ValueError, RecursionError) as error:
             raise JournalError(
                 self._name,
@@ -324,10 +325,10 @@ class Journal:
             for header in records[:1]:
                 self.begin(header)
             self.note_base(side_records.digests)
-            for update in updates:
-                self._add_evaluations(side_records, update.step)
-                if update.step >= self.version:
-                    self.append(update)
+            for step in steps:
+                self._add_evaluations(side_records, step.step)
+                if step.step >= self.version:
+                    self.append(step)
             self._add_evaluations(side_records, self.version)
         finally:
             self._started_at = self.version if is_new else None

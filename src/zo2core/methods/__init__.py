@@ -1,6 +1,8 @@
-"""How a step is made: a method turns a batch into a change of the weights, by sweeps that a runner makes for it."""
+"""Methods: how a batch becomes a change of the weights, by sweeps that a runner makes."""
 
 from zo2core.methods.backprop import Backprop as Backprop
-from zo2core.methods.backprop import OptimizerFactory as OptimizerFactory
+from zo2core.methods.row_shards import AllRows as AllRows
+from zo2core.methods.row_shards import RowShards as RowShards
+from zo2core.methods.row_shards import WorkerRows as WorkerRows
 from zo2core.methods.zeroth_order import Sweeps as Sweeps
 from zo2core.methods.zeroth_order import ZerothOrder as ZerothOrder

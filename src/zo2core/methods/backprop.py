@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.methods.row_shards import RowShards
+from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import MicroBatches, batches_of, cut
+from zo2core.sweep.objective import batches_of
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
-
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
 
 
 class GradientSweeps(Protocol):
@@ -48,10 +47,11 @@ class Backprop:
         model: The default forward of a step.
         trained: The trained parameters and their gradients.
         visits: Makes the visitor of each sweep.
+        row_shards: Chooses this process's rows of each step, and completes their gradients.
         micro_batch_size: Rows of a micro-batch; None does not split batches.
         commit: Called with a step's loss and gradient norm before the optimizer changes a parameter. If it raises an error,
             the step is not taken.
-        memory: Memory for what micro-batches have at a block, and keep from their forward to their backward pass.
+        memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
 
     Raises:
         OptionError: if the factory returns no optimizer, the optimizer needs a closure, or ``clip`` is not above 0.
@@ -66,19 +66,21 @@ class Backprop:
         model: Forward,
         trained: TrainedParameters,
         visits: GradientVisits,
+        row_shards: RowShards,
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
         memory: GradientMemory,
     ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
-        self.optimizer: Any = None if optimizer is None else _optimizer(optimizer, list(trained.parameters.values()))
+        self.optimizer: Any = None if optimizer is None else make_optimizer(optimizer, list(trained.parameters.values()))
         self.steps = 0
         self._clip = clip
         self._sweeps = sweeps
         self._model = model
         self._trained = trained
         self._visits = visits
+        self._row_shards = row_shards
         self._micro_batch_size = micro_batch_size
         self._commit = commit
         self._memory = memory
@@ -102,20 +104,19 @@ class Backprop:
         """Add the gradients of a batch to those of the parameters. See ``BackpropEngine.gradients``."""
         is_model_loss = forward is None and not isinstance(self._model, Objective)
         forward = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
-        prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
-        weights = _weights(micro_batches)
+        rows = self._row_shards.of_step(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        prepared = list(self._sweeps.prepared(rows.batches, forward))
         outputs: list[torch.Tensor] = []
-        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=weights is None):
+        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
             visitor = self._visits.visitor(
                 forward,
                 prepared[start:stop],
-                weights=None if weights is None else weights[start:stop],
-                joint_loss=micro_batches.loss,
+                weights=None if rows.weights is None else rows.weights[start:stop],
+                joint_loss=rows.joint_loss,
                 kept_bytes=kept_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
-        return float(micro_batches.loss(outputs))
+        return rows.finish(outputs)
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients, and return their norm before clipping.
@@ -135,38 +136,3 @@ class Backprop:
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         return norm.item()
-
-
-def _weights(micro_batches: MicroBatches) -> list[float] | None:
-    """Return each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
-    if micro_batches.objective is not None:
-        return None
-    if len(micro_batches.batches) == 1:
-        return [1.0]
-    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]
-
-
-def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
-    """Make the optimizer of these parameters.
-
-    Raises:
-        OptionError: if the factory returns no optimizer, or the optimizer's step needs a closure.
-    """
-    optimizer = factory(parameters) if callable(factory) else None
-    step = getattr(optimizer, "step", None)
-    if not callable(step):
-        raise OptionError(
-            "optimizer",
-            found=repr(factory)[:80],
-            expected="a factory that is called with the parameters, such as partial(torch.optim.AdamW, lr=2e-4)",
-            remedy="pass such a factory",
-        )
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptionError(
-            "optimizer",
-            found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
-            expected="an optimizer whose step only reads gradients",
-            remedy="use another optimizer, such as torch.optim.AdamW",
-        )
-    return optimizer

@@ -1,4 +1,4 @@
-"""A step that was begun and whose losses are awaited."""
+"""An open step: a step that was started, and whose losses are not known yet."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from zo2core.workers import Plan
 
 
 class OpenStep(NamedTuple):
-    """What is known of a step before its losses are."""
+    """A step without its losses."""
 
     step: int  # 0-based
     lr: float
-    evaluations: tuple[Evaluation, ...]
-    began: float  # seconds, of ``time.perf_counter``
-    plan: Plan  # how workers share it out
-    batch: int | None = None  # digest of the batch; None where it is not known
-    tokens: int = 0  # labelled ones of the rows that this worker has, where rows are shared out
+    evaluations: tuple[Evaluation, ...]  # of all workers
+    started: float  # ``time.perf_counter``, in seconds
+    plan: Plan  # how the step is sharded among workers
+    batch: int | None = None  # digest of the batch; None: it is not known
+    tokens: int = 0  # labelled tokens of this worker's rows, if rows are sharded
 
     @property
-    def places(self) -> range:
-        """Places of the evaluations to be made here, among the step's."""
+    def indices(self) -> range:
+        """Indices of this worker's evaluations among all evaluations of the step."""
         return self.plan.shard.evaluations
 
     @property
-    def own(self) -> tuple[Evaluation, ...]:
-        """The evaluations to be made here."""
-        return tuple(self.evaluations[place] for place in self.places)
+    def local(self) -> tuple[Evaluation, ...]:
+        """The evaluations of this worker."""
+        return tuple(self.evaluations[index] for index in self.indices)
 
     def without_shard(self) -> OpenStep:
-        """The same step, of which nothing is to be made here."""
+        """Return the same step without evaluations for this worker."""
         return self._replace(plan=self.plan.without_shard())
 
     def sharded(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
-        """This step, and of each batch the rows that are this worker's."""
+        """Return this step with its tokens, and this worker's rows of each batch."""
         if self.plan.shard.parts == 1:
             return self, batches
         slices = [self.plan.shard.rows(len(batch["labels"])) for batch in batches]
-        own = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
-        return self._replace(tokens=sum(map(labelled_tokens, own))), own
+        local = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+        return self._replace(tokens=sum(map(labelled_tokens, local))), local
 
     @property
     def has_no_loss(self) -> bool:
@@ -54,39 +54,43 @@ class OpenStep(NamedTuple):
     def groups(
         self, batches_at: Callable[[Evaluation], Sequence[Batch]], *, in_place: bool
     ) -> list[tuple[Evaluation, Sequence[Batch]]]:
-        """What a sweep evaluates to make this worker's losses.
+        """Return the evaluations of a sweep that computes this worker's losses, each with its batches.
 
         Args:
-            batches_at: What runs at an evaluation.
-            in_place: Whether weights walk from one evaluation to the next: they then pass those of other workers, too.
+            batches_at: Returns the batches of an evaluation.
+            in_place: Whether weights are perturbed in place from one evaluation to the next. The sweep then includes the
+                preceding evaluations of other workers, without batches.
         """
         if not in_place:
-            return [(evaluation, batches_at(evaluation)) for evaluation in self.own]
-        passed = enumerate(self.evaluations[: self.places.stop])
-        return [(evaluation, batches_at(evaluation) if place in self.places else ()) for place, evaluation in passed]
+            return [(evaluation, batches_at(evaluation)) for evaluation in self.local]
+        passed = enumerate(self.evaluations[: self.indices.stop])
+        return [(evaluation, batches_at(evaluation) if index in self.indices else ()) for index, evaluation in passed]
 
     def path_to(self, evaluation: Evaluation) -> tuple[Evaluation, ...]:
-        """The evaluations up to this one: weights that walk from one to the next pass them in their order.
+        """Return the evaluations up to this one, through which weights are perturbed in place.
 
         Raises:
-            OptionError: if it is none of the step's.
+            OptionError: if it is not an evaluation of the step.
         """
         if evaluation not in self.evaluations:
             raise OptionError(
-                "at", found=repr(evaluation), expected="an evaluation that ask() returned", remedy="ask for this step's"
+                "at",
+                found=repr(evaluation),
+                expected="an evaluation that ask() returned",
+                remedy="pass an evaluation of this step",
             )
         return self.evaluations[: self.evaluations.index(evaluation) + 1]
 
     def require_all(self, losses: Sequence[torch.Tensor]) -> None:
-        """Refuse losses that are not one an evaluation.
+        """Refuse more or fewer losses than this worker has evaluations.
 
         Raises:
-            OptionError: if there are more or fewer.
+            OptionError: if the numbers differ.
         """
-        if len(losses) != len(self.places):
+        if len(losses) != len(self.indices):
             raise OptionError(
                 "losses",
-                found=f"{len(losses)} of them",
-                expected=f"{len(self.places)}, one for each evaluation that ask() returned",
-                remedy="tell all of them at once, in that order",
+                found=f"{len(losses)} losses",
+                expected=f"{len(self.indices)}, one for each evaluation that ask() returned",
+                remedy="pass all losses in one call, in the order of the evaluations",
             )

@@ -1,6 +1,6 @@
-"""Steps by forwards alone: one sweep evaluates, one record in the journal is the step.
+"""Zeroth-order steps, which need only forwards: a step is one sweep of evaluations and one record in the journal.
 
-The weights follow when they are next visited: replaying the record is part of that visit.
+The weights change when they are next visited: that visit replays the record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sweep.microbatch import rows_of_group, rows_to_shard
-from zo2core.sweep.objective import MicroBatches, batches_of, cut, losses_as_tensors
+from zo2core.sweep.objective import MicroBatches, batches_of, losses_as_tensors, split_batches
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, Lane, LaneUse, RowGroup, StepResult
@@ -28,34 +28,34 @@ from zo2core.workers import Plan, Workers
 
 
 class Sweeps(Protocol):
-    """What a method asks of the runner that owns the parts."""
+    """The methods of the runner that the zeroth-order method calls."""
 
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
-        """Batches on the device, checked by what runs them."""
+        """Yield the batches on the device, checked by their forward."""
 
     def sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
-        """Visit all segments once; what the head gave, a list an evaluation. None runs the model itself."""
+        """Visit all segments once, and return the head's outputs, one list for each evaluation. None runs the model."""
 
-    def settle(self, step: int) -> None:
-        """Bring back what stays on the device, if it has been there for long, before a step begins."""
+    def offload_kept(self, step: int) -> None:
+        """Offload blocks that stay on the device, if their bytes on disk are many versions behind, before a step."""
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step ended, and return what every lane did for it."""
+        """Record that a step ended, and return the use of each lane in it."""
 
 
 class ZerothOrder:
     """The zeroth-order method (MeZO, arXiv 2305.17333, Algorithm 1, for any estimator).
 
     Args:
-        estimator: What to evaluate, and what the losses say about the weights.
-        seed: Seed of the run: each step's directions depend on it and on the step only.
-        sweeps: Makes the sweeps.
-        model: Runs batches where a step is given no other forward.
-        journal: Takes the record of each step.
-        workers: Share the step.
-        base_digests: What the first sweep reads of the base is noted in the journal with the first record.
-        update_loss: Samples how much of an update the weights take.
-        micro_batch_size: Rows of a micro-batch; None: batches run whole.
+        estimator: Lists the evaluations of a step, and computes its update from their losses.
+        seed: Seed of the run; the directions of a step depend only on it and on the step.
+        sweeps: Runs the sweeps.
+        model: The default forward of a step.
+        journal: Receives the record of each step.
+        workers: Workers that share the steps.
+        base_digests: Digests of the base, which are recorded in the journal with the first step.
+        update_loss: Measures the share of weights that an update changes.
+        micro_batch_size: Rows of a micro-batch; None does not split batches.
     """
 
     def __init__(
@@ -81,50 +81,50 @@ class ZerothOrder:
         self._update_loss = update_loss
         self._micro_batch_size = micro_batch_size
         self._open_step: OpenStep | None = None
-        self._first_version = self._version  # of this object's steps
+        self._first_version = self._version
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``ZOEngine.step``."""
         open_step = self._begin(seed)
         try:
             batches = batches_of(batch)
-            is_own_shard = forward is None and not isinstance(self._model, Objective)
+            is_model_loss = forward is None and not isinstance(self._model, Objective)
             groups = dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations)
-            if not is_own_shard and any(groups):
+            if not is_model_loss and any(groups):
                 raise OptionError(
                     "forward",
                     found="an objective, with a direction for each group of rows",
                     expected="the model's own loss",
                     remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
                 )
-            open_step = self._shared(open_step, batches, shards_rows=is_own_shard and not any(groups))
-            way = self._model if forward is None else forward
+            open_step = self._planned(open_step, batches, shards_rows=is_model_loss and not any(groups))
+            forward = self._model if forward is None else forward
             try:
-                return self._take(*self._evaluated(open_step, batches, list(groups), way, is_own_shard=is_own_shard))
+                return self._take(*self._evaluated(open_step, batches, list(groups), forward, is_model_loss=is_model_loss))
             except OutrunError:
                 if not self._workers.has_deadline:
                     raise
-                return self._take(open_step.without_shard(), [])  # the step went on without this worker
+                return self._take(open_step.without_shard(), [])  # the other workers took the step without this one
         finally:
             self._open_step = None
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
-        """Begin a step whose losses the caller makes. See ``ZOEngine.ask``."""
-        self._open_step = self._shared(self._begin(seed), [], shards_rows=False)
-        return self._open_step.own
+        """Start a step whose losses the caller computes. See ``ZOEngine.ask``."""
+        self._open_step = self._planned(self._begin(seed), [], shards_rows=False)
+        return self._open_step.local
 
     def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
-        """The evaluations that a sweep makes to run batches at one of the open step's, which comes last.
+        """Return the evaluations of a sweep that runs batches at one of the open step's evaluations, which comes last.
 
         Raises:
-            OptionError: if no step was begun, the evaluation is none of its, or is for some rows only.
+            OptionError: if no step is open, the evaluation is not part of it, or is for a group of rows only.
         """
         if at.rows is not None:
             raise OptionError(
                 "estimator",
-                found="a direction for each group of rows, and batches that are not shared out",
-                expected="step(batch), which shares them out",
-                remedy="use MultiQueryRGE where the losses are your own",
+                found="a direction for each group of rows, and batches that are not divided into groups",
+                expected="step(batch), which divides them",
+                remedy="use MultiQueryRGE to compute the losses yourself",
             )
         return self._require_open_step().path_to(at)
 
@@ -137,20 +137,20 @@ class ZerothOrder:
         return len(self._journal.updates)
 
     def _begin(self, seed: int | None) -> OpenStep:
-        """Begin a step, all of which is this worker's as yet. A step that was begun before and not taken is given up."""
-        self._open_step, began, step = None, time.perf_counter(), self._version
+        """Start a step, with all evaluations on this worker. An open step is dropped."""
+        self._open_step, started, step = None, time.perf_counter(), self._version
         lr = learning_rate(self._estimator, step)
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
-        self._sweeps.settle(step)
+        self._sweeps.offload_kept(step)
         self._update_loss.begin(step)
-        return OpenStep(step, lr, evaluations, began, Plan.alone(len(evaluations)))
+        return OpenStep(step, lr, evaluations, started, Plan.alone(len(evaluations)))
 
-    def _shared(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
-        """Leave to other workers what is theirs of a step."""
+    def _planned(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
+        """Shard a step among the workers."""
         digest = self._workers.digest(batches) if batches else None
         plan = self._workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
-        if self._version > self._first_version and self._workers.is_decided:  # the first sweep notes what the base is
+        if self._version > self._first_version and self._workers.is_decided:  # the first sweep computes the base's digests
             plan = plan.without_shard()
         return open_step._replace(plan=plan, batch=digest)
 
@@ -161,29 +161,30 @@ class ZerothOrder:
         groups: Sequence[RowGroup | None],
         forward: Forward,
         *,
-        is_own_shard: bool,
+        is_model_loss: bool,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
-        """Make this worker's losses in one sweep."""
-        if not open_step.places:
+        """Compute this worker's losses in one sweep."""
+        if not open_step.indices:
             return open_step, []
-        open_step, own = open_step.sharded(batches)
+        open_step, local_batches = open_step.sharded(batches)
         if open_step.has_no_loss:
             if self._version == self._first_version:
-                self._sweeps.sweep([])  # all the same: the first sweep notes what the base is
-            return open_step, losses_as_tensors([0.0] * len(open_step.places))
+                self._sweeps.sweep([])  # the first sweep computes the base's digests
+            return open_step, losses_as_tensors([0.0] * len(open_step.indices))
         micro_batches: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
-            rows = own if group is None else [rows_of_group(batch, group) for batch in own]
-            micro_batches[group] = cut(rows, self._micro_batch_size, None if is_own_shard else forward)
+            rows = local_batches if group is None else [rows_of_group(batch, group) for batch in local_batches]
+            micro_batches[group] = split_batches(rows, self._micro_batch_size, None if is_model_loss else forward)
             prepared[group] = list(self._sweeps.prepared(micro_batches[group].batches, forward))
-        swept = open_step.groups(lambda at: prepared[at.rows], in_place=bool(self._estimator.perturb_in_place))
+        in_place = bool(self._estimator.perturb_in_place)
+        swept = open_step.groups(lambda evaluation: prepared[evaluation.rows], in_place=in_place)
         outputs = self._sweeps.sweep(swept, forward)
-        losses = zip(open_step.own, outputs[len(outputs) - len(open_step.places) :], strict=True)
-        return open_step, [micro_batches[at.rows].loss(outputs_of_micro_batches) for at, outputs_of_micro_batches in losses]
+        local = zip(open_step.local, outputs[len(outputs) - len(open_step.indices) :], strict=True)
+        return open_step, [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
 
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor]) -> StepResult:
-        """Take a step: gather all workers' losses, and append its record."""
+        """Take a step: gather the losses of all workers, and append its record to the journal."""
         open_step.require_all(losses)
         evaluations, gathered, ranks = self._workers.gathered(
             open_step.plan,
@@ -202,11 +203,11 @@ class ZerothOrder:
         self._base_digests.note(self._journal)
         self._journal.append(update)
         self._open_step = None
-        sweep = Sweep.of_step(open_step.step, open_step.began, time.perf_counter())
+        sweep = Sweep.of_step(open_step.step, open_step.started, time.perf_counter())
         lanes = self._sweeps.ended(sweep)
-        return StepResult.of(update, sweep.done - open_step.began, lanes, self._update_loss.share_applied(update))
+        return StepResult.of(update, sweep.done - open_step.started, lanes, self._update_loss.share_applied(update))
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:
-            raise OptionError("at", found="no step", expected="one that ask() began", remedy="call ask() before")
+            raise OptionError("at", found="no open step", expected="a step that ask() started", remedy="call ask() before")
         return self._open_step

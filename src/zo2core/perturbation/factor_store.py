@@ -22,7 +22,7 @@ from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturba
 from zo2core.perturbation.stacked_model import Factors, PerturbedParameter
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
-from zo2core.updates import compile_updates, rounds
+from zo2core.updates import compile_updates, split_updates
 
 # Columns of past periods, as a share of a matrix's inputs, up to which their products are computed beside the activations at
 # each visit, for about 1.5 times that share of a forward. Adding them to the weights costs a forward of as many tokens.
@@ -274,7 +274,7 @@ class FactorStore:
     def _programs(self, updates: Sequence[Update], start: int, end: int) -> Sequence[Program]:
         """Compile updates to programs of at most ``SEEDS_IN_TURN`` directions."""
         if (start, end) not in self._replays:
-            parts = rounds(updates[start:end], SEEDS_IN_TURN)
+            parts = split_updates(updates[start:end], SEEDS_IN_TURN)
             self._replays[start, end] = [compile_updates(part)[False] for part in parts]
         return self._replays[start, end]
 

@@ -40,8 +40,7 @@ def plan_device_memory(
     perturbs_in_place: bool = True,
     probes: int = 1,
     is_low_bit: bool = False,
-    factors: int = 0,
-    trained: int = 0,
+    further: Sequence[MemoryPart] = (),
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
 
@@ -57,8 +56,7 @@ def plan_device_memory(
             forward's weights are rounded.
         probes: Directions of an update, whose z are in memory together while it is replayed.
         is_low_bit: Whether slots hold blocks in their transfer dtypes, not as they are stored.
-        factors: Bytes of the factors of low-rank perturbations.
-        trained: Bytes of trained parameters, their gradients and their optimizer's state.
+        further: Further parts in device memory; empty ones are left out.
 
     Raises:
         MemoryBudgetError: if the device is too small for any plan; the error lists the parts of the smallest one.
@@ -86,8 +84,7 @@ def plan_device_memory(
                 work_bytes(layouts) + unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts),
             ),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
-            *([MemoryPart("factors of directions", factors)] if factors else []),
-            *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
+            *(part for part in further if part.nbytes),
             MemoryPart("activations, reserved", activations),
         )
         return DevicePlan(parts, budget, kept, activations)

@@ -9,6 +9,7 @@ from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.kernels.low_bit import low_bit_bytes
 from zo2core.noise.sizes import noise_bytes
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
+from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
@@ -32,17 +33,14 @@ class HostPlan(MemoryPlan):
 def plan_host(
     layouts: Sequence[BlockLayout],
     streamed: Sequence[BlockLayout],
+    machine: Machine = Machine(),  # noqa: B008 - frozen
     *,
     memory: int | str = "auto",
     activation_bytes: int,
-    compute_on_host: bool = True,
     may_keep_noise: bool = True,
     perturbs_in_place: bool = True,
-    staging: int = 0,
-    factors: int = 0,
-    trained: int = 0,
-    neighbours: int = 1,
-    sharers: int = 1,
+    further: Sequence[MemoryPart] = (),
+    stays_in_memory: bool = False,
     most_buckets: int | None = None,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
@@ -50,28 +48,26 @@ def plan_host(
     Args:
         layouts: Segments in visiting order, laid out as in a ``PinnedSource`` and in the work buffer.
         streamed: The same segments, laid out as in the buckets of a ``StreamedSource`` (``laid_out_as_on_disk``).
+        machine: The machine.
         memory: Total bytes that the process may use, or a size ("6GiB"); "auto" uses the free memory.
         activation_bytes: Bytes reserved for activations and logits.
-        compute_on_host: Whether work and noise buffers are in host memory.
         may_keep_noise: Whether a noise buffer is of use; with counter-based noise it is not.
         perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next, which takes memory if the
             forward's weights are rounded.
-        staging: Bytes for blocks in their transfer dtypes.
-        factors: Bytes of the factors of low-rank perturbations.
-        trained: Bytes of trained parameters, their gradients and their optimizer's state.
-        neighbours: Number of workers on this host, which divide the free memory.
-        sharers: Number of workers that share resident blocks; each counts its part.
-        most_buckets: Largest number of buckets, which leaves further memory free; None: as many as fit.
+        further: Further parts in host memory; empty ones are left out.
+        stays_in_memory: Whether all blocks have to stay in memory.
+        most_buckets: Largest number of buckets if blocks stream, which leaves further memory free; None: as many as fit.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
         OptionError: if ``memory`` is not a size.
     """
     process = resident_memory()
-    budget = process + int(AUTO_SHARE * free_memory() / neighbours) if memory == "auto" else parse_size(memory)
+    budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
-    work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
-    work += unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts) if compute_on_host else 0
+    work, noise = (work_bytes(layouts), noise_bytes(layouts)) if machine.on_host else (0, 0)
+    work += unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts) if machine.on_host else 0
+    sharers = machine.neighbours if machine.shares else 1
 
     def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed
@@ -87,10 +83,8 @@ def plan_host(
             MemoryPart(f"embedding and head{together}", resident),
             MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
             MemoryPart("work buffer", work),
-            *([MemoryPart("blocks in their transfer dtypes", staging)] if staging else []),
             MemoryPart("noise buffer" if keep_noise else "no noise buffer: z is drawn again", noise if keep_noise else 0),
-            *([MemoryPart("factors of directions", factors)] if factors else []),
-            *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
+            *(part for part in further if part.nbytes),
             MemoryPart("reading buffers", READERS * STAGING),
         )
         return HostPlan(parts, budget, buckets, keep_noise)
@@ -100,8 +94,10 @@ def plan_host(
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
     if not may_keep_noise:
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
+    if stays_in_memory:
+        choices = [choice for choice in choices if choice[0] is None]
     if most_buckets is not None:
-        choices = [(buckets, keep_noise) for buckets, keep_noise in choices if buckets and buckets <= most_buckets]
+        choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
     for buckets, keep_noise in choices:
         plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,8 @@ from zo2core.errors import OptionError
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.machine import Machine
+from zo2core.planning.memory_plan import MemoryPart
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 
@@ -63,20 +65,17 @@ class MemoryPolicy:
         self,
         layouts: Sequence[BlockLayout],
         noise: NoiseGenerator,
+        machine: Machine,
         *,
-        in_place: bool,
-        free: Callable[[], int],
         overlap: bool,
         perturbs_in_place: bool,
         probes: int,
         is_low_bit: bool,
-        factors: int,
-        trained: int,
+        further: Sequence[MemoryPart],
         spills: bool,
     ) -> DevicePlan | None:
         """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute.
 
-        ``in_place`` says whether segments are computed on in host memory, ``free`` returns the free device memory in bytes,
         ``overlap`` says whether transfers overlap with compute, and ``spills`` whether activations in host memory may be
         written to disk. ``plan_device_memory`` documents the other arguments.
 
@@ -84,14 +83,14 @@ class MemoryPolicy:
             OptionError: if a size was given that would have no effect.
             MemoryBudgetError: if the device is too small for any plan.
         """
-        if in_place and self.least_activations is not None and not spills:
+        if machine.in_place and self.least_activations is not None and not spills:
             raise OptionError(
                 "memory.least_activations",
                 found=f"{self.least_activations!r} on a device that computes in host memory",
                 expected="a GPU, where activations can wait in host memory",
                 remedy="leave it out",
             )
-        if in_place or not overlap:
+        if machine.in_place or not overlap:
             if self.device != "auto":
                 raise OptionError(
                     "memory.device",
@@ -106,14 +105,13 @@ class MemoryPolicy:
             layouts,
             noise,
             memory=self.device,
-            free=free(),
+            free=machine.device_free(),
             activation_bytes=self.activation_bytes,
             least_activation_bytes=self.least_activation_bytes,
             perturbs_in_place=perturbs_in_place,
             probes=probes,
             is_low_bit=is_low_bit,
-            factors=factors,
-            trained=trained,
+            further=further,
         )
 
 

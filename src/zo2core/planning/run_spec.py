@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +14,8 @@ from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
+from zo2core.planning.machine import Machine
+from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.speeds import Speeds
 from zo2core.planning.write_interval import interval_of
@@ -42,6 +44,8 @@ class RunRequest:
         overlap: Whether transfers and disk reads overlap with compute.
         trained_copies: Further copies of the trained parameters that a first-order method keeps: parameters, gradients and
             optimizer state.
+        update_bytes: Gradients and optimizer state of a first-order method that changes weights where they are stored.
+        stays_in_memory: Whether all blocks have to stay in memory.
     """
 
     layouts: Sequence[BlockLayout]
@@ -57,11 +61,13 @@ class RunRequest:
     replay: Replay = "auto"
     overlap: bool = True
     trained_copies: int = 0
+    update_bytes: int = 0
+    stays_in_memory: bool = False
 
     @property
     def spills(self) -> bool:
-        """Whether inputs of blocks that have no room in memory are written to disk, as first-order steps do."""
-        return self.trained_copies > 0
+        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
+        return self.trained_copies > 0 or self.stays_in_memory
 
     @property
     def trained_bytes(self) -> int:
@@ -78,25 +84,6 @@ class RunRequest:
     def has_to_write(self) -> bool:
         """Whether the caller asked for segments to be written at certain steps."""
         return self.changes_weights and self.write_back is not None and not self.write_back.is_automatic
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The properties of the machine on which a plan depends.
-
-    Args:
-        in_place: Whether segments are computed on in their buckets, in host memory.
-        on_host: Whether the device's memory is host memory: on the CPU, also with simulated copies.
-        device_free: Returns the free device memory in bytes.
-        neighbours: Number of workers on this host, which divide the free memory.
-        shares: Whether these workers share one copy of resident blocks.
-    """
-
-    in_place: bool = True
-    on_host: bool = True
-    device_free: Callable[[], int] = lambda: 0
-    neighbours: int = 1
-    shares: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,37 +120,39 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
     """
     memory, layouts, noise = request.memory, request.layouts, request.noise
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
-    factors = factor_bytes(request.perturbation, layouts, request.updates)
+    factors = MemoryPart("factors of directions", factor_bytes(request.perturbation, layouts, request.updates))
+    trained_copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
+    encoded = MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts))
     device_plan = memory.plan_device(
         layouts,
         noise,
-        in_place=machine.in_place,
-        free=machine.device_free,
+        machine,
         overlap=request.overlap,
         perturbs_in_place=request.perturb_in_place,
         probes=request.directions,
         is_low_bit=low_bit is not None,
-        factors=0 if machine.on_host else factors,
-        trained=request.trained_bytes,
+        further=[trained_copies] if machine.on_host else [factors, trained_copies],
         spills=request.spills,
     )
-    room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
-    waiting = memory.activation_bytes if room < memory.activation_bytes else 0
+    activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+    waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
     if not isinstance(host_plan, HostPlan):
         plan_with = partial(
             plan_host,
             layouts,
             request.on_disk,
+            machine,
             memory=host_plan,
-            compute_on_host=machine.on_host,
             may_keep_noise=not isinstance(noise, CounterNoise),
             perturbs_in_place=request.perturb_in_place,
-            staging=0 if low_bit is None else staging_bytes(layouts),
-            factors=factors if machine.on_host else 0,
-            trained=request.trained_bytes if machine.in_place else 0,
-            neighbours=machine.neighbours,
-            sharers=machine.neighbours if machine.shares else 1,
+            further=[
+                encoded,
+                *([factors] if machine.on_host else []),
+                *([trained_copies] if machine.in_place else []),
+                MemoryPart("trained parameters, gradients, optimizer", request.update_bytes),
+            ],
+            stays_in_memory=request.stays_in_memory,
         )
         least = memory.least_activation_bytes
         try:
@@ -171,15 +160,15 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         except MemoryBudgetError:
             if not machine.in_place or least is None:
                 raise
-            room = min(least, room)
-            host_plan = plan_with(activation_bytes=room, most_buckets=MOST_USEFUL_BUCKETS)
+            activation_bytes = min(least, activation_bytes)
+            host_plan = plan_with(activation_bytes=activation_bytes, most_buckets=MOST_USEFUL_BUCKETS)
     write_back = request.write_back if request.changes_weights and not machine.shares else None
     spec = RunSpec(
         layouts=layouts if host_plan.buckets is None else request.on_disk,
         host_plan=host_plan,
         device_plan=device_plan,
         low_bit=low_bit,
-        activation_bytes=room,
+        activation_bytes=activation_bytes,
         waiting_bytes=waiting,
         write_back=write_back,
         write_back_every=None,

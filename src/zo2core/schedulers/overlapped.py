@@ -140,13 +140,13 @@ class OverlappedScheduler:
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        residents: list[_Arrival] = []  # residents computed in their buckets: released at the end
+        residents: dict[int, _Arrival] = {}  # residents computed in their buckets: released at the end
         arrival: _Arrival | None = None
         try:
             self._source.prefetch(self._missing(upcoming(order, 0)))
             has_revisits = len(set(order)) < len(order)
             for position, index in enumerate(order):
-                arrival = self._arrival(index)
+                arrival = residents.pop(index, None) or self._arrival(index)
                 coming: list[int] = []
                 ready = started = 0
                 if not self._device.in_place:
@@ -163,7 +163,7 @@ class OverlappedScheduler:
                 self._visit(visitor, arrival)
                 visited, arrival = arrival, None
                 if isinstance(visited.held, _InBucket) and self._layouts[index].resident:
-                    residents.append(visited)
+                    residents[index] = visited
                 else:
                     self._let_go(visited)
                 self._release_arrived()
@@ -173,8 +173,8 @@ class OverlappedScheduler:
                 self._prefetch_next_sweep(order)
         finally:
             if arrival is not None:
-                residents.append(arrival)
-            for resident in residents:
+                residents[arrival.index] = arrival
+            for resident in residents.values():
                 self._let_go(resident)
             self._release_all()
 
@@ -191,7 +191,7 @@ class OverlappedScheduler:
             self._let_go(arrival)
             self._release_all()
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Release segments uploaded early, and offload segments that stay. See the contract."""
         for arrival in self._ahead.values():
             self._let_go(arrival)

@@ -37,12 +37,13 @@ class SerialScheduler:
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        held: list[tuple[Bucket, int | None]] = []  # resident segments stay acquired until the sweep has ended
+        held: dict[int, tuple[Bucket, int | None]] = {}  # resident segments stay acquired until the sweep has ended
         has_revisits = len(set(order)) < len(order)
         self._source.prefetch(upcoming(order, 0))
         try:
             for position, index in enumerate(order):
-                bucket = self._source.acquire(index)
+                is_held = index in held
+                bucket = self._held_bucket(*held[index]) if is_held else self._source.acquire(index)
                 if has_revisits:  # acquired blocks are needed again, before others
                     self._source.prefetch(upcoming(order, position + 1))
                 version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
@@ -54,15 +55,16 @@ class SerialScheduler:
                     version = committed
 
                 try:
-                    visitor.visit(index, self._upload(bucket), bucket.version, commit)
+                    store = self._store(bucket) if is_held else self._upload(bucket)
+                    visitor.visit(index, store, bucket.version, commit)
                     version = bucket.version if version is None else version
                 finally:
                     if self._layouts[index].resident:
-                        held.append((bucket, version))
+                        held[index] = bucket, version
                     else:
                         self._source.release(bucket, version)
         finally:
-            for bucket, version in held:
+            for bucket, version in held.values():
                 self._source.release(bucket, version)
 
     @contextmanager
@@ -79,15 +81,23 @@ class SerialScheduler:
         finally:
             self._source.release(bucket, version)
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Do nothing, since no bucket is held between sweeps and nothing newer is on the device."""
 
+    @staticmethod
+    def _held_bucket(bucket: Bucket, version: int | None) -> Bucket:
+        assert version is not None, "a sweep ends with the first visit that fails"
+        return bucket._replace(version=version)
+
     def _upload(self, bucket: Bucket) -> Store:
+        if not self._device.in_place:
+            self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
+        return self._store(bucket)
+
+    def _store(self, bucket: Bucket) -> Store:
         if self._device.in_place:
             return bucket.views
-        layout = self._layouts[bucket.segment]
-        self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
-        return layout.views(self._memory(bucket))
+        return self._layouts[bucket.segment].views(self._memory(bucket))
 
     def _offload(self, bucket: Bucket) -> None:
         if not self._device.in_place:

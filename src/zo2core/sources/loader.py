@@ -156,7 +156,9 @@ class SegmentLoader:
         digest = SegmentDigest(views) if digests is not None and digests.wants(layout) else None
 
         def read(parameter: int, start: int, stop: int) -> None:
-            self._weights.read_into(layout.parameters[parameter].name, views[parameter][start:stop], start)
+            # `.data` has its own version counter. Slices of one memory share theirs, and torch.autograd refuses a graph on
+            # another slice if it changes.
+            self._weights.read_into(layout.parameters[parameter].name, views[parameter].data[start:stop], start)
             if digest is not None:
                 digest.add(parameter, start, stop)
 

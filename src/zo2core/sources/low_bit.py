@@ -89,7 +89,7 @@ class LowBitSource:
         self._order: Sequence[int] = ()
         self._prefetches = True
         self._returning: deque[Future[None]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-carry")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-low-bit")
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -212,7 +212,7 @@ class LowBitSource:
             if key not in self._views:
                 self._views[key] = layout.views(data)
             views = self._views[key]
-            with self._timeline.noted(Lane.CARRY, layout.name, layout.nbytes), torch.inference_mode():
+            with self._timeline.noted(Lane.HOST, layout.name, layout.nbytes), torch.inference_mode():
                 for position, scales in enumerate(self._scales[index]):
                     encode(bucket.views[position], views[position], None if scales is None else views[scales])
             if not self._comes_back:
@@ -227,7 +227,7 @@ class LowBitSource:
         """On the thread: acquire a block and replay its missing updates."""
         bucket = self._source.acquire(index)
         try:
-            with self._timeline.noted(Lane.CARRY, self._layouts[index].name):
+            with self._timeline.noted(Lane.HOST, self._layouts[index].name):
                 version = self._replay(index, bucket.views, bucket.version)
         except BaseException:
             self._source.release(bucket, None)
@@ -241,7 +241,7 @@ class LowBitSource:
             if version is not None and version != stored.version:
                 decoded = None
                 views, index = stage.encoded.views, stored.segment
-                with self._timeline.noted(Lane.CARRY, self._layouts[index].name, len(stage.encoded.data)):
+                with self._timeline.noted(Lane.HOST, self._layouts[index].name, len(stage.encoded.data)):
                     for position, scales in enumerate(self._scales[index]):
                         decode(views[position], None if scales is None else views[scales], stored.views[position])
                 decoded = version

@@ -85,7 +85,8 @@ class SharedSource(SegmentSource):
         self._marks = whole[: count * _MARK].view(torch.int64)
         self._digests = whole[count * _MARK : count * (_MARK + _DIGEST)].view(count, _DIGEST)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
-        self._pages = portions(whole[header_bytes:], sizes)
+        # `.data` has its own version counter: otherwise a mark that changes would change all weights for torch.autograd.
+        self._pages = [pages.data for pages in portions(whole[header_bytes:], sizes)]
         self._views = [
             layout.views(pages[: layout.nbytes]) for layout, pages in zip(self._layouts, self._pages, strict=True)
         ]

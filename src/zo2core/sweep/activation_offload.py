@@ -1,9 +1,9 @@
-"""What the streams of a sweep hold between segments: on the device while its memory lasts, the others' in host memory.
+"""The activations of a sweep's streams between segments: on the device while its memory suffices, else in host memory.
 
-While the device computes the forward of one stream, the next one's activations come in and the last one's go out. Two rooms
-on the device take turns: activations arrive in one, the forward reads them there, its result is put in their place and goes
-out from there. Once the rooms are as large as the largest stream, nothing is allocated but what the forward itself
-allocates, and the host does not wait.
+While the device computes the forward of one stream, the next stream's activations are uploaded and the last one's are
+offloaded. Two staging buffers on the device alternate: activations are uploaded into one, the forward reads them there, and
+its result replaces them and is offloaded from there. Once the buffers are as large as the largest stream, only forwards
+allocate memory, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Device, Transfer, Wait
 from zo2core.types import Event, Lane, aligned
 
-ROOMS = 2
+STAGING_BUFFERS = 2
 
 
 def storage_bytes(activations: Activations) -> int:
-    """Return the bytes that a batch's activations take between segments: each storage that tensors in them use, once.
+    """Return the bytes that a batch's activations take between segments. Shared storages count once.
 
     Args:
-        activations: Tensors, nested in tuples, lists and dicts at will; whatever else is in there takes nothing.
+        activations: Tensors, nested in tuples, lists and dicts; other values count as 0 bytes.
     """
     values, _ = flattened(activations)
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
@@ -35,43 +35,43 @@ def storage_bytes(activations: Activations) -> int:
 
 
 def flattened(activations: Activations) -> tuple[list[Any], TreeSpec]:
-    """The values of nested activations in a row, and how they are nested."""
-    return tree_flatten(activations, is_leaf=_is_foreign)
+    """Flatten nested activations to their values and the structure of the nesting."""
+    return tree_flatten(activations, is_leaf=_is_leaf)
 
 
-def _is_foreign(value: object) -> bool:
-    """Whether a value is handed through as it is.
+def _is_leaf(value: object) -> bool:
+    """Whether a value is passed on unchanged.
 
-    Other libraries may have told torch how to take their own containers apart. Whether they can be put together again
-    around other tensors is not known here.
+    Other libraries may have registered their own containers with torch's pytrees. Whether such a container can be built
+    again with other tensors is unknown here.
     """
     return not isinstance(value, tuple | list | dict)
 
 
-class _PlacedTensor(NamedTuple):
-    """A tensor whose elements are in a room."""
+class _PackedTensor(NamedTuple):
+    """A tensor whose elements are in a staging buffer."""
 
-    start: int  # of its first element, in bytes from the room's beginning
+    start: int  # offset of the first element in the buffer, in bytes
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
 
-    def tensor(self, room: torch.Tensor) -> torch.Tensor:
-        whole = (len(room) - self.start) // self.dtype.itemsize * self.dtype.itemsize
-        return room[self.start : self.start + whole].view(self.dtype).as_strided(self.size, self.stride)
+    def tensor(self, buffer: torch.Tensor) -> torch.Tensor:
+        whole = (len(buffer) - self.start) // self.dtype.itemsize * self.dtype.itemsize
+        return buffer[self.start : self.start + whole].view(self.dtype).as_strided(self.size, self.stride)
 
 
 class _Extent(NamedTuple):
-    """Bytes of a room that were one storage."""
+    """The bytes of one storage in a staging buffer."""
 
     start: int
     nbytes: int
 
 
-class _Form(NamedTuple):
-    """How activations are put together again from the bytes in a room."""
+class _Packing(NamedTuple):
+    """The structure from which activations are built again out of the bytes in a staging buffer."""
 
-    values: Sequence[Any]  # a ``_PlacedTensor`` for each tensor on the device
+    values: Sequence[Any]  # a ``_PackedTensor`` for each tensor on the device
     nesting: TreeSpec
     extents: Sequence[_Extent]
 
@@ -79,49 +79,49 @@ class _Form(NamedTuple):
     def nbytes(self) -> int:
         return _end(self.extents)
 
-    def activations(self, room: torch.Tensor) -> Activations:
-        values = [value.tensor(room) if isinstance(value, _PlacedTensor) else value for value in self.values]
+    def activations(self, buffer: torch.Tensor) -> Activations:
+        values = [value.tensor(buffer) if isinstance(value, _PackedTensor) else value for value in self.values]
         return tree_unflatten(values, self.nesting)
 
 
 @dataclass(eq=False)
-class _Room:
+class _StagingBuffer:
     """Device memory for the activations of one stream at a time."""
 
     memory: torch.Tensor
-    last_uses: dict[Wait, Event] = field(default_factory=dict)  # to be over before the memory is overwritten
+    last_uses: dict[Wait, Event] = field(default_factory=dict)  # have to pass before the memory is overwritten
 
 
 class _OnHost(NamedTuple):
-    """A stream's activations are in host memory, or on their way there."""
+    """The state of a stream whose activations are in host memory, or are being offloaded."""
 
     memory: torch.Tensor  # the stream's host memory for this sweep
-    form: _Form
-    arrived: Event
+    packing: _Packing
+    offloaded: Event
 
 
-class _InRoom(NamedTuple):
-    """A stream's activations are in a room, or on their way there."""
+class _Staged(NamedTuple):
+    """The state of a stream whose activations are in a staging buffer, or are being uploaded."""
 
     memory: torch.Tensor
-    form: _Form
-    room: _Room
+    packing: _Packing
+    buffer: _StagingBuffer
     transfer: Transfer
 
 
-_Waiting: TypeAlias = _OnHost | _InRoom
+_Offloaded: TypeAlias = _OnHost | _Staged
 
 
 class ActivationOffload:
-    """Holds the activations of a sweep's streams; one sweep at a time uses it.
+    """Stores the activations of a sweep's streams; one sweep at a time uses it.
 
     Args:
-        device: Where forwards run.
-        allowed: Bytes of the device for activations, forwards included. What does not fit waits in host memory; one forward
-            and two rooms are taken in any case. None: everything stays. Without effect where the device computes in host
-            memory.
-        host_bytes: Expected to wait at a time. More is allocated if need be.
-        timeline: Every transfer is noted there.
+        device: The device that runs forwards.
+        allowed: Device memory for activations and one forward, in bytes. Streams that do not fit are offloaded; one forward
+            and two staging buffers are allocated in any case. None: no stream is offloaded. Without effect on a device that
+            computes in host memory.
+        host_bytes: Expected size of the offloaded activations, in bytes. More is allocated if necessary.
+        timeline: Records every transfer.
     """
 
     def __init__(
@@ -130,181 +130,187 @@ class ActivationOffload:
         self._device = device
         self._timeline = Timeline() if timeline is None else timeline
         self._allowed = None if device.in_place else allowed
-        self._staying: dict[int, Activations] = {}  # streams whose activations are on the device
-        self._waiting: dict[int, _Waiting] = {}  # streams whose activations are in host memory between forwards
-        rooms = 0 if self._allowed is None else ROOMS
-        self._rooms = tuple(_Room(device.empty(0)) for _ in range(rooms))
-        self._free: deque[_Room] = deque()
-        self._host = torch.empty(0, dtype=torch.uint8)  # given out from the beginning, anew in each sweep
+        self._on_device: dict[int, Activations] = {}  # streams whose activations stay on the device
+        self._offloaded: dict[int, _Offloaded] = {}  # streams whose activations are in host memory between forwards
+        buffers = 0 if self._allowed is None else STAGING_BUFFERS
+        self._buffers = tuple(_StagingBuffer(device.empty(0)) for _ in range(buffers))
+        self._free: deque[_StagingBuffer] = deque()
+        self._host = torch.empty(0, dtype=torch.uint8)  # allocated from the start again in each sweep
         self._host_bytes = host_bytes
-        self._used = 0  # bytes of the host's memory that were given out
-        self._may_wait = False
-        self._expected = 0  # streams still to come
-        self._held = 0  # bytes of the streams that stay
+        self._used = 0  # allocated bytes of the host's memory
+        self._may_offload = False
+        self._expected = 0  # streams that have not been added
+        self._kept_bytes = 0  # of the streams that stay on the device
 
     @property
-    def room_bytes(self) -> int:
-        """Bytes of the device that the rooms take by now."""
-        return sum(len(room.memory) for room in self._rooms)
+    def staging_bytes(self) -> int:
+        """Present size of the staging buffers, in bytes of device memory."""
+        return sum(len(buffer.memory) for buffer in self._buffers)
 
-    def begin(self, streams: int, *, may_wait: bool = True) -> None:
-        """Forget the last sweep, however it ended.
-
-        Args:
-            streams: Number of streams in the sweep that begins.
-            may_wait: Whether activations may have to wait. False where it is known that all fit.
-        """
-        for waiting in self._waiting.values():
-            if isinstance(waiting, _InRoom):  # of a sweep that failed
-                self._device.streams.wait(waiting.transfer.done, Wait.CAME)
-        held = [room for room in self._rooms if room not in self._free]
-        for room in held:
-            room.last_uses[Wait.READ] = self._device.streams.mark()
-        self._free.extend(held)
-        self._waiting.clear()
-        self._staying.clear()
-        self._used, self._held, self._expected = 0, 0, streams
-        self._may_wait = may_wait and self._allowed is not None
-
-    def admit(self, stream: int, activations: Activations, running: Callable[[], int]) -> None:
-        """Keep what a stream's first forward gave, and decide where its activations are from now on.
+    def begin(self, streams: int, *, may_offload: bool = True) -> None:
+        """Drop all activations of the last sweep, however it ended.
 
         Args:
-            stream: The stream's number.
-            activations: What its forward gave, on the device.
-            running: Gives the bytes that its forwards take.
+            streams: Number of streams of the next sweep.
+            may_offload: Whether activations may be offloaded. False if they are known to fit.
         """
-        if self._may_wait and not self._stays(activations, running()):
-            room, empty = self._free[0], self._host[:0]
-            self._send_out(stream, activations, room, (), empty)
-            self._free.rotate(-1)  # to the end: its memory is in use for longest
+        for state in self._offloaded.values():
+            if isinstance(state, _Staged):  # of a sweep that failed
+                self._device.streams.wait(state.transfer.done, Wait.ACTIVATIONS_UPLOADED)
+        busy = [buffer for buffer in self._buffers if buffer not in self._free]
+        for buffer in busy:
+            buffer.last_uses[Wait.STAGING_READ] = self._device.streams.mark()
+        self._free.extend(busy)
+        self._offloaded.clear()
+        self._on_device.clear()
+        self._used, self._kept_bytes, self._expected = 0, 0, streams
+        self._may_offload = may_offload and self._allowed is not None
+
+    def add(self, stream: int, activations: Activations, forward_bytes: Callable[[], int]) -> None:
+        """Store the output of a stream's first forward, and decide whether the stream is offloaded.
+
+        Args:
+            stream: Index of the stream.
+            activations: Output of the forward, on the device.
+            forward_bytes: Returns the memory that its forwards take, in bytes.
+        """
+        if self._may_offload and not self._stays(activations, forward_bytes()):
+            buffer, empty = self._free[0], self._host[:0]
+            self._offload(stream, activations, buffer, (), empty)
+            self._free.rotate(-1)  # to the end: this buffer is in use for longest
         else:
-            self._staying[stream] = activations
+            self._on_device[stream] = activations
 
     def prefetch(self, stream: int) -> None:
-        """Start bringing a stream's activations in, if they wait in host memory and there is a free room."""
-        waiting = self._waiting.get(stream)
-        if isinstance(waiting, _OnHost) and self._free:
-            self._bring_in(stream, waiting)
+        """Start to upload a stream's activations, if they are in host memory and a staging buffer is free."""
+        state = self._offloaded.get(stream)
+        if isinstance(state, _OnHost) and self._free:
+            self._upload(stream, state)
 
     def take(self, stream: int) -> Activations:
-        """A stream's activations, on the device, for its next forward; ``put`` or ``drop`` follows."""
-        waiting = self._waiting.get(stream)
-        if waiting is None:
-            return self._staying.pop(stream)
-        if isinstance(waiting, _OnHost):
-            assert self._free, "one stream runs and one comes: there are two rooms"
-            waiting = self._bring_in(stream, waiting)
-        self._device.streams.order(waiting.transfer.done, Wait.CAME)
-        return waiting.form.activations(waiting.room.memory)
+        """Return a stream's activations, on the device, for its next forward; ``put`` or ``drop`` follows."""
+        state = self._offloaded.get(stream)
+        if state is None:
+            return self._on_device.pop(stream)
+        if isinstance(state, _OnHost):
+            assert self._free, "one stream runs and one is uploaded: there are two staging buffers"
+            state = self._upload(stream, state)
+        self._device.streams.order(state.transfer.done, Wait.ACTIVATIONS_UPLOADED)
+        return state.packing.activations(state.buffer.memory)
 
     def put(self, stream: int, activations: Activations) -> None:
-        """Keep what a stream's forward gave."""
-        waiting = self._waiting.get(stream)
-        if waiting is None:
-            self._staying[stream] = activations
+        """Store the output of a stream's forward."""
+        state = self._offloaded.get(stream)
+        if state is None:
+            self._on_device[stream] = activations
             return
-        assert isinstance(waiting, _InRoom), "activations are put after they were taken"
-        self._send_out(stream, activations, waiting.room, waiting.form.extents, waiting.memory)
-        self._free.append(waiting.room)
+        assert isinstance(state, _Staged), "activations are put after they were taken"
+        self._offload(stream, activations, state.buffer, state.packing.extents, state.memory)
+        self._free.append(state.buffer)
 
     def drop(self, stream: int) -> None:
-        """Forget a stream's activations: its last forward was issued."""
-        waiting = self._waiting.pop(stream, None)
-        if isinstance(waiting, _InRoom):
-            waiting.room.last_uses = {Wait.READ: self._device.streams.mark()}
-            self._free.append(waiting.room)
+        """Drop a stream's activations, after its last forward was issued."""
+        state = self._offloaded.pop(stream, None)
+        if isinstance(state, _Staged):
+            state.buffer.last_uses = {Wait.STAGING_READ: self._device.streams.mark()}
+            self._free.append(state.buffer)
 
-    def _bring_in(self, stream: int, waiting: _OnHost) -> _InRoom:
-        """Start bringing activations into a free room."""
-        room, nbytes = self._free[0], waiting.form.nbytes
-        self._grow(room, nbytes)
-        after = {Wait.AWAY: waiting.arrived, **room.last_uses}
-        transfer = self._copy(Lane.ACTIVATIONS_IN, stream, room.memory[:nbytes], waiting.memory[:nbytes], after)
+    def _upload(self, stream: int, state: _OnHost) -> _Staged:
+        """Start to upload activations into a free staging buffer."""
+        buffer, nbytes = self._free[0], state.packing.nbytes
+        self._grow(buffer, nbytes)
+        after = {Wait.ACTIVATIONS_OFFLOADED: state.offloaded, **buffer.last_uses}
+        transfer = self._copy(Lane.ACTIVATIONS_IN, stream, buffer.memory[:nbytes], state.memory[:nbytes], after)
         self._free.popleft()
-        room.last_uses = {}
-        self._waiting[stream] = in_room = _InRoom(waiting.memory, waiting.form, room, transfer)
-        return in_room
+        buffer.last_uses = {}
+        self._offloaded[stream] = staged = _Staged(state.memory, state.packing, buffer, transfer)
+        return staged
 
-    def _send_out(
-        self, stream: int, activations: Activations, room: _Room, extents: Sequence[_Extent], memory: torch.Tensor
+    def _offload(
+        self, stream: int, activations: Activations, buffer: _StagingBuffer, extents: Sequence[_Extent], memory: torch.Tensor
     ) -> None:
-        """Put activations into a room and start bringing them to the host; the room may be used again after that.
+        """Pack activations into a staging buffer and start to offload them; the buffer may be used again afterwards.
 
         Args:
-            stream: The stream's number.
-            activations: On the device; parts of them may be in the room.
-            room: Where they go first.
-            extents: Extents of the activations in the room.
-            memory: The stream's host memory. If it is too small another one is taken.
+            stream: Index of the stream.
+            activations: Activations on the device; some of them may be in the buffer.
+            buffer: The staging buffer.
+            extents: Extents of the activations that are in the buffer.
+            memory: The stream's host memory. If it is too small, larger memory is allocated.
         """
         streams = self._device.streams
-        form, sources = self._laid_out(activations, room, extents)
-        nbytes = form.nbytes
+        packing, sources = self._packed(activations, buffer, extents)
+        nbytes = packing.nbytes
         if len(memory) < nbytes:
             memory = self._host_memory(nbytes)
-        self._grow(room, nbytes)
-        for why, event in room.last_uses.items():
+        self._grow(buffer, nbytes)
+        for why, event in buffer.last_uses.items():
             streams.order(event, why)
-        self._fill(room.memory, form.extents, sources)
-        after = {Wait.MADE: streams.mark()}
-        transfer = self._copy(Lane.ACTIVATIONS_OUT, stream, memory[:nbytes], room.memory[:nbytes], after)
-        room.last_uses = {Wait.LEFT: transfer.done}
-        self._waiting[stream] = _OnHost(memory, form, transfer.done)
+        self._fill(buffer.memory, packing.extents, sources)
+        after = {Wait.COMPUTED: streams.mark()}
+        transfer = self._copy(Lane.ACTIVATIONS_OUT, stream, memory[:nbytes], buffer.memory[:nbytes], after)
+        buffer.last_uses = {Wait.STAGING_OFFLOADED: transfer.done}
+        self._offloaded[stream] = _OnHost(memory, packing, transfer.done)
 
-    def _stays(self, activations: Activations, running: int) -> bool:
-        """Whether a new stream's activations stay on the device: those to come are taken to be as large."""
+    def _stays(self, activations: Activations, forward_bytes: int) -> bool:
+        """Whether a new stream stays on the device, if all later streams are as large."""
         assert self._allowed is not None
-        own, expected = storage_bytes(activations), self._expected
+        nbytes, expected = storage_bytes(activations), self._expected
         self._expected -= 1
-        allowed = self._allowed - self._held - running - self.room_bytes
-        rooms = max(ROOMS * own - self.room_bytes, 0)
-        stays = streams_that_stay(expected, own, allowed, rooms=rooms, some_wait=bool(self._waiting)) > 0
-        self._held += own if stays else 0
+        allowed = self._allowed - self._kept_bytes - forward_bytes - self.staging_bytes
+        staging = max(STAGING_BUFFERS * nbytes - self.staging_bytes, 0)
+        stays = streams_on_device(expected, nbytes, allowed, staging=staging, some_offloaded=bool(self._offloaded)) > 0
+        self._kept_bytes += nbytes if stays else 0
         return stays
 
-    def _laid_out(
-        self, activations: Activations, room: _Room, extents: Sequence[_Extent]
-    ) -> tuple[_Form, list[torch.Tensor]]:
-        """Give each storage an extent of a room: how the activations lie there then, and each extent's bytes now."""
-        laid: dict[int, tuple[_Extent, torch.Tensor]] = {}  # address of a storage's bytes now to extent and bytes
+    def _packed(
+        self, activations: Activations, buffer: _StagingBuffer, extents: Sequence[_Extent]
+    ) -> tuple[_Packing, list[torch.Tensor]]:
+        """Assign each storage an extent of a staging buffer.
 
-        def placed(tensor: torch.Tensor) -> _PlacedTensor:
-            source = _bytes_of(tensor, room, extents)
-            begin = source.data_ptr()
-            if begin not in laid:
-                laid[begin] = (_Extent(_end([extent for extent, _ in laid.values()]), len(source)), source)
-            start = laid[begin][0].start + tensor.data_ptr() - begin
-            return _PlacedTensor(start, tensor.dtype, tensor.size(), tensor.stride())
+        Returns:
+            The packing, and the present bytes of each of its extents.
+        """
+        storages: dict[int, tuple[_Extent, torch.Tensor]] = {}  # new extent and present bytes, by present address
+
+        def packed(tensor: torch.Tensor) -> _PackedTensor:
+            source = _bytes_of(tensor, buffer, extents)
+            address = source.data_ptr()
+            if address not in storages:
+                start = _end([extent for extent, _ in storages.values()])
+                storages[address] = (_Extent(start, len(source)), source)
+            start = storages[address][0].start + tensor.data_ptr() - address
+            return _PackedTensor(start, tensor.dtype, tensor.size(), tensor.stride())
 
         values, nesting = flattened(activations)
-        values = [placed(value) if self._is_on_device(value) else value for value in values]
-        return _Form(values, nesting, [extent for extent, _ in laid.values()]), [source for _, source in laid.values()]
+        values = [packed(value) if self._is_on_device(value) else value for value in values]
+        packing = _Packing(values, nesting, [extent for extent, _ in storages.values()])
+        return packing, [source for _, source in storages.values()]
 
     def _is_on_device(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self._device.torch_device and value.numel() > 0
 
     def _fill(self, memory: torch.Tensor, extents: Sequence[_Extent], sources: Sequence[torch.Tensor]) -> None:
-        """Issue what brings all bytes to their extents; some are there already."""
+        """Issue the copies of all bytes to their extents, except those that are already there."""
         targets = [memory[extent.start : extent.start + extent.nbytes] for extent in extents]
-        moves = [(to, source) for to, source in zip(targets, sources, strict=True) if to.data_ptr() != source.data_ptr()]
-        inside = memory.untyped_storage().data_ptr()
-        moves = [(to, src.clone() if src.untyped_storage().data_ptr() == inside else src) for to, src in moves]
-        for to, source in moves:
+        copies = [(to, source) for to, source in zip(targets, sources, strict=True) if to.data_ptr() != source.data_ptr()]
+        address = memory.untyped_storage().data_ptr()
+        copies = [(to, src.clone() if src.untyped_storage().data_ptr() == address else src) for to, src in copies]
+        for to, source in copies:
             to.copy_(source)
 
-    def _grow(self, room: _Room, nbytes: int) -> None:
-        if len(room.memory) >= nbytes:
+    def _grow(self, buffer: _StagingBuffer, nbytes: int) -> None:
+        if len(buffer.memory) >= nbytes:
             return
-        for why, event in room.last_uses.items():  # before its memory may become something else's
+        for why, event in buffer.last_uses.items():  # before the memory is freed
             self._device.streams.wait(event, why)
         with torch.inference_mode(mode=False):  # copies may be done by other threads
-            room.memory = self._device.empty(nbytes)
-        # What is allocated may have been freed by the host while compute issued before is still at work in it.
-        room.last_uses = {Wait.READ: self._device.streams.mark()}
+            buffer.memory = self._device.empty(nbytes)
+        # The host may have freed this memory while compute that was issued before still uses it.
+        buffer.last_uses = {Wait.STAGING_READ: self._device.streams.mark()}
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory that nothing else uses in this sweep."""
+        """Allocate host memory for the rest of the sweep."""
         if self._used + nbytes > len(self._host):
             with torch.inference_mode(mode=False):
                 self._host = self._device.host_memory(max(self._host_bytes, 2 * len(self._host), nbytes))
@@ -320,28 +326,28 @@ class ActivationOffload:
         return transfer
 
 
-def streams_that_stay(streams: int, own: int, allowed: int, *, rooms: int, some_wait: bool = False) -> int:
-    """How many streams' activations stay on a device, so that as few as possible wait.
+def streams_on_device(streams: int, nbytes: int, allowed: int, *, staging: int, some_offloaded: bool = False) -> int:
+    """Return how many streams' activations stay on a device if as few as possible are offloaded.
 
     Args:
-        streams: Number of streams that are to come.
-        own: Bytes of each stream.
-        allowed: Bytes of the device that are allowed, without those of a forward.
-        rooms: Bytes that the two rooms take as soon as one stream waits.
-        some_wait: Whether a stream waits already.
+        streams: Number of streams that have not been added.
+        nbytes: Bytes of each stream.
+        allowed: Device memory for them, in bytes, without a forward's.
+        staging: Bytes of the staging buffers, which are allocated once a stream is offloaded.
+        some_offloaded: Whether a stream is offloaded already.
     """
-    if not some_wait and streams * own <= allowed:
+    if not some_offloaded and streams * nbytes <= allowed:
         return streams
-    return max(min((allowed - rooms) // own, streams), 0) if own else streams
+    return max(min((allowed - staging) // nbytes, streams), 0) if nbytes else streams
 
 
-def _bytes_of(tensor: torch.Tensor, room: _Room, extents: Sequence[_Extent]) -> torch.Tensor:
-    """The storage that a tensor is part of, as uint8; of a tensor in the room, the extent that was one storage."""
+def _bytes_of(tensor: torch.Tensor, buffer: _StagingBuffer, extents: Sequence[_Extent]) -> torch.Tensor:
+    """Return the storage of a tensor as uint8. A storage in the staging buffer is one of the extents."""
     storage = tensor.untyped_storage()
-    if extents and storage.data_ptr() == room.memory.untyped_storage().data_ptr():
-        at = tensor.data_ptr() - room.memory.data_ptr()
-        extent = next(extent for extent in extents if extent.start <= at < extent.start + extent.nbytes)
-        return room.memory[extent.start : extent.start + extent.nbytes]
+    if extents and storage.data_ptr() == buffer.memory.untyped_storage().data_ptr():
+        offset = tensor.data_ptr() - buffer.memory.data_ptr()
+        extent = next(extent for extent in extents if extent.start <= offset < extent.start + extent.nbytes)
+        return buffer.memory[extent.start : extent.start + extent.nbytes]
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 

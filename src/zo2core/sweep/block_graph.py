@@ -1,10 +1,10 @@
-"""The autograd graph of one segment's forward, whose saved tensors are kept, or computed again when its backward runs.
+"""The autograd graph of one segment's forward, whose saved tensors are kept, or computed again for the backward pass.
 
-What autograd saves for a backward pass are activations and weights. Weights lie in memory that later segments fill in
-between; when the sweep comes back to a segment, its modules read its weights again, though perhaps at another address. So a
-saved weight is kept as a name and an offset within it, and read there in the backward pass. Activations are kept where
-memory allows. Otherwise their places stay empty, and the forward runs again to fill them. That second forward ends as soon
-as the last one is filled: the operations behind it, such as a frozen output projection, save nothing and are not repeated.
+Autograd saves activations and weights for a backward pass. The memory of the weights is overwritten by later segments; in
+the backward pass the segment's modules have its weights again, perhaps at another address. So a saved weight is kept as a
+name and an offset, and looked up in the backward pass. Activations are kept where memory allows. Otherwise the forward runs
+again to compute them. That second forward ends as soon as the last activation is computed: later operations, such as a
+frozen output projection, save nothing and are not repeated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class _Weight(NamedTuple):
     """A saved tensor that is a weight, or a view of one."""
 
     name: str
-    offset: int  # from the weight's beginning, in bytes
+    offset: int  # from the weight's first element, in bytes
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
 
 
 class _Activation:
-    """A saved tensor that is no weight, or the empty place of one. It lives as long as the graph needs it."""
+    """A saved tensor that is not a weight, or an empty slot for it. It exists as long as the graph needs it."""
 
     __slots__ = ("__weakref__", "_tensor", "_version", "kind")
 
@@ -46,7 +46,7 @@ class _Activation:
         return self._tensor is None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # detached, so that no graph holds itself
+        self._tensor = tensor.detach()  # detached, so that the graph does not refer to itself
         self._version = tensor._version
 
     def empty(self) -> None:
@@ -54,7 +54,7 @@ class _Activation:
 
     def read(self) -> torch.Tensor:
         assert self._tensor is not None, "the forward of a graph runs again before its backward"
-        # Hooks replace autograd's own check.
+        # With hooks autograd does not check this itself.
         assert self._tensor._version == self._version, "a tensor that backward reads was changed in place"
         return self._tensor
 
@@ -63,7 +63,7 @@ _Saved: TypeAlias = _Weight | _Activation
 
 
 class _FilledError(BaseException):
-    """Ends a forward that runs again, once all that its backward reads is there. No ``except Exception`` catches it."""
+    """Ends a second forward once all saved activations are computed. No ``except Exception`` catches it."""
 
 
 class BlockGraph:
@@ -86,7 +86,7 @@ class BlockGraph:
         return sum(nbytes for address, nbytes in self._storages.items() if address not in self._inputs)
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
-        """A context in which the forward runs.
+        """Return a context in which the forward runs.
 
         Args:
             keep: Whether its activations are kept for the backward pass.
@@ -124,7 +124,7 @@ class BlockGraph:
             OptionError: if it saves other tensors than the first time.
         """
         activations = [reference() for reference in self._activations]
-        needed = [number for number, one in enumerate(activations) if one is not None and one.is_empty]
+        needed = [number for number, saved in enumerate(activations) if saved is not None and saved.is_empty]
         if not needed:
             return
         locate = self._weight_locator()
@@ -151,7 +151,7 @@ class BlockGraph:
         raise _other_tensors(f"{number} for {needed[-1] + 1}")
 
     def _weight_locator(self) -> Callable[[torch.Tensor], _Weight | None]:
-        """A function that says which weight a tensor lies in, by the addresses that weights have now."""
+        """Return a function that finds the weight in whose memory a tensor lies, by the weights' present addresses."""
         ranges = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items())
         starts = [start for start, _, _ in ranges]
 
@@ -176,7 +176,7 @@ class BlockGraph:
 
 
 def _unpack_never(saved: None) -> torch.Tensor:
-    raise AssertionError("a forward that runs again is not differentiated")
+    raise AssertionError("a second forward is not differentiated")
 
 
 def _other_tensors(found: str) -> OptionError:

@@ -1,7 +1,7 @@
 """Perturbs along counter-based noise: each pass over memory draws the z that it uses.
 
-A segment's replay and its first evaluation are one pass. Nothing is kept from one pass to the next, and ranges do not depend
-on each other: two threads share them out (``_share_out``).
+A segment's replay and its first evaluation are one pass. No state is kept from one pass to the next, and ranges do not
+depend on each other, so that threads divide them (``_run_all``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from zo2core.kernels import apply_drawing
 from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Stores
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Program
-from zo2core.updates import Trajectory, compile_moves, compile_updates, rounds
+from zo2core.updates import Trajectory, compile_moves, compile_updates, split_updates
 
-# Note: Ranges. Large enough that the call costs little, small enough that the threads end together. A multiple of what is
-# drawn at once.
+# Note: Ranges. Large enough that the call costs little, small enough that the threads end together. A multiple of Philox's
+# groups.
 RANGE = 1 << 18  # elements
 
 
@@ -27,12 +27,12 @@ class CounterPerturber:
     """A ``Perturber`` for noise that kernels draw.
 
     Args:
-        noise: Whose numbers are drawn.
-        buffer: One sweep at a time may use it.
-        worker: The second thread; None does without.
-        trajectory: What the sweep does to the weights.
-        parallel_from: Elements of the segments that are worth more than one thread.
-        helpers: How many of the worker's threads help.
+        noise: Defines the numbers that the kernels draw.
+        buffer: The work buffer; one sweep uses it at a time.
+        worker: Further threads; None uses one thread.
+        trajectory: The updates and evaluations of the sweep.
+        parallel_from: Number of elements from which a segment is worked on by several threads.
+        helpers: Number of the worker's threads to use.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class CounterPerturber:
         self._trajectory = trajectory
         self._parallel_from = parallel_from
         first = trajectory.evaluations[0] if trajectory.evaluations else None
-        self._first = first if first is not None and first.shift != 0 else None  # what a replay leads to
-        self._at: Evaluation | None = None  # where a replay has brought the work buffer
-        # One object for all segments, so that each program is coded for the kernels once.
-        self._replays: dict[tuple[int, bool], list[Mapping[bool, Program]]] = {}  # see ``_programs``
-        self._updates: dict[int, Mapping[bool, Program]] = {}  # each alone, by its step
+        self._first = first if first is not None and first.shift != 0 else None  # prepared by the replay's last pass
+        self._prepared: Evaluation | None = None  # the evaluation whose weights a replay has written to the work buffer
+        # All segments share these programs, so that each is encoded for the kernels once.
+        self._replays: dict[tuple[int, bool], list[Mapping[bool, Program]]] = {}  # by the arguments of ``_programs``
+        self._updates: dict[int, Mapping[bool, Program]] = {}  # programs of single updates, by step
         self._copies: dict[Evaluation, Program] = {}
         self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
@@ -67,24 +67,24 @@ class CounterPerturber:
         return self._trajectory.version
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring the store to the present version and, in the same pass, the work buffer to the first evaluation."""
-        if self._buffer.comes_back[index]:
+        """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
+        if self._buffer.transfers_back[index]:
             self._replay_low_bit(index, stores, version)
             return self._trajectory.version
-        leads = not self._buffer.is_low_bit[index]
-        for programs in self._programs(version, leads=leads):
-            last = programs[False].then is not None
-            self._run(index, stores, programs, self._copy(self._first) if last and self._first is not None else None)
-        self._at = self._first if leads else None
+        prepares = not self._buffer.is_low_bit[index]
+        for programs in self._programs(version, prepares=prepares):
+            is_last = programs[False].then is not None
+            self._run(index, stores, programs, self._copy(self._first) if is_last and self._first is not None else None)
+        self._prepared = self._first if prepares else None
         return self._trajectory.version
 
     def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
-        """Replay update by update where each is rounded to what a device gives back."""
-        self._at = None
+        """Replay one update at a time, and round to the transfer dtype after each, as a device does."""
+        self._prepared = None
         missing = self._trajectory.updates[version : self._trajectory.version]
         if missing:
             self._buffer.load_low_bit(index, stores)
-        if missing and version == 0:  # the base was never carried
+        if missing and version == 0:  # the base has not been rounded to the transfer dtype
             self._buffer.round_to_transfer_dtype(index, stores[index])
         for update in missing:
             if update.step not in self._updates:
@@ -98,9 +98,9 @@ class CounterPerturber:
         self._buffer.load_frozen(index, stores)
 
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Bring the work buffer to an evaluation, unless the replay has done so. See the contract."""
-        at, self._at = self._at, None
-        if at is not None and at == evaluation:
+        """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared == evaluation:
             return
         if before is not None and self._trajectory.perturb_in_place:
             self._move_in_place(index, before, evaluation)
@@ -112,53 +112,53 @@ class CounterPerturber:
             self._run(index, stores, {False: copy, True: copy}, copy)
 
     def finish(self) -> None:
-        """Nothing is left to wait for: the second thread works only while ``replay`` and ``perturb`` do."""
+        """Do nothing: further threads work only during ``replay`` and ``perturb``."""
 
-    def _programs(self, version: int, *, leads: bool) -> list[Mapping[bool, Program]]:
-        """What brings segments to the present version, in rounds; the last one may also lead to the first evaluation."""
-        if (version, leads) not in self._replays:
+    def _programs(self, version: int, *, prepares: bool) -> list[Mapping[bool, Program]]:
+        """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
+        if (version, prepares) not in self._replays:
             trajectory = self._trajectory
-            *before, last = rounds(trajectory.updates[version : trajectory.version], SEEDS_IN_TURN)
+            *before, last = split_updates(trajectory.updates[version : trajectory.version], SEEDS_IN_TURN)
             programs = [compile_updates(updates) for updates in before]
-            programs.append(compile_updates(last, self._first if leads else None, trajectory.zo_eps))
-            self.seeds.update(seed for of_round in programs for seed in of_round[False].seeds)
-            self._replays[version, leads] = programs
-        return self._replays[version, leads]
+            programs.append(compile_updates(last, self._first if prepares else None, trajectory.zo_eps))
+            self.seeds.update(seed for program in programs for seed in program[False].seeds)
+            self._replays[version, prepares] = programs
+        return self._replays[version, prepares]
 
     def _copy(self, evaluation: Evaluation) -> Program:
-        """What perturbs a copy of weights that stay as they are."""
+        """Return the program that perturbs a copy of the weights, which stay unchanged."""
         if evaluation not in self._copies:
             self._copies[evaluation] = compile_updates((), evaluation, self._trajectory.zo_eps)[False]
         return self._copies[evaluation]
 
-    def _run(self, index: int, stores: Stores, own: Mapping[bool, Program], borrowed: Program | None) -> None:
-        """Run programs on stores; the perturbed copies that they make go to the work buffer.
+    def _run(self, index: int, stores: Stores, owned: Mapping[bool, Program], borrowed: Program | None) -> None:
+        """Run programs on stores; perturbed copies are written to the work buffer.
 
         Args:
-            index: The segment.
+            index: Index of the segment.
             stores: The segment's store, and those of segments that it borrows from, by segment.
-            own: For its own weights, by whether weight decay applies.
-            borrowed: For weights that it borrows; None leaves them alone.
+            owned: The program for weights that the segment owns, by whether weight decay applies.
+            borrowed: The program for weights that it borrows; None skips them.
         """
-        if not own[False].instructions and own[False].then is None:
+        if not owned[False].instructions and owned[False].then is None:
             return
 
         def run(view: ParameterView, start: int, stop: int) -> None:
-            program = own[view.spec.decays] if view.owner == index else borrowed
+            program = owned[view.spec.decays] if view.owner == index else borrowed
             assert program is not None
             theta = self._weights(view, stores, program)[start:stop]
             out, rounded = (None, None) if program.then is None else view.targets(start, stop)
             apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out, rounded=rounded)
 
         views = self._buffer.segments[index]
-        self._share_out(index, run, [view for view in views if view.owner == index or borrowed is not None])
+        self._run_all(index, run, [view for view in views if view.owner == index or borrowed is not None])
 
     def _weights(self, view: ParameterView, stores: Stores, program: Program) -> torch.Tensor:
-        """The weights that a program runs on: in a store, or where they were widened."""
+        """Return the weights that a program runs on: those in a store, or low-bit ones converted to their stored dtype."""
         store = stores[view.owner]
         if view.spec.is_low_bit and (program.then is not None or not view.is_stored_in(store)):
             assert program.then is not None or view.spec.transfer_back, (
-                "what never comes back is replayed where it is stored"
+                "weights that are not transferred back are replayed in their stored dtype"
             )
             return view.targets()[0]
         return store[view.position]
@@ -174,10 +174,10 @@ class CounterPerturber:
             apply_drawing(theta, program, self._distribution, view.spec.index, start, rounded=rounded)
 
         if program.instructions:
-            self._share_out(index, run, self._buffer.segments[index])
+            self._run_all(index, run, self._buffer.segments[index])
 
-    def _share_out(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
-        """Run on all ranges of these parameters; threads take the next one in turns, if that pays."""
+    def _run_all(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
+        """Run on all ranges of these parameters, on several threads if that saves time."""
         worker = self._worker if self._buffer.elements[index] >= self._parallel_from else None
         ranges: deque[tuple[ParameterView, int, int]] = deque()
         for view in views:
@@ -190,7 +190,7 @@ class CounterPerturber:
                 while True:
                     try:
                         view, start, stop = ranges.popleft()
-                    except IndexError:  # nothing is left
+                    except IndexError:  # all ranges are done
                         return
                     run(view, start, stop)
 

@@ -21,7 +21,7 @@ from zo2core.kernels import apply, perturb
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Perturb, Program, Update
-from zo2core.updates import Trajectory, compile_moves, compile_updates, rounds, seeds_of
+from zo2core.updates import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
 
 
 class _Chunk(Enum):
@@ -57,12 +57,12 @@ class DrawnPerturber:
         self._trajectory = trajectory
         self._parallel_from = parallel_from
         first = trajectory.evaluations[0] if trajectory.evaluations else None
-        self._first = first if first is not None and first.shift != 0 else None  # what a replay may lead to
-        # One object for all segments, so that each program is coded for the kernels once.
+        self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
+        # All segments share these programs, so that each is encoded for the kernels once.
         self._replays: dict[int, Mapping[bool, Program]] = {}  # by the step of the update
-        self._rounds: dict[int, list[Sequence[Update]]] = {}  # by the version that updates are missing from
+        self._missing_updates: dict[int, list[Sequence[Update]]] = {}  # by version, in parts
         self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
-        self._ahead: Future[bool] | None = None  # whether the second thread brought the work buffer to the first evaluation
+        self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
@@ -80,10 +80,10 @@ class DrawnPerturber:
             missing = self._missing(version)
             ahead = self._draw_ahead(index, stores, missing, replayed)
             for updates in missing:
-                told = replayed if ahead and updates is missing[-1] else None
-                self._replay_segment(index, stores[index], updates, told)
+                is_last = updates is missing[-1]
+                self._replay_segment(index, stores[index], updates, replayed if ahead and is_last else None)
         except BaseException:
-            replayed.put(_Chunk.LOST)  # lets the second thread go, whether it was started or not
+            replayed.put(_Chunk.LOST)  # ends the second thread's work, if it has any
             self.finish()
             raise
         return self._trajectory.version
@@ -116,15 +116,15 @@ class DrawnPerturber:
     # ---- replay
 
     def _missing(self, version: int) -> list[Sequence[Update]]:
-        """The updates that a version lacks, in rounds, each compiled."""
-        if version not in self._rounds:
+        """Compile the updates that a version lacks, and return them in parts."""
+        if version not in self._missing_updates:
             updates = self._trajectory.updates[version : self._trajectory.version]
             for update in updates:
                 if update.step not in self._replays:
                     self._replays[update.step] = compile_updates([update])
                     self.seeds.update(seeds_of(update))
-            self._rounds[version] = list(rounds(updates, SEEDS_IN_TURN))
-        return self._rounds[version]
+            self._missing_updates[version] = list(split_updates(updates, SEEDS_IN_TURN))
+        return self._missing_updates[version]
 
     def _replay_segment(
         self, index: int, store: Store, updates: Sequence[Update], replayed: SimpleQueue[_Chunk] | None
@@ -132,8 +132,8 @@ class DrawnPerturber:
         programs = [self._replays[update.step] for update in updates]
         for view in self._buffer.segments[index]:
             if view.owner == index:
-                own = [program[view.spec.decays] for program in programs]
-                self._replay_parameter(view, store[view.position], own, replayed)
+                for_parameter = [program[view.spec.decays] for program in programs]
+                self._replay_parameter(view, store[view.position], for_parameter, replayed)
 
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
@@ -162,19 +162,19 @@ class DrawnPerturber:
         missing: Sequence[Sequence[Update]],
         replayed: SimpleQueue[_Chunk],
     ) -> bool:
-        """Have the second thread, if that pays, prepare the first evaluation; it is told of each replayed chunk."""
+        """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
         if self._worker is None or self._first is None:
             return False
-        own = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
-        if own < self._parallel_from:
-            return False  # this thread has next to nothing to replay: both move what is borrowed, where noise is kept
+        owned = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
+        if owned < self._parallel_from:
+            return False  # there is little to replay; later both threads perturb the borrowed weights
         if any(self._first.seed in self._replays[update.step][False].seeds for updates in missing for update in updates):
-            return False  # one seed's generator in two places would start over for each chunk
+            return False  # two threads would draw from one seed's generator, which would start over for each chunk
         self._ahead = self._worker.submit(self._prepare, index, stores, self._first, replayed)
         return True
 
     def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: SimpleQueue[_Chunk]) -> bool:
-        """Second thread: draw a direction and perturb along it, chunk by chunk, behind the replay."""
+        """On the second thread, draw a direction and perturb each chunk along it as soon as the chunk is replayed."""
         for view in self._buffer.segments[index]:
             theta = stores[view.owner][view.position]
             for start, stop in view.chunks:
@@ -189,17 +189,17 @@ class DrawnPerturber:
         return True
 
     def _join(self) -> bool:
-        """Wait for the second thread, once; whether it brought the work buffer to the first evaluation."""
+        """Wait for the second thread, and return whether it has written the first evaluation's weights."""
         if self._ahead is None:
             return False
-        prepared = self._ahead.result()  # known until it has ended: whoever is interrupted here can still wait for it
+        prepared = self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
         self._ahead = None
         return prepared
 
     # ---- other evaluations
 
     def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
-        """Perturb the work buffer along a direction, from the stores or, without, from where it is."""
+        """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
         if not self._buffer.keeps_noise:
             for view, start, stop in self._chunks(index):
                 z = self._noise_memory(view, start, stop, "move")
@@ -211,7 +211,7 @@ class DrawnPerturber:
         self._halve(index, move, sources)
 
     def _halve(self, index: int, move: Perturb, sources: Stores | None) -> None:
-        """Perturb along kept noise; two threads take every other chunk, if that pays."""
+        """Perturb along kept noise, with every other chunk on a second thread if that saves time."""
         if self._worker is None or self._buffer.elements[index] < self._parallel_from:
             self._perturb_half(index, move, 0, 1, sources)
             return
@@ -222,7 +222,7 @@ class DrawnPerturber:
             other.result()
 
     def _perturb_half(self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None) -> None:
-        """Perturb every ``parts``-th chunk of each parameter; chunks do not touch each other."""
+        """Perturb every ``parts``-th chunk of each parameter; chunks do not overlap."""
         for view, start, stop in self._chunks(index, part, parts):
             z = self._noise_memory(view, start, stop, "move")
             self._perturb_chunk(view, start, stop, _weights(view, sources), z, move.shift, f"move {part}")
@@ -248,7 +248,7 @@ class DrawnPerturber:
     # ---- kept noise
 
     def _draw(self, index: int, seed: int) -> None:
-        """Draw one direction for a segment into the noise buffer; tied weights keep theirs from segment to segment."""
+        """Draw one direction for a segment into the noise buffer, where tied weights keep theirs for other segments."""
         for view in self._buffer.segments[index]:
             if self._drawn_tied.get(view.spec.name) == seed:
                 continue
@@ -262,12 +262,12 @@ class DrawnPerturber:
             self._drawn_tied[view.spec.name] = seed
 
     def _noise_memory(self, view: ParameterView, start: int, stop: int, purpose: str) -> torch.Tensor:
-        """Where a chunk of z goes: its place in the noise buffer, or scratch that the next chunk overwrites."""
+        """Return the memory for a chunk of z: a part of the noise buffer, or scratch that the next chunk overwrites."""
         if view.z is not None:
             return view.z[start:stop]
         return self._buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
 
 
 def _weights(view: ParameterView, sources: Stores | None) -> torch.Tensor:
-    """A parameter's weights in the stores or, without, where they walk."""
+    """Return a parameter's weights in the stores, or those that are perturbed in place if ``sources`` is None."""
     return view.targets()[0] if sources is None else sources[view.owner][view.position]

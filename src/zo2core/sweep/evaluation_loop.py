@@ -1,4 +1,4 @@
-"""Forwards of the weights as they are: as many batches a sweep as the memory reserved for activations holds."""
+"""Evaluations of the unperturbed weights, with as many batches in a sweep as the memory for activations allows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zo2core.workers import Workers
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
-    """Group batches, in order, so that what a group holds between segments and its largest forward fit together.
+    """Group batches, in order, so that a group's activations between segments and its largest forward fit in memory.
 
     Args:
-        batches: Prepared; taken up one by one.
-        forward: What they will run through; says what a batch takes.
-        allowed: Bytes for activations. A batch that does not fit alone is a group of its own.
+        batches: Prepared batches, taken one at a time.
+        forward: Runs the batches, and estimates their memory.
+        allowed: Bytes for activations. A batch that exceeds them alone is a group of its own.
 
     Yields:
-        At least one batch each time.
+        Groups of at least one batch.
 
     Raises:
         BatchError: if the model cannot take a batch.
@@ -33,12 +33,12 @@ def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Ite
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
-        own, running = forward.held_bytes(batch), forward.forward_bytes(batch)
-        if group and held + own + max(largest, running) > allowed:
+        batch_held, running = forward.held_bytes(batch), forward.forward_bytes(batch)
+        if group and held + batch_held + max(largest, running) > allowed:
             yield group
             group, held, largest = [], 0, 0
         group.append(batch)
-        held, largest = held + own, max(largest, running)
+        held, largest = held + batch_held, max(largest, running)
     if group:
         yield group
 
@@ -49,20 +49,20 @@ def evaluate(
     rows: int | None,
     workers: Workers,
 ) -> EvaluationResult:
-    """The mean loss over batches.
+    """Compute the mean loss over batches.
 
     Args:
-        forwards: Runs batches and yields their losses, 0-d, a list a sweep.
-        batches: With labels. Each counts by its labelled tokens.
-        rows: Rows of a micro-batch; None runs each batch whole.
-        workers: Take the batches in turns; each batch's loss is what one worker alone would make.
+        forwards: Runs batches and yields their losses, 0-d, one list for each sweep.
+        batches: Batches with labels, weighted by their labelled tokens.
+        rows: Rows of a micro-batch; None does not split batches.
+        workers: Workers that divide the batches. Each batch's loss is the one that a single worker computes.
 
     Raises:
         BatchError: if the model cannot take a batch, or there is no labelled token.
-        WorkerError: if another worker is silent, or has other batches.
+        WorkerError: if another worker does not answer, or has other batches.
     """
-    began = time.perf_counter()
-    tokens: list[list[int]] = []  # of each micro-batch of each batch
+    started = time.perf_counter()
+    tokens: list[list[int]] = []  # labelled tokens of each micro-batch of each batch
     digest = 0  # of all batches
 
     def micro_batches() -> Iterator[Batch]:
@@ -76,19 +76,20 @@ def evaluate(
                 tokens[-1].append(labelled_tokens(micro_batch))
                 yield micro_batch
 
-    losses, sweeps = _outputs(forwards(micro_batches()), may_be_none=workers.size > 1)
-    in_order = iter(losses)
-    of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
+    outputs, sweeps = _outputs(forwards(micro_batches()), may_be_empty=workers.size > 1)
+    in_order = iter(outputs)
+    losses = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
     workers.require_same("batches", digest)
-    of_all = workers.in_order(list(zip(of_batches, counts, strict=True)))
-    of_batches, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
+    of_all = workers.in_order(list(zip(losses, counts, strict=True)))
+    losses, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
-    mean = math.fsum(loss * count for loss, count in zip(of_batches, counts, strict=True) if count) / sum(counts)
-    return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, time.perf_counter() - began)
+    mean = math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
+    seconds = time.perf_counter() - started
+    return EvaluationResult(mean, tuple(losses), sum(counts), sweeps, seconds, tuple(counts))
 
 
 def evaluate_objective(
@@ -97,45 +98,44 @@ def evaluate_objective(
     rows: int | None,
     objective: Objective,
 ) -> EvaluationResult:
-    """What an objective makes of all batches together, and of each.
+    """Evaluate an objective for all batches together, and for each batch.
 
     Args:
-        forwards: Runs batches and yields what the head gives, a list a sweep.
-        batches: What the objective takes.
-        rows: Rows of a micro-batch; None runs each batch whole.
-        objective: Says how batches are cut, and how outputs join.
+        forwards: Runs batches and yields the head's outputs, one list for each sweep.
+        batches: Inputs of the objective.
+        rows: Rows of a micro-batch; None does not split batches.
+        objective: Splits batches, and computes a number from outputs.
 
     Raises:
         BatchError: if the objective cannot take a batch, or there is none.
-        OptionError: if it is no objective, or what it makes of outputs is no number.
+        OptionError: if it is not an ``Objective``, or its result is not a number.
     """
     if not isinstance(objective, Objective):
         raise OptionError(
             "forward",
-            found=f"a {type(objective).__name__} that does not say how batches join",
-            expected="an Objective, which has split and loss",
-            remedy="add these two, or use forwards()",
+            found=f"a {type(objective).__name__} without split and loss",
+            expected="an Objective, which has both",
+            remedy="add these two methods, or use forwards()",
         )
-    began = time.perf_counter()
-    cut: list[Sequence[Batch]] = []
+    started = time.perf_counter()
+    split: list[Sequence[Batch]] = []  # micro-batches of each batch
 
     def micro_batches() -> Iterator[Batch]:
         for batch in batches:
-            cut.append(objective.split(batch, rows) or [batch])
-            yield from cut[-1]
+            split.append(objective.split(batch, rows) or [batch])
+            yield from split[-1]
 
     outputs, sweeps = _outputs(forwards(micro_batches()))
     in_order = iter(outputs)
-    of_batches = [require_number(objective.loss([next(in_order) for _ in batch], batch)) for batch in cut]
-    whole = require_number(objective.loss(outputs, [micro_batch for batch in cut for micro_batch in batch]))
-    losses = tuple(loss.item() for loss in of_batches)
-    return EvaluationResult(whole.item(), losses, 0, sweeps, time.perf_counter() - began)
+    losses = [require_number(objective.loss([next(in_order) for _ in batch], batch)).item() for batch in split]
+    total = require_number(objective.loss(outputs, [micro_batch for batch in split for micro_batch in batch])).item()
+    return EvaluationResult(total, tuple(losses), 0, sweeps, time.perf_counter() - started)
 
 
-def _outputs(sweeps: Iterator[list[torch.Tensor]], *, may_be_none: bool = False) -> tuple[list[torch.Tensor], int]:
-    """What the head gave for all batches in order, and how many sweeps that took."""
+def _outputs(sweeps: Iterator[list[torch.Tensor]], *, may_be_empty: bool = False) -> tuple[list[torch.Tensor], int]:
+    """Return the head's outputs for all batches in order, and the number of sweeps."""
     outputs_of_sweeps = list(sweeps)
     outputs = [output for outputs_of_sweep in outputs_of_sweeps for output in outputs_of_sweep]
-    if not outputs and not may_be_none:
+    if not outputs and not may_be_empty:
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
     return outputs, len(outputs_of_sweeps)

@@ -1,4 +1,4 @@
-"""One use of an engine at a time, and none once it is closed."""
+"""Exclusive use: an engine does one thing at a time, and nothing after it was closed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zo2core.errors import BusyError, ClosedError
 
 
 class ExclusiveUse:
-    """Lets one sweep, or one iteration over parameters, begin at a time.
+    """Refuses to start a sweep, or an iteration over parameters, before the last one has ended.
 
     Args:
-        owner: Name of what is used, for errors.
+        owner: Name of the engine, for errors.
     """
 
     def __init__(self, owner: str) -> None:
@@ -20,8 +20,8 @@ class ExclusiveUse:
         self._closed = self._busy = False
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        """Be in use meanwhile.
+    def locked(self) -> Iterator[None]:
+        """Refuse any other use within the context.
 
         Raises:
             BusyError: if another use has not ended.
@@ -50,5 +50,5 @@ class ExclusiveUse:
             raise ClosedError(owner, found=f"a closed {owner}", expected="an open one", remedy="build a new one")
 
     def close(self) -> None:
-        """Let no use begin any more."""
+        """Refuse all later uses."""
         self._closed = True

@@ -1,4 +1,4 @@
-"""The memory that a sweep forward and back works in: micro-batches at a block, one segment's graph, and what is kept."""
+"""The memory of a sweep forward and backward: micro-batches at a block, one segment's graph, and what blocks keep."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from zo2core.protocols import Forward
 from zo2core.types import Batch
 
-# A segment's forward and backward take as much as so many of its forwards. Measured: 0.5 to 1.6 for blocks of OPT and Llama;
-# 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three float32 copies of the logits.
+# Memory of a segment's forward and backward, in multiples of its forward's. Measured: 0.5 to 1.6 for blocks of OPT and
+# Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three float32 copies of the logits.
 GRAPH_FORWARDS = 1.5
 PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
 
 
 def gradient_bytes(held: int, running: int, kept: int) -> int:
-    """Memory of a sweep forward and back.
+    """Memory of a sweep forward and backward.
 
     Args:
         held: Bytes that all micro-batches hold between segments.
@@ -32,32 +32,32 @@ class Group(NamedTuple):
 
     start: int
     stop: int
-    kept_bytes: int  # of memory, for inputs and graphs that blocks keep
+    kept_bytes: int  # memory for inputs and graphs that blocks keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMemory:
-    """How many micro-batches pass the blocks together, and how much memory is left for what blocks keep of them."""
+    """Decides how many micro-batches pass the blocks together, and how much memory is left for what blocks keep."""
 
-    room: int  # bytes; a single micro-batch always passes
-    spare: int  # bytes beside that: nothing else takes them
+    budget: int  # bytes; a single micro-batch may exceed them
+    spare: int  # further bytes, which the plan of the run leaves over
 
     def groups(self, forward: Forward, batches: Sequence[Batch], *, together: bool) -> Iterator[Group]:
-        """Cut micro-batches into groups, in order.
+        """Divide micro-batches into groups, in order.
 
         Args:
-            forward: Runs them.
-            batches: Micro-batches, prepared.
+            forward: Runs the micro-batches.
+            batches: Prepared micro-batches.
             together: Whether all have to pass the blocks together.
         """
-        room = self.room + self.spare
+        allowed = self.budget + self.spare
         start, held, running = 0, 0, 0
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             nbytes, forward_bytes = forward.held_bytes(batch), forward.forward_bytes(batch)
             needed = gradient_bytes(held + nbytes, max(running, forward_bytes), 0)
-            if place > start and needed > room and not together:
-                yield Group(start, place, max(room - gradient_bytes(held, running, 0), 0))
-                start, held, running = place, 0, 0
+            if index > start and needed > allowed and not together:
+                yield Group(start, index, max(allowed - gradient_bytes(held, running, 0), 0))
+                start, held, running = index, 0, 0
             held += nbytes
             running = max(running, forward_bytes)
-        yield Group(start, len(batches), max(room - gradient_bytes(held, running, 0), 0))
+        yield Group(start, len(batches), max(allowed - gradient_bytes(held, running, 0), 0))

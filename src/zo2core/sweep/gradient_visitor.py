@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
@@ -28,7 +28,7 @@ from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.graph_room import GraphRoom
 from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.memory_limit import MemoryLimit
-from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
+from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Lane
 
 
@@ -52,7 +52,7 @@ class _SegmentInput:
 
 
 class _Pass(NamedTuple):
-    """The forward of a segment for one micro-batch, whose backward is still to come."""
+    """The forward of a segment for one micro-batch, until its backward pass."""
 
     forward: Callable[[], object]  # runs it again
     graph: BlockGraph
@@ -70,13 +70,40 @@ class _Stream:
         self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the last visited segment, by index of the value
 
 
+class TrainedWeights(Protocol):
+    """What gradients are added to, and what changes with them."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the trained parameters, in registration order."""
+
+    @property
+    def updated(self) -> Collection[int]:
+        """Segments that are updated in the backward pass of the present sweep."""
+
+    def begin_sweep(self) -> None:
+        """Prepare for a sweep."""
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
+
+    def complete(self, index: int) -> None:
+        """Accept that all gradients of a segment's own parameters have been added. If it raises, nothing has changed.
+
+        A parameter that several segments use belongs to the first of them, whose backward pass is the last.
+        """
+
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Change a segment's stored weights, if this sweep updates it; returns the new version."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientVisits:
     """Makes the visitors of first-order steps."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    present: PresentWeights  # loads weights into the work buffer
-    trained: TrainedParameters  # accumulates gradients
+    present: Perturber  # loads weights into the work buffer
+    trained: TrainedWeights  # accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     inputs: KeptInputs
@@ -93,7 +120,7 @@ class GradientVisits:
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         kept_bytes: int,
     ) -> GradientVisitor:
-        """The visitor of one sweep.
+        """Make the visitor of one sweep.
 
         Args:
             forward: Runs the segments.
@@ -149,14 +176,15 @@ class GradientVisitor:
         self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
         self._head = len(self._layouts) - 1
         self._first = next(index for index, leaves in enumerate(self._leaves) if leaves)  # the first with a gradient
+        self._last = min(self._first, *self._trained.updated, self._head)  # the last of the backward pass
         self._is_backward = False
         self._stores: dict[int, Store] = {}
         self.outputs: list[list[torch.Tensor]] = [[]]  # outputs of the head, one per micro-batch
 
     @property
     def order(self) -> Sequence[int]:
-        """All segments, then back to the first block with a gradient, whose visit includes the embedding's backward."""
-        return [*range(self._head + 1), *range(self._head - 1, max(self._first, 1) - 1, -1)]
+        """All segments, then back to the first one that has a gradient or is updated."""
+        return [*range(self._head + 1), *range(self._head - 1, self._last - 1, -1)]
 
     @property
     def seeds(self) -> Collection[int]:
@@ -165,21 +193,37 @@ class GradientVisitor:
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass. See the contract."""
-        commit(self.replay(index, store, version))
+        version = self.replay(index, store, version)
+        self._is_backward |= index == self._head
+        if not self._is_backward:
+            commit(version)
+            self._run(index)
+            return
+        try:
+            self._run(index)
+            if index == self._last:
+                self._add_tied_gradients()
+            self._trained.complete(index)
+        except BaseException:
+            commit(version)  # nothing was changed
+            raise
+        started = self._queues.mark()
+        updated = self._trained.update(index, store, version)
+        if updated != version:
+            self._timeline.note(Lane.REPLAY, self._layouts[index].name, started, self._queues.mark())
+        commit(updated)
+
+    def _run(self, index: int) -> None:
+        """Run a segment's forwards, or compute its gradients in the backward pass."""
         started = self._queues.mark()
         self._load(index)
         self._limit.make_room(self._running if index == self._head else 0)  # logits are the largest of all
         if index == self._head:
             self._run_head()
-        elif self._is_backward:
-            self._run_backward(index)
-        else:
+        elif not self._is_backward:
             self._run_forwards(index)
-        if self._is_backward and index == max(self._first, 1):
-            if self._first == 0:
-                self._load(0)
-                self._run_backward(0)
-            self._add_tied_gradients()
+        elif index >= self._first:
+            self._run_backward(index)
         self._timeline.note(Lane.EVALUATE, self._layouts[index].name, started, self._queues.mark(), track=0)
         if not self._layouts[index].resident:
             del self._stores[index]
@@ -252,7 +296,7 @@ class GradientVisitor:
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
-        self._is_backward = True
+        self._inputs.end_departures()
         graphs = []
         for number, stream in enumerate(self._streams):
             activations, inputs = stream.next_input.with_leaves()
@@ -316,7 +360,7 @@ class GradientVisitor:
     def _add_tied_gradients(self) -> None:
         """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain loop does."""
         for number in range(len(self._streams)):
-            for name in self._trained.parameters:
+            for name in self._trained.names:
                 if (name, number) in self._tied_sums:
                     self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
 

@@ -1,4 +1,4 @@
-"""Which blocks keep their graphs from forward to backward: the last ones, as many as memory has room for."""
+"""Decides which blocks keep their graphs from forward to backward pass: as many of the last ones as fit in memory."""
 
 from __future__ import annotations
 

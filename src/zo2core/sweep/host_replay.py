@@ -1,4 +1,4 @@
-"""Replaying on the host what a device computes with: the device is given weights at their present version."""
+"""Replay on the host for a device with its own memory, which receives weights at their present version."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class HostReplay:
 
     Args:
         layouts: Segments in visiting order.
-        noise: Whose numbers the kernels draw.
-        updates: All of the run so far; the list grows.
-        update_loss: Takes samples of the segments.
+        noise: Defines the numbers that the kernels draw.
+        updates: All updates of the run; the list grows.
+        update_loss: Samples the segments.
     """
 
     def __init__(
@@ -37,15 +37,14 @@ class HostReplay:
         self._noise = noise
         self._updates = updates
         self._update_loss = update_loss
-        self._buffer = WorkBuffer(
-            layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False
-        )  # its pages stay untouched
+        # Only the views and the scratch of this work buffer are used: its own pages are never touched.
+        self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
         self._threads = max(1, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
         self.begin()
 
     def begin(self) -> None:
-        """Take the updates that there are now for the present version."""
+        """Make the present number of updates the version to which segments are brought."""
         trajectory = Trajectory(self._updates, len(self._updates), (), zo_eps=1.0, perturb_in_place=True)
         self._perturber = CounterPerturber(
             self._noise, self._buffer, self._pool, trajectory, parallel_from=PARALLEL_FROM, helpers=self._threads - 1
@@ -64,19 +63,19 @@ class HostReplay:
 
 
 class LowBitScheduler:
-    """A scheduler whose source has the blocks made ready for each sweep anew.
+    """A scheduler whose source prepares the blocks again for each sweep, at their present version.
 
     Args:
         scheduler: Scheduler of the source.
-        source: Makes blocks ready.
-        replay: What it brings them to their present version with.
+        source: Prepares blocks.
+        replay: Brings them to their present version.
     """
 
     def __init__(self, scheduler: Scheduler, source: LowBitSource, replay: HostReplay) -> None:
         self._scheduler = scheduler
         self._source = source
         self._replay = replay
-        self._interrupted = False  # the last sweep: the scheduler may hold what it had brought in for it
+        self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
@@ -85,18 +84,18 @@ class LowBitScheduler:
         self._scheduler.sweep(visitor, order)
         self._interrupted = False
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Give back all buckets. See the contract."""
         with self._source.only_when_acquired():
-            self._scheduler.settle()
+            self._scheduler.release_all()
         self._interrupted = False
 
     @contextmanager
     def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, as it is stored. See the contract."""
+        """Bring one segment to the present version, in its stored dtype. See the contract."""
         self._replay.begin()
         if self._interrupted:
-            self.settle()
+            self.release_all()
         with self._source.only_when_acquired():
             if index in self._source.low_bit_segments:
                 with self._source.stored(index) as bucket:

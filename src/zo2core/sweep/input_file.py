@@ -100,7 +100,12 @@ class InputFile:
                         self._file.write(offset + start, self._staging[: whole_pages(count)])
                     storage.resize_(0)
         except OSError as error:
-            raise self._failed(error) from error
+            raise ScratchError(
+                self._directory,
+                found=f"{reason(error)}, for the temporary file of the inputs of blocks",
+                expected=f"a disk with {shown_bytes(self._end)} of free space, or more memory",
+                remedy="free space there, allow more memory, or take smaller batches; the step was not taken",
+            ) from error
 
     def _read(self, name: str, ranges: Sequence[_Range]) -> None:
         assert self._file is not None, "what is read was written"
@@ -110,18 +115,15 @@ class InputFile:
                     storage.resize_(nbytes)
                     self._file.read_into(offset, byte_view(torch.empty(0, dtype=torch.uint8).set_(storage)))
         except (OSError, EOFError) as error:
-            raise self._failed(error) from error
+            raise ScratchError(
+                self._directory,
+                found=f"{reason(error)}, for the temporary file of the inputs of blocks",
+                expected="the inputs that were written there",
+                remedy="repair the disk, allow more memory, or take smaller batches",
+            ) from error
 
     def _close_file(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
-
-    def _failed(self, error: OSError | EOFError) -> ScratchError:
-        return ScratchError(
-            self._directory,
-            found=f"{reason(error)}, for the temporary file of the inputs of blocks",
-            expected=f"a disk with {shown_bytes(self._end)} of free space, or more memory",
-            remedy="free space there, allow more memory, or take smaller batches; the step was not taken",
-        )

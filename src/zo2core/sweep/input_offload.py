@@ -42,7 +42,7 @@ class _Departure(_Transit):
     """Copies to the host, after which storages are freed."""
 
     def __init__(self, offload: InputOffload, transfers: Sequence[Transfer], copies: Sequence[_Copy]) -> None:
-        super().__init__(offload.device.streams, transfers, Wait.LEFT)
+        super().__init__(offload.device.streams, transfers, Wait.STAGING_OFFLOADED)
         self._offload = offload
         self._copies = copies
 
@@ -75,7 +75,7 @@ class InputOffload:
     def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> _Departure:
         """Start copying storages to the host. See the contract."""
         self._copies[name] = [_Copy(storage, self._host_memory(storage.nbytes())) for storage in storages]
-        made = {Wait.MADE: self.device.streams.mark()}
+        made = {Wait.COMPUTED: self.device.streams.mark()}
         copies = self._copies[name]
         transfers = [
             self.device.streams.copy(Lane.ACTIVATIONS_OUT, host, self._bytes_of(storage), made) for storage, host in copies
@@ -89,16 +89,16 @@ class InputOffload:
             self.resize(storage, len(host))
         # The storage's memory may have been freed while compute issued before is still at work in it. The copies to the host
         # are over by then as well: compute waits for them.
-        read = {Wait.READ: self.device.streams.mark()}
+        read = {Wait.STAGING_READ: self.device.streams.mark()}
         transfers = [
             self.device.streams.copy(Lane.ACTIVATIONS_IN, self._bytes_of(storage), host, read) for storage, host in copies
         ]
-        return _Transit(self.device.streams, self._noted(Lane.ACTIVATIONS_IN, name, transfers), Wait.CAME)
+        return _Transit(self.device.streams, self._noted(Lane.ACTIVATIONS_IN, name, transfers), Wait.ACTIVATIONS_UPLOADED)
 
     def clear(self) -> None:
         """Forget all inputs, after all copies. See the contract."""
         for transfer in self._transfers:
-            self.device.streams.wait(transfer.done, Wait.CAME)
+            self.device.streams.wait(transfer.done, Wait.ACTIVATIONS_UPLOADED)
         self._transfers.clear()
         self._copies.clear()
         self._free += self._used

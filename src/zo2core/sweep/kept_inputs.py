@@ -121,19 +121,28 @@ class KeptInputs:
         while self._leaving and self._nbytes > self._room:
             self._end_departure()
 
+    def end_departures(self) -> None:
+        """Wait for all inputs that are leaving, before the backward pass: weights may change in it.
+
+        Raises:
+            ScratchError: if one cannot be written.
+        """
+        while self._leaving:
+            self._end_departure()
+
     def take(self, block: int, stream: int) -> None:
         """Have an input in memory, for its block's backward, and start bringing those that are needed next.
+
+        All departures have ended before.
 
         Args:
             block: Index of the block's segment. Blocks come in reverse order, and the streams of a block in order.
             stream: Index of the stream.
 
         Raises:
-            ScratchError: if it cannot be written or read.
+            ScratchError: if it cannot be read.
         """
         key = (block, stream)
-        while self._leaving:
-            self._end_departure()
         while self._away and (len(self._coming) < AHEAD or _key(self._next_away()) == key):
             coming = self._next_away()
             if _key(coming) != key and self._nbytes + coming.nbytes > self._room:

@@ -1,7 +1,7 @@
 """Micro-batches: a batch split along its rows, and the losses of its parts combined again.
 
-A mean over tokens is not the mean of the parts' means: each part counts by its labelled tokens, as Hugging Face's Trainer
-counts the micro-batches of one step (``num_items_in_batch``). What counts as a labelled token is decided here, for all.
+A mean over tokens is not the mean of the parts' means: each part is weighted by its labelled tokens, as Hugging Face's
+Trainer weights the micro-batches of a step (``num_items_in_batch``). This module defines what a labelled token is.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Fa
 
 
 def predicted(labels: torch.Tensor) -> torch.Tensor:
-    """Which tokens a causal language model's loss is averaged over.
+    """Mark the tokens over which a causal language model's loss is averaged.
 
     Args:
         labels: Integers, (..., tokens). Each token but the last predicts the label of the next one.
 
     Returns:
-        Bool, (..., tokens - 1): whether the token at that place predicts a label that is not ``IGNORE_INDEX``.
+        Bool, (..., tokens - 1): whether the token at that position predicts a label that is not ``IGNORE_INDEX``.
     """
     return labels[..., 1:] != IGNORE_INDEX
 
 
 def labelled_tokens(batch: Batch) -> int:
-    """Count the tokens that the loss of a batch is averaged over; a batch without labels has none."""
+    """Count the tokens over which the loss of a batch is averaged; a batch without labels has none."""
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
 
 
 def require_rows(rows: int | None) -> None:
-    """Refuse a size of micro-batches that is not at least one row; None is no size.
+    """Refuse micro-batches of less than one row; None does not split batches.
 
     Raises:
-        OptionError: naming the option.
+        OptionError: if the number is less than 1.
     """
     if rows is not None and rows < 1:
         raise OptionError(
-            "micro_batch_size", found=repr(rows), expected="at least 1", remedy="leave it out for no splitting"
+            "micro_batch_size", found=repr(rows), expected="at least 1", remedy="leave it out to run batches whole"
         )
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
-    """Split a batch into micro-batches of at most so many rows.
+    """Split a batch into micro-batches of at most ``rows`` rows.
 
-    A micro-batch loses the columns on the right in which all its rows are padding. On the left they stay: models count
-    positions from there. A micro-batch without a labelled token is left out: it has no loss. Tensors with another number of
-    rows than the labels (positions that all rows share) go with every micro-batch.
+    Columns on the right that are padding in all rows of a micro-batch are removed. Columns on the left stay, since models
+    count positions from there. A micro-batch without a labelled token is left out: it has no loss. A tensor with another
+    number of rows than the labels (positions that all rows share) is part of every micro-batch.
 
     Args:
-        batch: With labels (rows, tokens); what the model would refuse is not split, so that the model does refuse it.
-        rows: Rows of a micro-batch; None leaves the batch whole.
+        batch: A batch with labels (rows, tokens). A batch without such labels is not split: the model checks it.
+        rows: Rows of a micro-batch; None does not split the batch.
 
     Returns:
-        The micro-batches in order, at least one; the batch itself where nothing is to be split.
+        The micro-batches in order, at least one; the batch itself if it is not split.
     """
     require_tensors(batch)
     labels = batch.get("labels")
@@ -65,59 +65,71 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
         return [batch]
     micro_batches = []
     for start in range(0, len(labels), rows):
-        micro_batch = rows_of(batch, start, start + rows)
+        micro_batch = shard_of_rows(batch, start, start + rows)
         if labelled_tokens(micro_batch):
-            micro_batches.append(_without_padding(micro_batch))
+            micro_batches.append(micro_batch)
     return micro_batches or [batch]
 
 
 def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
-    """The rows of a batch that are a group's; all groups keep the batch's columns.
+    """Select the rows of a group; all groups keep the batch's columns.
 
     Args:
-        batch: With labels (rows, tokens).
-        group: One of several, which have equally many rows each, in order.
+        batch: A batch with labels (rows, tokens).
+        group: One of several groups of equally many rows, in order.
 
     Raises:
-        BatchError: if the batch has no labels of rows, or its rows cannot be shared out evenly.
+        BatchError: if the batch has no such labels, or its rows cannot be divided evenly.
     """
     labels, groups = batch.get("labels"), group.groups
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         raise BatchError(
             "batch",
             found="no labels of shape (rows, tokens)",
-            expected="a batch with labels, whose rows directions share out",
-            remedy="pass one",
+            expected="a batch with such labels, whose rows are divided among directions",
+            remedy="pass a batch with labels",
         )
     rows = len(labels)
     if rows % groups:
         raise BatchError(
             "batch",
             found=f"{rows} rows for {groups} directions",
-            expected="a number of rows that is a multiple of the directions, each of which has as many",
+            expected="a multiple of the number of directions, so that each has equally many rows",
             remedy=f"pass batches of {max(groups, rows - rows % groups)} rows, or choose another number of directions",
         )
     require_tensors(batch)
-    share = rows // groups
-    return rows_of(batch, group.number * share, (group.number + 1) * share)
+    size = rows // groups
+    return rows_of(batch, group.number * size, (group.number + 1) * size)
+
+
+def shard_of_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """A range of a batch's rows, without the columns on the right in which all of them are padding.
+
+    Args:
+        batch: With labels (rows, tokens).
+        start: The first row.
+        stop: The row after the last one.
+    """
+    rows = rows_of(batch, start, stop)
+    return _without_padding(rows) if labelled_tokens(rows) else rows
 
 
 def rows_to_shard(batches: Sequence[Batch]) -> int | None:
-    """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be sharded."""
+    """Return the number of rows of the smallest batch; None if a batch without labels (rows, tokens) prevents sharding."""
     labels = [batch.get("labels") for batch in batches]
     counts = [len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2]
     return min(counts) if counts and len(counts) == len(labels) else None
 
 
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """The mean loss over the labelled tokens of all micro-batches.
+    """Compute the mean loss over the labelled tokens of all micro-batches.
 
     Args:
-        losses: 0-d, one a micro-batch: means over its labelled tokens.
-        tokens: Labelled tokens of each.
+        losses: Mean loss over the labelled tokens of each micro-batch, 0-d.
+        tokens: Number of labelled tokens of each micro-batch.
 
     Returns:
-        0-d, of the losses' dtype and device; summed in float64. Of one micro-batch: its loss itself.
+        0-d, with the dtype and device of the losses; summed in float64. A single loss is returned unchanged.
     """
     if len(losses) == 1:
         return losses[0]
@@ -126,12 +138,12 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """A range of a batch's rows, with what all rows share.
+    """Select a range of a batch's rows. Tensors that all rows share are kept whole.
 
     Args:
-        batch: With labels (rows, ...).
-        start: The first row.
-        stop: The row after the last one.
+        batch: A batch with labels (rows, ...).
+        start: Index of the first row.
+        stop: Index after the last row.
     """
     count = len(batch["labels"])
     return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}

@@ -1,4 +1,4 @@
-"""Replaying segments that the workers of a host share: whichever worker comes first replays, under the segment's lock."""
+"""Replay of segments that the workers of a host share: the first worker replays a segment, while it holds its lock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zo2core.types import BlockLayout, Evaluation
 
 
 class SharedPerturber:
-    """A ``Perturber`` whose segments other workers replay, too.
+    """A ``Perturber`` whose segments other workers replay as well.
 
     Args:
         perturber: Replays and perturbs.
-        source: Where the segments are, with their versions and locks.
+        source: The shared segments, with their versions and locks.
         layouts: Segments in visiting order.
     """
 
@@ -26,7 +26,7 @@ class SharedPerturber:
 
     @property
     def seeds(self) -> Collection[int]:
-        """Directions that this sweep draws."""
+        """Seeds of the directions that this sweep draws."""
         return self._perturber.seeds
 
     @property
@@ -35,7 +35,7 @@ class SharedPerturber:
         return self._perturber.version
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment to the present version, unless another worker has. See the contract."""
+        """Bring a segment to the present version, unless another worker has done so. See the contract."""
         if self._layouts[index].trains:
             with self._source.turn(index) as turn:
                 present = turn.version
@@ -46,13 +46,13 @@ class SharedPerturber:
         return self._perturber.replay(index, stores, version)
 
     def load_frozen(self, index: int, stores: Stores) -> None:
-        """Bring what a segment only reads to where its forward reads it. See the contract."""
+        """Let the forward read a segment's frozen weights. See the contract."""
         self._perturber.load_frozen(index, stores)
 
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Bring the work buffer to an evaluation. See the contract."""
+        """Write an evaluation's weights to the work buffer. See the contract."""
         self._perturber.perturb(index, stores, before, evaluation)
 
     def finish(self) -> None:
-        """Wait until the second thread has let go of the memory. See the contract."""
+        """Wait until the second thread no longer uses the memory. See the contract."""
         self._perturber.finish()

@@ -86,8 +86,8 @@ class StackedVisitor:
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # outputs of the head, by evaluation
         self.seeds: Collection[int] = ()  # counter-based noise keeps no state
         self._factors.begin_sweep()
-        may_wait = any(evaluation is not None for evaluation in evaluations)
-        self._activations.begin(len(self._stacks), may_wait=may_wait)
+        may_offload = any(evaluation is not None for evaluation in evaluations)
+        self._activations.begin(len(self._stacks), may_offload=may_offload)
 
     @torch.inference_mode()
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:

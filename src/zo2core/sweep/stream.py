@@ -1,4 +1,4 @@
-"""One stream's way through a segment: its activations come from where they waited, and go back there."""
+"""The forward of one stream through a segment, with its activations taken from their memory and put back."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def run_stream(
     """Run a segment's forward of one stream.
 
     Args:
-        memory: Holds the streams' activations between segments.
-        forward: Runs embedding and blocks.
-        kind: The segment's.
-        index: The segment's position in visiting order.
+        memory: Stores the streams' activations between segments.
+        forward: Runs the embedding and the blocks.
+        kind: Kind of the segment.
+        index: Index of the segment in visiting order.
         stream: Index of the stream in the sweep.
-        batch: The stream's.
-        head: Runs what comes after the blocks.
-        last: Whether the sweep has no stream after it.
+        batch: Batch of the stream.
+        head: Runs the head.
+        last: Whether it is the last stream of the sweep.
 
     Returns:
-        What the head gave; None at other segments.
+        The output of the head; None at other segments.
     """
     if kind is SegmentKind.EMBEDDING:
-        memory.admit(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
+        memory.add(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
         if last:
             memory.prefetch(0)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -58,6 +59,16 @@ class TrainedParameters:
             self.parameters[spec.name] = parameter
             self._owned.setdefault(index, []).append((position, parameter))
 
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the trained parameters, in registration order."""
+        return self.parameters
+
+    @property
+    def updated(self) -> Collection[int]:
+        """No segments: the optimizer changes the parameters after the sweep."""
+        return ()
+
     def begin_sweep(self) -> None:
         """Raise the version, so that segments copy the values again: not every optimizer marks what it has changed."""
         self.version += 1
@@ -82,10 +93,31 @@ class TrainedParameters:
         else:
             parameter.grad += gradient.to(parameter.dtype)
 
+    def complete(self, index: int) -> None:
+        """Do nothing: gradients are complete when the sweep has ended."""
+
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Change nothing: the optimizer changes the parameters after the sweep."""
+        return version
+
     def clear_gradients(self) -> None:
         """Free all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+class PresentVersion(Protocol):
+    """Says which version of the weights is the present one, and brings segments to it."""
+
+    @property
+    def version(self) -> int:
+        """The present version."""
+
+    def begin_sweep(self) -> None:
+        """Prepare for a sweep."""
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment's store to the present version; returns its new version."""
 
 
 class PresentWeights:
@@ -96,7 +128,7 @@ class PresentWeights:
         buffer: Memory from which forwards read weights.
     """
 
-    def __init__(self, trained: TrainedParameters, buffer: WorkBuffer) -> None:
+    def __init__(self, trained: PresentVersion, buffer: WorkBuffer) -> None:
         self._trained = trained
         self._buffer = buffer
 
@@ -131,7 +163,7 @@ class PresentWeights:
 class PresentVisits(SegmentVisits):
     """Makes the visitors of evaluations, exports and flushes, which run the present weights."""
 
-    trained: TrainedParameters
+    trained: PresentVersion
     weights: PresentWeights
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:

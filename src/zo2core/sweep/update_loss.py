@@ -1,8 +1,8 @@
-"""Whether updates land: the share of stored weights that an update changes. Those it does not move far enough round back.
+"""Rounded-away updates: the share of stored weights that an update changes. The other weights round back to their value.
 
-A sample of every segment is copied while its bytes pass. Once the step's update is known, it is applied to the copies along
-directions of the same distribution, not of the same seed: so nothing has to be drawn twice or kept, and no bit of the run
-depends on it. What the rounding of MeZO's walk changes does not count, nor does weight decay.
+A sample of each segment is copied during the sweep. Once the step's update is known, it is applied to the copies along
+directions of the same distribution but of other seeds: so no direction is drawn twice or kept, and the run does not depend
+on the sample. Changes by the rounding of perturbations or by weight decay do not count.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from zo2core.kernels import Distribution, apply, fill
 from zo2core.protocols import CounterNoise, NoiseGenerator, Store
 from zo2core.types import Descend, ParameterSpec, Program, Update
 
-EVERY = 100  # steps from one look to the next
-SAMPLED = 256  # elements of a segment, evenly spread over it; a few more where it has many parameters
+EVERY = 100  # steps from one measurement to the next
+SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
 
 
 class UpdateLoss:
-    """Looks at the first step, and then at every hundredth, how much of an update lands.
+    """Measures the share of weights that an update changes, at the first step and then at every hundredth.
 
     Args:
-        noise: Whose directions the run moves along.
+        noise: Draws the run's directions.
     """
 
     def __init__(self, noise: NoiseGenerator) -> None:
         self._distribution = noise.distribution if isinstance(noise, CounterNoise) else Distribution.GAUSSIAN
-        self._next = 0  # first step that is looked at
-        self._looks = False  # at the present one
+        self._next = 0  # the next step to measure
+        self._is_sampling = False  # whether the present step is measured
         self._samples: dict[int, list[torch.Tensor]] = {}  # by segment
 
     def begin(self, step: int) -> None:
         """Prepare for a step's sweep."""
-        self._looks, self._samples = step >= self._next, {}
+        self._is_sampling, self._samples = step >= self._next, {}
 
     def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec] | None = None) -> None:
-        """Copy a few elements of a segment, if the present step is looked at. The host does not wait for the device.
+        """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device.
 
         Args:
-            index: The segment.
-            store: The segment's own parameters. Rounded copies are skipped: the host samples the weights that they are made
-                from.
-            specs: Theirs, and in what they are kept from step to step; None: as they are. Frozen ones are passed over, and
-                so is what is kept in 8 bits: there it depends on a row's largest weight which updates land.
+            index: Index of the segment.
+            store: Parameters that the segment owns. A store in the transfer dtype is skipped: the host samples the weights
+                from which it is made.
+            specs: Specifications of these parameters; None samples each in its tensor's dtype. Frozen parameters are
+                skipped, as are 8-bit ones, in which a row's largest weight decides which updates are rounded away.
         """
-        if not self._looks:
+        if not self._is_sampling:
             return
-        kept = [parameter.dtype for parameter in store]
+        dtypes = [parameter.dtype for parameter in store]
         if specs is not None:
-            pairs = [(own, spec) for own, spec in zip(store, specs, strict=False) if not spec.frozen]
-            store, kept = [own for own, _ in pairs], [_kept_dtype(spec) for _, spec in pairs]
-            if any(own.dtype not in (spec.dtype, dtype) for (own, spec), dtype in zip(pairs, kept, strict=True)):
+            pairs = [(theta, spec) for theta, spec in zip(store, specs, strict=False) if not spec.frozen]
+            store, dtypes = [theta for theta, _ in pairs], [_kept_dtype(spec) for _, spec in pairs]
+            if any(theta.dtype not in (spec.dtype, dtype) for (theta, spec), dtype in zip(pairs, dtypes, strict=True)):
                 return
         stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
         self._samples[index] = [
             parameter[::stride].to(dtype, copy=True)
-            for parameter, dtype in zip(store, kept, strict=False)  # behind what is carried in 8 bits there are scales
+            for parameter, dtype in zip(store, dtypes, strict=False)  # a store of 8-bit weights ends with their scales
             if dtype.itemsize > 1
         ]
 
     @torch.inference_mode()
     def share_applied(self, update: Update) -> float | None:
-        """The share of sampled weights that the step's update changes.
+        """Return the share of sampled weights that the step's update changes.
 
         Returns:
-            From 0 to 1; None if the step was not looked at, or its update is none. Then the next step is.
+            From 0 to 1; None if the step was not measured, or its update is zero: then the next step is measured.
         """
         samples, self._samples = self._samples, {}
         if not samples or not update.lr or not any(update.projected_grads):
             return None
-        self._next, self._looks = update.step + EVERY, False
+        self._next, self._is_sampling = update.step + EVERY, False
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for copies in samples.values():
             for copy in copies:
@@ -81,7 +81,7 @@ class UpdateLoss:
         return changed / sum(copy.numel() for copies in by_dtype.values() for copy in copies)
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
-        """How many weights an update along directions of this distribution changes."""
+        """Count the weights that an update along directions of this distribution changes."""
         after, memory = before.clone(), [torch.empty_like(before) for _ in range(2)]
         for direction, grad in enumerate(update.projected_grads):
             z = torch.empty_like(before)
@@ -91,6 +91,7 @@ class UpdateLoss:
 
 
 def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
+    """The dtype in which a parameter is kept from step to step."""
     return spec.transfer_dtype if spec.transfer_dtype is not None and spec.transfer_back else spec.dtype
 
 

@@ -63,8 +63,8 @@ class SegmentVisitor:
         self._update_loss = visits.update_loss
         self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # outputs of the head, by evaluation
-        may_wait = any(evaluation is not None for evaluation in self._evaluations)
-        self._activations.begin(len(self._batches), may_wait=may_wait)
+        may_offload = any(evaluation is not None for evaluation in self._evaluations)
+        self._activations.begin(len(self._batches), may_offload=may_offload)
 
     @property
     def seeds(self) -> Collection[int]:

@@ -1,13 +1,12 @@
 """Memory that is allocated once and used in every visit: work buffer, noise buffer and cache-sized scratch.
 
-The work buffer's views are the model's parameters. Segments share its memory, one after the other. What a forward only
-reads, and reads as it is stored, is not copied: while a segment is visited, its modules read such weights from the store. In
-the noise buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves
-both.
+The work buffer's views are the model's parameters; segments use its memory in turn. Frozen weights that a forward can read
+in their stored dtype are not copied: during a visit the segment's modules read them from the store. In the noise buffer
+tied weights, which two segments use, have their own memory, so that their noise is drawn once for both.
 
-Where the forward computes in another dtype than is stored, the work buffer holds the rounded weights. Where evaluations are
-perturbed in place, each from the one before, they need the unrounded weights too, which have memory of their own. Weights
-that travel to a device in fewer bits are converted back there before they are perturbed.
+If the forward computes in another dtype than the stored one, the work buffer holds the rounded weights. If evaluations are
+perturbed in place, each from the one before, the unrounded weights have memory of their own. Weights that are transferred
+to a device in fewer bits are converted back there before they are perturbed.
 """
 
 from __future__ import annotations
@@ -32,31 +31,29 @@ from zo2core.types import (
     work_bytes,
 )
 
-# Products of float32 vectors round otherwise where a matrix begins between two multiples of this, as tensors in a file may.
+# Products of float32 vectors round differently if a matrix is not aligned to this. Tensors in a file may not be.
 _READ_ALIGNMENT = 16  # bytes
 
 
 class ParameterView(NamedTuple):
-    """One parameter as one segment sees it: where its weight is stored, perturbed, and where its noise is."""
+    """One parameter in one segment: the memory of its stored weight, its perturbed weight and its noise."""
 
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
-    position: int  # in that store
+    position: int  # position of the weight in that store
     scales: int | None  # position of the scales in a store of 8-bit weights; None for other weights
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
-    unrounded: (
-        torch.Tensor | None
-    )  # the same as it is stored: it is perturbed here. None: it is perturbed in the work buffer
-    z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
-    chunks: list[tuple[int, int]]  # (start, stop) in which z is drawn
-    tied: bool  # used by more than one segment
+    unrounded: torch.Tensor | None  # the perturbed weight in its stored dtype; None: it is perturbed in the work buffer
+    z: torch.Tensor | None  # flat view of the noise buffer; None if noise is not kept
+    chunks: list[tuple[int, int]]  # (start, stop) of the chunks in which z is drawn
+    tied: bool  # whether more than one segment uses it
 
     def is_stored_in(self, store: Store) -> bool:
         """Whether a store holds the weight in its stored dtype, and not in its transfer dtype."""
         return store[self.position].dtype is self.spec.dtype
 
     def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where a range's perturbed weights are written: unrounded, and rounded for the forward, if it needs them so."""
+        """Return the memory of a range's perturbed weights: unrounded, and rounded for the forward; None if not rounded."""
         if self.unrounded is None:
             return self.work[start:stop], None
         return self.unrounded[start:stop], self.work[start:stop]
@@ -67,10 +64,10 @@ class WorkBuffer:
 
     Args:
         layouts: Segments in visiting order.
-        device: Allocates.
+        device: Allocates the memory.
         noise: Defines the chunks of each parameter.
-        keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each. Counter-based
-            noise is never held.
+        keep_noise: Whether a segment's z is kept from one evaluation to the next, instead of drawn again for each.
+            Counter-based noise is never kept.
         perturbs_in_place: Whether each evaluation is perturbed in place from the one before.
     """
 
@@ -83,11 +80,11 @@ class WorkBuffer:
         keep_noise: bool = True,
         perturbs_in_place: bool = True,
     ) -> None:
-        tied, own = divide_tied(layouts)
+        tied, untied = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
         work = device.empty(work_bytes(layouts))
-        walk = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
+        unrounded_memory = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
         self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
@@ -95,27 +92,27 @@ class WorkBuffer:
         def noise_views(specs: Sequence[ParameterSpec], start: int) -> dict[str, torch.Tensor]:
             return {} if z is None else dict(zip((spec.name for spec in specs), flat_views(specs, z[start:]), strict=True))
 
-        tied_noise = noise_views(tied, 0)  # in one place for all segments that use it
-        places = {
+        tied_noise = noise_views(tied, 0)  # the same memory for all segments that use a weight
+        locations = {
             spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
             for position, (spec, scales) in enumerate(zip(layout.parameters, scales_positions(layout), strict=True))
         }
-        self.segments: list[tuple[ParameterView, ...]] = []  # of each segment, what is perturbed, in drawing order
-        self._frozen: list[tuple[ParameterView, ...]] = []  # of each segment, what is not
-        for layout, unshared in zip(layouts, own, strict=True):
+        self.segments: list[tuple[ParameterView, ...]] = []  # for each segment, trained parameters in drawing order
+        self._frozen: list[tuple[ParameterView, ...]] = []  # for each segment, frozen parameters
+        for layout, untied_specs in zip(layouts, untied, strict=True):
             used = {spec.name: spec for spec in layout.used}
-            drawn = {**tied_noise, **noise_views(unshared, tied_bytes)}
+            kept_noise = {**tied_noise, **noise_views(untied_specs, tied_bytes)}
             works = flat_views([spec.in_forward() for spec in used.values()], work)
-            beside = [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)]
-            unrounded = dict(zip((spec.name for spec in beside), flat_views(beside, walk), strict=True))
+            specs = [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)]
+            unrounded = dict(zip((spec.name for spec in specs), flat_views(specs, unrounded_memory), strict=True))
             views = [
                 ParameterView(
                     spec,
-                    *places[spec.name],
+                    *locations[spec.name],
                     perturbed,
                     unrounded.get(spec.name),
-                    drawn.get(spec.name),
+                    kept_noise.get(spec.name),
                     [] if spec.frozen else noise.chunks(spec),
                     spec.name in tied_names,
                 )
@@ -125,7 +122,9 @@ class WorkBuffer:
             self.segments.append(tuple(view for view in views if not view.spec.frozen))
             self._frozen.append(tuple(view for view in views if view.spec.frozen))
         self._device = device
-        self.comes_back = [any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters) for layout in layouts]
+        self.transfers_back = [
+            any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters) for layout in layouts
+        ]
         self.is_low_bit = [any(spec.is_low_bit for spec in layout.used) for layout in layouts]
         self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
         self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
@@ -137,10 +136,10 @@ class WorkBuffer:
         """Make the buffer's views the parameters of a model's modules.
 
         Args:
-            bind: As ``BlockModel.bind``; called again for weights that are read from a store.
+            bind: ``BlockModel.bind``; called again for weights that are read from a store.
         """
         self._bind = bind
-        self.bound: list[dict[str, torch.Tensor]] = [  # what each segment's modules read since it was visited last, by name
+        self.bound: list[dict[str, torch.Tensor]] = [  # each segment's weights since its last visit, by name
             {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}
             for views, frozen in zip(self.segments, self._frozen, strict=True)
         ]
@@ -149,7 +148,7 @@ class WorkBuffer:
             bind(index, parameters)
 
     def parameter_view(self, index: int, name: str) -> torch.Tensor:
-        """The shaped view of the work buffer for one of a segment's parameters."""
+        """Return the shaped view of the work buffer for one of a segment's parameters."""
         return next(
             view.work.view(view.spec.shape)
             for view in (*self.segments[index], *self._frozen[index])
@@ -157,7 +156,7 @@ class WorkBuffer:
         )
 
     def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let a segment's modules read what is frozen: from the store, or decoded or rounded into the buffer if need be."""
+        """Let a segment's modules read frozen weights, from the store or else decoded or rounded into the buffer."""
         frozen = {}
         for view in self._frozen[index]:
             stored = stores[view.owner][view.position]
@@ -167,12 +166,12 @@ class WorkBuffer:
             else:
                 _load(view, stores)
                 frozen[view.spec.name] = view.work.view(view.spec.shape)
-        if self._reads_stores and frozen:  # modules are other segments', too
+        if self._reads_stores and frozen:  # segments share modules, which may still read another segment's store
             self.bound[index].update(frozen)
             self._bind(index, frozen)
 
     def load(self, index: int, stores: Stores) -> None:
-        """Copy a segment's weights from the stores, or as a device receives them, to the buffer."""
+        """Copy a segment's weights from the stores to the buffer, low-bit ones with the rounding of their transfer."""
         self.load_low_bit(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
@@ -182,7 +181,7 @@ class WorkBuffer:
                 rounded.copy_(target)
 
     def load_low_bit(self, index: int, stores: Stores) -> None:
-        """Convert a segment's low-bit weights to the memory in which they are perturbed, as a device receives them."""
+        """Convert a segment's low-bit weights to where they are perturbed, with the rounding of their transfer."""
         for view in self.segments[index]:
             if view.spec.is_low_bit:
                 store, (target, _) = stores[view.owner], view.targets()
@@ -192,7 +191,7 @@ class WorkBuffer:
                     decode(store[view.position], None if view.scales is None else store[view.scales], target)
 
     def round_to_transfer_dtype(self, index: int, store: Store) -> None:
-        """Round those of a segment's own weights that travel back from a device to their transfer dtype."""
+        """Round a segment's weights to their transfer dtype, if they are transferred back from the device."""
         for view in self.segments[index]:
             if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
@@ -204,11 +203,11 @@ class WorkBuffer:
                 decode(theta, scales, target)
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """Memory for a chunk of z: one buffer for each dtype and purpose, kept."""
+        """Return memory for a chunk of z: one buffer for each dtype and purpose, kept."""
         return self._memory(dtype, purpose, self._chunk)
 
     def scratch(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """Memory for arithmetic on a chunk or a part of one: one buffer for each dtype and purpose, kept."""
+        """Return memory for arithmetic on a chunk or a part of one: one buffer for each dtype and purpose, kept."""
         return self._memory(dtype, purpose, min(self._chunk, SCRATCH))
 
     def _memory(self, dtype: torch.dtype, purpose: str, length: int) -> torch.Tensor:
@@ -220,13 +219,13 @@ class WorkBuffer:
 
 
 def can_be_read(spec: ParameterSpec, stored: torch.Tensor) -> bool:
-    """Whether a forward can read a weight where it is stored, with the bits that it would have in the work buffer."""
+    """Whether a forward that reads a weight from its store gives the same bits as with the work buffer."""
     is_plain = spec.encoding is None and stored.dtype is spec.in_forward().dtype
     return is_plain and stored.data_ptr() % _READ_ALIGNMENT == 0
 
 
 def _load(view: ParameterView, stores: Stores) -> None:
-    """Copy or decode a weight to the memory in which it is perturbed or read."""
+    """Copy or decode a weight to the memory where it is perturbed or read."""
     stored, (target, _) = stores[view.owner][view.position], view.targets()
     if view.spec.encoding is None:
         target.copy_(stored)

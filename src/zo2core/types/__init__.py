@@ -1,9 +1,10 @@
-"""The values that pass between the parts."""
+"""The values that the parts of the library exchange."""
 
 from zo2core.types.encodings import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, encoded_bytes
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
 from zo2core.types.layouts import (
     ALIGNMENT,
+    HALVES,
     BlockLayout,
     Bucket,
     ParameterSpec,
@@ -18,6 +19,7 @@ from zo2core.types.layouts import (
     saved_form,
     trained,
     unrounded_bytes,
+    widened,
     work_bytes,
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
@@ -28,6 +30,7 @@ from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Commit, Evaluation, Ro
 __all__ = [
     "ALIGNMENT",
     "COMPUTE",
+    "HALVES",
     "LARGEST",
     "MAX_SEED",
     "Batch",
@@ -69,5 +72,6 @@ __all__ = [
     "shown_bytes",
     "trained",
     "unrounded_bytes",
+    "widened",
     "work_bytes",
 ]

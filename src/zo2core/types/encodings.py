@@ -1,4 +1,4 @@
-"""How a matrix is stored in 8 or 4 bits a weight: what lies behind what in memory. How it is decoded, kernels say."""
+"""Encodings of matrices with 8 or 4 bits a weight: the order of their parts in memory. The kernels decode them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class EncodedPart(NamedTuple):
-    """One of the tensors that a matrix is stored as."""
+    """One of the tensors of an encoded matrix."""
 
     role: str
     dtype: torch.dtype
@@ -21,28 +21,28 @@ class EncodedPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes. Parts lie one after the other, without alignment, as they do in a checkpoint."""
+        """Size in bytes. Parts follow each other without alignment, as in a checkpoint."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """A signed byte a weight, a float32 a row: ``code * scale / 127`` (LLM.int8(), arXiv 2208.07339, without outliers)."""
+    """A signed byte per weight, a float32 per row: ``code * scale / 127`` (arXiv 2208.07339, without outliers)."""
 
     name: str = field(default="int8", init=False)
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
-        """What a matrix of (rows, columns) is stored as."""
+        """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
         return EncodedPart("codes", torch.int8, (rows, columns)), EncodedPart("scales", torch.float32, (rows,))
 
 
 @dataclass(frozen=True)
 class Float8Blocks:
-    """An e4m3 number a weight and a scale for each block: ``code * scale``, as released FP8 checkpoints have it.
+    """An e4m3 number per weight and a scale per block: ``code * scale``, as in released FP8 checkpoints.
 
     Args:
-        block: Rows and columns of a block; those at the edges may have fewer.
+        block: Rows and columns of a block; blocks at the edges may have fewer.
         scale_dtype: Dtype of the scales, float32 or bfloat16.
     """
 
@@ -51,7 +51,7 @@ class Float8Blocks:
     name: str = field(default="fp8", init=False)
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
-        """What a matrix of (rows, columns) is stored as."""
+        """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
         blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
         return EncodedPart("codes", FP8, (rows, columns)), EncodedPart("scales", self.scale_dtype, blocks)
@@ -59,14 +59,14 @@ class Float8Blocks:
 
 @dataclass(frozen=True)
 class NF4Blocks:
-    """Four bits a weight, the first of two in the higher ones, and a scale a block (QLoRA, arXiv 2305.14314).
+    """Four bits per weight, the first of two in the higher bits, and a scale per block (QLoRA, arXiv 2305.14314).
 
-    A weight is ``table[code] * scale``. Double quantised, a scale is ``nested_table[code] * nested_scale + offset``.
+    A weight is ``table[code] * scale``. A double quantised scale is ``nested_table[code] * nested_scale + offset``.
 
     Args:
-        block: Weights a scale, counted through the flattened matrix.
-        nested_block: Scales a nested scale; None: scales are float32 themselves.
-        offset: Added to every scale that is double quantised.
+        block: Number of weights of the flattened matrix that share a scale.
+        nested_block: Number of scales that share a nested scale; None: scales are float32.
+        offset: Added to every double quantised scale.
     """
 
     block: int = 64
@@ -75,7 +75,7 @@ class NF4Blocks:
     name: str = field(default="nf4", init=False)
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
-        """What a matrix of (rows, columns) is stored as."""
+        """Parts of a matrix of shape (rows, columns)."""
         numel = math.prod(shape)
         blocks = -(-numel // self.block)
         codes = EncodedPart("codes", torch.uint8, (-(-numel // 2),))
@@ -91,5 +91,5 @@ Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks
 
 
 def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
-    """Bytes that a matrix takes."""
+    """Return the size of an encoded matrix in bytes."""
     return sum(part.nbytes for part in encoding.parts(shape))

@@ -1,4 +1,4 @@
-"""The lanes of work, and how much of a stretch of time each was busy."""
+"""The lanes of work, and the time that each was busy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple, Protocol
 
 
 class Lane(Enum):
-    """What kind of work, and who does it."""
+    """A kind of work and the hardware that does it."""
 
     READ = "read"  # disk to host
-    CARRY = "carry"  # the host's arithmetic on what travels: replaying, rounding, widening
+    HOST = "host"  # the host's arithmetic for a device: replays, and conversions to and from the transfer dtype
     UPLOAD = "upload"  # host to device
-    ACTIVATIONS_IN = "activations in"  # the same way, for those that waited in host memory
-    REPLAY = "replay"  # the device's arithmetic
-    EVALUATE = "evaluate"  # the device's perturbing and forwards
+    ACTIVATIONS_IN = "activations in"  # host to device, for activations
+    REPLAY = "replay"  # replays on the device
+    EVALUATE = "evaluate"  # perturbations, forwards and backward passes on the device
     OFFLOAD = "offload"  # device to host
-    ACTIVATIONS_OUT = "activations out"  # the same way, to wait there
+    ACTIVATIONS_OUT = "activations out"  # device to host, for activations
     WRITE = "write"  # host to disk
 
 
-COMPUTE = (Lane.REPLAY, Lane.EVALUATE)  # one after the other: together they are one lane
+COMPUTE = (Lane.REPLAY, Lane.EVALUATE)  # never at the same time: together they are one lane
 
 
 class Event(Protocol):
@@ -33,17 +33,17 @@ class Event(Protocol):
 
     @property
     def seconds(self) -> float:
-        """When it passed, on the clock of ``time.perf_counter``; to be asked once it has."""
+        """When it passed, on the clock of ``time.perf_counter``. Only read once it has passed."""
 
 
 class LaneUse(NamedTuple):
-    """How much of a stretch of time a lane was at work."""
+    """The work of a lane during a step or sweep."""
 
     busy_seconds: float
     nbytes: int
 
 
 def bound_seconds(uses: Mapping[Lane, LaneUse]) -> float:
-    """The time that the slowest lane alone takes; replay and forwards share one."""
+    """Return the busy time of the slowest lane; replays and forwards count as one lane."""
     compute = sum(uses[lane].busy_seconds for lane in COMPUTE)
     return max(compute, *(use.busy_seconds for lane, use in uses.items() if lane not in COMPUTE))

@@ -1,4 +1,4 @@
-"""Parameters, how a segment's lie in memory, and the memory that holds them at a version."""
+"""Parameters, the layout of a segment's parameters in memory, and buckets, which hold their bytes at a version."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ import torch
 
 from zo2core.types.encodings import Encoding, encoded_bytes
 
-# Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
-# allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
+# Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer, as in memory that torch
+# allocates: matrix kernels may choose another path, with other roundings, for unaligned weights.
 ALIGNMENT = 64  # bytes
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Convert 16-bit values to float32; others are returned as they are."""
+    return values.float() if values.dtype in HALVES else values
 
 
 def aligned(nbytes: int) -> int:
@@ -24,18 +32,18 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One trainable tensor of the model. A tied weight is one parameter."""
+    """One parameter of the model. A tied weight is one parameter."""
 
     name: str  # as in the model's named_parameters()
     shape: tuple[int, ...]
-    dtype: torch.dtype  # in which all the weight's noise and arithmetic are, and it is stored unless it is encoded
+    dtype: torch.dtype  # dtype of the noise and of updates, and of the stored weight unless it is encoded
     index: int  # position in named_parameters(): the order in which MeZO draws z
-    decays: bool  # weight decay applies
-    forward_dtype: torch.dtype | None = None  # to which the forward's copy is rounded, once; None: as stored
-    transfer_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
-    transfer_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
-    encoding: Encoding | None = None  # in which the weight is stored, to be read only; None: it is stored in its dtype
-    frozen: bool = False  # it has no noise, no updates and no version: it is only read
+    decays: bool  # whether weight decay applies
+    forward_dtype: torch.dtype | None = None  # dtype of the forward's rounded copy; None: the stored dtype
+    transfer_dtype: torch.dtype | None = None  # dtype to which it is rounded before perturbations; None: no rounding
+    transfer_back: bool = False  # whether the result of every update is rounded to the transfer dtype as well
+    encoding: Encoding | None = None  # encoding of the stored weight, which is only read; None: stored in its dtype
+    frozen: bool = False  # whether the weight is only read: it has no noise, no updates and no version
 
     @property
     def numel(self) -> int:
@@ -49,7 +57,7 @@ class ParameterSpec:
 
     @property
     def stored_numel(self) -> int:
-        """Number of elements that are stored."""
+        """Number of stored elements."""
         return self.numel if self.encoding is None else encoded_bytes(self.encoding, self.shape)
 
     @property
@@ -59,61 +67,61 @@ class ParameterSpec:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the forward has the weight in another dtype."""
+        """Whether the forward uses another dtype than the stored one."""
         return self.forward_dtype not in (None, self.dtype)
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether the weight is perturbed from what a device of its own memory is given of it."""
+        """Whether the weight is transferred to a device in another dtype, and perturbed from that."""
         return self.transfer_dtype not in (None, self.dtype)
 
     def in_forward(self) -> ParameterSpec:
-        """The forward's copy, as a parameter of its own."""
+        """Return the specification of the forward's copy."""
         return self.decoded if self.forward_dtype is None else replace(self.decoded, dtype=self.forward_dtype)
 
     @property
     def decoded(self) -> ParameterSpec:
-        """The parameter as it is after decoding."""
+        """The specification of the decoded parameter."""
         return self if self.encoding is None else replace(self, encoding=None)
 
 
 class SavedPart(NamedTuple):
-    """A run of a parameter's elements, and the run of a checkpoint's tensor that holds them."""
+    """A range of a parameter's elements, stored as a range of a checkpoint's tensor."""
 
-    tensor: str  # its name
-    shape: tuple[int, ...]  # of the whole tensor
-    start: int  # the run's first element there
-    numel: int  # its elements
+    tensor: str  # name of the tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
+    start: int  # first element of the range in the tensor
+    numel: int  # number of elements of the range
 
 
 @dataclass(frozen=True)
 class SavedForm:
-    """How a checkpoint keeps a model's tensors where that is not one for each parameter; exports are kept so, too."""
+    """The tensors of a checkpoint, and of an export, that does not store one tensor for each parameter."""
 
     parts: Mapping[str, Sequence[SavedPart]] = field(default_factory=dict)  # by parameter, in the order of its elements
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name: tensors that no update changes
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors that no update changes, by name
 
     def parts_of(self, spec: ParameterSpec) -> Sequence[SavedPart]:
-        """The tensors that hold a parameter; one of its own where nothing else is said."""
+        """Return the parts of tensors that store a parameter; by default one tensor of its name."""
         return self.parts.get(spec.name) or (SavedPart(spec.name, spec.shape, 0, spec.numel),)
 
 
 @runtime_checkable
-class KeptOtherwise(Protocol):
-    """A model whose checkpoint keeps its tensors in another form than one a parameter."""
+class CustomSavedForm(Protocol):
+    """A model whose checkpoint does not store one tensor for each parameter."""
 
     @property
     def saved_form(self) -> SavedForm:
-        """In which tensors the checkpoint has the parameters, and what else it has: exported models are kept so, too."""
+        """The tensors of the checkpoint, and of exported models."""
 
 
 def saved_form(model: object) -> SavedForm:
-    """In which tensors a model's checkpoint is kept."""
-    return model.saved_form if isinstance(model, KeptOtherwise) else SavedForm()
+    """Return the tensors of a model's checkpoint."""
+    return model.saved_form if isinstance(model, CustomSavedForm) else SavedForm()
 
 
 class SegmentKind(Enum):
-    """What a segment is in the decoder."""
+    """The kind of a segment."""
 
     EMBEDDING = "embedding"
     BLOCK = "block"
@@ -122,58 +130,58 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How one segment's parameters lie in its bucket: one after the other, each aligned, unless told otherwise.
+    """The layout of one segment's parameters in its bucket: by default packed, each aligned.
 
-    Embedding and head are *resident*: their bytes stay reachable for the whole of a sweep, so that the head can borrow the
-    embedding's tied weight. Where blocks are frozen but for a few parameters, these few are the embedding's, too, and the
-    blocks borrow them: then blocks never change, and nothing has to go back.
+    Embedding and head are *resident*: their bytes stay in memory for a whole sweep, so that the head can borrow the
+    embedding's tied weight. If blocks are frozen except for a few parameters, the embedding owns these few and the blocks
+    borrow them: then blocks never change, and need no offload.
     """
 
     name: str
     kind: SegmentKind
-    parameters: tuple[ParameterSpec, ...]  # owned: their bytes are in this segment's bucket
-    borrowed: tuple[ParameterSpec, ...] = ()  # tied: used here, owned by an earlier resident segment
-    offsets: tuple[int, ...] | None = None  # bytes from the bucket's start to each owned parameter; None: packed
+    parameters: tuple[ParameterSpec, ...]  # owned parameters, whose bytes are in this segment's bucket
+    borrowed: tuple[ParameterSpec, ...] = ()  # used parameters that an earlier resident segment owns
+    offsets: tuple[int, ...] | None = None  # offset of each owned parameter in the bucket, in bytes; None: packed
 
     @property
     def resident(self) -> bool:
-        """Whether the segment stays reachable during a sweep."""
+        """Whether the segment stays in memory for a whole sweep."""
         return self.kind is not SegmentKind.BLOCK
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bucket, alignment included."""
+        """Size of the bucket in bytes, with alignment."""
         if self.offsets is None:
             return sum(aligned(spec.nbytes) for spec in self.parameters)
-        return max((at + spec.nbytes for at, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
+        return max((start + spec.nbytes for start, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
 
     @property
     def used(self) -> tuple[ParameterSpec, ...]:
-        """All parameters of the segment's forward, its own first."""
+        """All parameters of the segment's forward, owned ones first."""
         return (*self.parameters, *self.borrowed)
 
     @property
     def trains(self) -> bool:
-        """Whether updates lead the segment to new versions: unless it has parameters of its own, and all are frozen."""
+        """Whether updates change the segment: False if it owns parameters and all are frozen."""
         return not self.parameters or not all(spec.frozen for spec in self.parameters)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Flat typed views of the owned parameters in a buffer.
+        """Return flat typed views of the owned parameters in a buffer.
 
         Args:
             buffer: uint8, 1-D, at least ``nbytes`` long, page-aligned.
 
         Returns:
-            One 1-D tensor a parameter, in the order of ``parameters``, sharing the buffer's memory.
+            One 1-D tensor for each parameter, in the order of ``parameters``, which shares the buffer's memory.
         """
         if self.offsets is None:
             return tuple(flat_views(self.parameters, buffer))
         pairs = zip(self.offsets, self.parameters, strict=True)
-        return tuple(buffer[at : at + spec.nbytes].view(spec.stored_dtype) for at, spec in pairs)
+        return tuple(buffer[start : start + spec.nbytes].view(spec.stored_dtype) for start, spec in pairs)
 
 
 def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a flat typed view of a uint8 buffer for each parameter, one after the other, each aligned."""
+    """Yield a flat typed view of a uint8 buffer for each parameter, packed with alignment."""
     offset = 0
     for spec in specs:
         yield buffer[offset : offset + spec.nbytes].view(spec.stored_dtype)
@@ -181,23 +189,23 @@ def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator
 
 
 def work_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of a work buffer for segments of these layouts: of the largest one, with what it borrows."""
+    """Return the bytes of a work buffer: those of the largest segment, with its borrowed parameters."""
     return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
 
 
 def keeps_unrounded(spec: ParameterSpec, *, perturbs_in_place: bool) -> bool:
-    """Whether a weight, as it is stored, is perturbed beside the work buffer, which has it rounded.
+    """Whether a weight is perturbed unrounded, in memory of its own, while the work buffer has the rounded weight.
 
     Args:
         spec: The parameter.
-        perturbs_in_place: Whether evaluations walk from one to the next. A carried weight is widened before it is
-            perturbed, anyway.
+        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next. Low-bit weights are always
+            converted before they are perturbed.
     """
     return not spec.frozen and spec.is_rounded and (perturbs_in_place or spec.is_low_bit)
 
 
 def unrounded_bytes(layouts: Sequence[BlockLayout], *, perturbs_in_place: bool) -> int:
-    """Bytes in which weights are perturbed as they are stored, where the work buffer has them rounded."""
+    """Return the bytes of unrounded weights of the largest segment, if the work buffer has rounded ones."""
     return max(
         packed_bytes([spec for spec in layout.used if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)])
         for layout in layouts
@@ -205,29 +213,30 @@ def unrounded_bytes(layouts: Sequence[BlockLayout], *, perturbs_in_place: bool) 
 
 
 def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
-    """Tell the parameters that several segments use from those of one: the tied ones, and each segment's others.
+    """Divide trained parameters into those that several segments use and those of a single segment.
 
-    What is frozen is neither.
+    Returns:
+        The tied parameters, and the untied parameters of each segment.
     """
     tied = {spec.name: spec for layout in layouts for spec in layout.borrowed if not spec.frozen}
-    own = [[spec for spec in layout.parameters if spec.name not in tied and not spec.frozen] for layout in layouts]
-    return list(tied.values()), own
+    untied = [[spec for spec in layout.parameters if spec.name not in tied and not spec.frozen] for layout in layouts]
+    return list(tied.values()), untied
 
 
 def trained(layouts: Sequence[BlockLayout]) -> list[ParameterSpec]:
-    """The parameters that have updates, in visiting order."""
+    """Return the parameters that are not frozen, in visiting order."""
     return [spec for layout in layouts for spec in layout.parameters if not spec.frozen]
 
 
 def packed_bytes(specs: Sequence[ParameterSpec]) -> int:
-    """Bytes of these parameters one after the other, each aligned: what ``flat_views`` cuts up."""
+    """Return the bytes of these parameters, packed with alignment as in ``flat_views``."""
     return sum(aligned(spec.nbytes) for spec in specs)
 
 
 class Bucket(NamedTuple):
     """Host memory that holds one segment's bytes at one version."""
 
-    segment: int  # its position in visiting order
+    segment: int  # index in visiting order
     data: torch.Tensor  # uint8, (layout.nbytes,)
-    views: tuple[torch.Tensor, ...]  # layout.views(data), made once
-    version: int  # updates 0..version-1 are applied to the bytes, nothing else is
+    views: tuple[torch.Tensor, ...]  # layout.views(data)
+    version: int  # exactly updates 0..version-1 are applied to the bytes

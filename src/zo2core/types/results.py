@@ -1,4 +1,4 @@
-"""What steps and evaluations report."""
+"""The results of steps and evaluations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from zo2core.types.steps import Update
 
 
 class StepResult(NamedTuple):
-    """What one step reports."""
+    """The result of one zeroth-order step."""
 
     step: int  # 0-based
     loss: float  # of the first evaluation, as MeZO reports it
-    losses: tuple[float, ...]  # one an evaluation
-    projected_grads: tuple[float, ...]  # one a probe
-    seeds: tuple[int, ...]  # one a probe
-    lr: float  # applied to each probe, as the journal has it
+    losses: tuple[float, ...]  # by evaluation
+    projected_grads: tuple[float, ...]  # by direction
+    seeds: tuple[int, ...]  # by direction
+    lr: float  # applied to each direction
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
-    share_applied: (
-        float | None
-    )  # share of the stored weights that the update changes, by a sample; None: it was not looked at
+    share_applied: float | None  # share of sampled weights that the update changes; None: it was not measured
 
     @classmethod
     def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], share_applied: float | None) -> StepResult:
-        """The report of a step that led to this update."""
+        """Return the result of a step with this update."""
         loss, *_ = update.losses
         grads, seeds = update.projected_grads, update.seeds
         return cls(
@@ -35,17 +33,17 @@ class StepResult(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Blocks and activations, uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
+        """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""
         return _bytes_moved(self.lanes)
 
     @property
     def bound_seconds(self) -> float:
-        """What the slowest lane alone takes: no order of work makes a step faster."""
+        """Busy time of the slowest lane: no order of work makes a step faster."""
         return bound_seconds(self.lanes)
 
 
 class GradientStepResult(NamedTuple):
-    """What one first-order step reports."""
+    """The result of one first-order step."""
 
     step: int  # 0-based
     loss: float  # before the update
@@ -55,23 +53,24 @@ class GradientStepResult(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Blocks and activations, uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
+        """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""
         return _bytes_moved(self.lanes)
 
     @property
     def bound_seconds(self) -> float:
-        """What the slowest lane alone takes: no order of work makes a step faster."""
+        """Busy time of the slowest lane: no order of work makes a step faster."""
         return bound_seconds(self.lanes)
 
 
 class EvaluationResult(NamedTuple):
-    """What an evaluation reports."""
+    """The result of an evaluation."""
 
     loss: float  # mean over labelled tokens
-    losses: tuple[float, ...]  # one a batch
-    tokens: int  # labelled tokens; 0 for an objective, which counts in its own way
+    losses: tuple[float, ...]  # by batch
+    tokens: int  # labelled tokens; 0 for an objective, which may not be a mean over tokens
     sweeps: int
     seconds: float  # wall time
+    tokens_of_batches: tuple[int, ...] = ()  # labelled tokens, one a batch; empty for an objective
 
 
 def _bytes_moved(lanes: Mapping[Lane, LaneUse]) -> int:

@@ -1,16 +1,16 @@
-"""Bytes as people read them."""
+"""Readable sizes in bytes."""
 
 from __future__ import annotations
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-_LARGEST = 999.5  # of a unit: what would be rounded to 1000 is one of the next
+_LARGEST = 999.5  # a number that rounds to 1000 is written as 1 of the next unit
 
 
 def shown_bytes(nbytes: float) -> str:
-    """Bytes in the decimal unit that fits, with three digits: ``0``, ``812 bytes``, ``1.45 GB``.
+    """Write a size in a decimal unit, with three digits: ``0``, ``812 bytes``, ``1.45 GB``.
 
     Args:
-        nbytes: At least 0; may be a mean.
+        nbytes: Number of bytes, at least 0; may be a fraction.
     """
     if nbytes <= 0:
         return "0"

@@ -1,4 +1,4 @@
-"""What one step does: evaluations, and the update that they lead to."""
+"""Steps: their evaluations, and their records in the journal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 
 MAX_SEED = 2**63 - 1
-LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
+LARGEST = torch.finfo(torch.float32).max  # largest number that may be added to a weight: more overflows float32
 
-Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
+Batch: TypeAlias = Mapping[str, torch.Tensor]  # inputs of the model's forward: input_ids, attention_mask, labels, ...
 
 
 def require_tensors(batch: Mapping[str, object]) -> None:
-    """Refuse a batch that holds something else than tensors.
+    """Refuse a batch with values that are not tensors.
 
     Raises:
         BatchError: naming the entry.
@@ -26,25 +26,25 @@ def require_tensors(batch: Mapping[str, object]) -> None:
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass tensors alone")
+            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass only tensors")
 
 
 class RowGroup(NamedTuple):
-    """Which of a batch's rows an evaluation is for: those of one of several groups, equally many in each."""
+    """The rows of a batch on which an evaluation runs: one of several groups of equally many rows."""
 
-    number: int  # of the group, from 0
-    groups: int
+    number: int  # index of the group, from 0
+    groups: int  # number of groups
 
 
 class Evaluation(NamedTuple):
     """One forward at ``theta + shift * zo_eps * z(seed)``."""
 
-    seed: int  # of the probe: the direction z
+    seed: int  # of the direction z
     shift: float  # signed multiple of zo_eps
-    rows: RowGroup | None = None  # that it is evaluated on; None: all of the batch
+    rows: RowGroup | None = None  # rows of the batch that it runs on; None: all
 
     def require_finite(self, loss: torch.Tensor, *, step: int) -> None:
-        """Refuse a loss of this evaluation in a step, 0-d, that is not finite.
+        """Refuse a loss of this evaluation, 0-d, that is not finite.
 
         Raises:
             NonFiniteLossError: naming the evaluation.
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
             )
 
     def validated(self) -> Evaluation:
-        """Return itself if the seed can be drawn from and the shift is finite.
+        """Return itself if the seed is in range and the shift is finite.
 
         Raises:
             OptionError: otherwise.
@@ -66,32 +66,32 @@ class Evaluation(NamedTuple):
         if not 0 <= self.seed <= MAX_SEED:
             raise OptionError("seed", found=repr(self.seed), expected=f"0 to {MAX_SEED}", remedy="pass another seed")
         if not math.isfinite(self.shift):
-            raise OptionError("shift", found=repr(self.shift), expected="a finite number", remedy="mend the estimator")
+            raise OptionError("shift", found=repr(self.shift), expected="a finite number", remedy="correct the estimator")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Everything that one step did to the weights; replaying it is deterministic.
+    """The record of a zeroth-order step, from which its change of the weights is replayed exactly.
 
-    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for each probe in turn, and before that, with
-    ``perturb_in_place``, the walk through the evaluations and back, whose rounding is part of MeZO's trajectory
-    (MeZO, arXiv 2305.17333, Algorithm 1).
+    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for one direction after the other. With
+    ``perturb_in_place`` the weights are first perturbed through all evaluations and back, whose rounding is part of MeZO's
+    trajectory (MeZO, arXiv 2305.17333, Algorithm 1).
     """
 
     step: int  # 0-based; the update leads from version step to step + 1
-    evaluations: tuple[Evaluation, ...]  # in the order in which they were made
-    seeds: tuple[int, ...]  # one a probe
-    projected_grads: tuple[float, ...]  # the scalar g of each probe
-    lr: float  # applied to each probe
+    evaluations: tuple[Evaluation, ...]  # in order
+    seeds: tuple[int, ...]  # of each direction
+    projected_grads: tuple[float, ...]  # the scalar g of each direction
+    lr: float  # applied to each direction
     zo_eps: float
     weight_decay: float
     perturb_in_place: bool
-    losses: tuple[float, ...]  # of the evaluations; a record, not needed to replay
-    workers: tuple[int, ...] = ()  # ranks whose losses these are made of; none in a run of one worker
+    losses: tuple[float, ...]  # of each evaluation; not needed to replay
+    workers: tuple[int, ...] = ()  # ranks whose losses were used; empty in a run of one worker
 
     def validated(self) -> Update:
-        """Return itself if it would not destroy the weights.
+        """Return itself if its projected gradients are finite.
 
         Raises:
             NonFiniteLossError: if a projected gradient is not finite.
@@ -100,19 +100,19 @@ class Update:
             raise NonFiniteLossError(
                 f"step {self.step}",
                 found=f"projected gradients {self.projected_grads}",
-                expected="finite ones",
+                expected="finite projected gradients",
                 remedy="raise `zo_eps`: the losses' difference was divided by too small a number; the step was not taken",
             )
         return self
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Tell what of it no estimator can have made.
+        """Find a value that no estimator can have made.
 
         Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients, and each product that is
         added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift * zo_eps``, are at most ``LARGEST``.
 
         Returns:
-            What was found and what was expected; None if nothing is wrong.
+            The finding and the expectation, in words; None if all values are valid.
         """
         shape = self._contradiction_of_lengths()
         if shape is not None:
@@ -145,17 +145,17 @@ class Update:
     def _contradiction_of_lengths(self) -> tuple[str, str] | None:
         for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
             if not values:
-                return f"no {name}", "one at least"
+                return f"no {name}", "at least one"
         if len(self.losses) != len(self.evaluations):
-            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one an evaluation"
+            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one for each evaluation"
         if len(self.projected_grads) != len(self.seeds):
-            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one a seed"
+            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one for each seed"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a journal keeps of a first-order step. It cannot be replayed: a gradient is no scalar."""
+    """The record of a first-order step, which cannot be replayed, since a gradient is not a scalar."""
 
     step: int  # 0-based
     loss: float  # before the update
@@ -163,10 +163,10 @@ class Commit:
     lr: float
 
     def contradiction(self) -> tuple[str, str] | None:
-        """Tell what of it no step can have made.
+        """Find a value that no step can have made.
 
         Returns:
-            What was found and what was expected; None if nothing is wrong.
+            The finding and the expectation, in words; None if all values are valid.
         """
         for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.lr)):
             if not math.isfinite(value):

@@ -53,7 +53,7 @@ class Exchange:
         self.size = size
         self._store: Any = store
         self._seal = seal
-        self._timeout = timeout
+        self.timeout = timeout
         self._number = 0  # number of the next all-gather
         self._closed = False
         self._missed = False  # whether the last all-gather ended without this worker's message
@@ -68,7 +68,7 @@ class Exchange:
     def is_decided(self) -> bool:
         """Whether the next all-gather has already ended without this worker's message, which is then of no use."""
         self._require_open()
-        return self._missed and bool(self._call(lambda: self._store.queue_len(_answer_queue(self.rank))) > 0)
+        return self._missed and bool(self.call(lambda: self._store.queue_len(_answer_queue(self.rank))) > 0)
 
     def gather(
         self,
@@ -118,6 +118,16 @@ class Exchange:
         """``gather`` for JSON values."""
         payloads = self.gather(json.dumps(value).encode(), kind)
         return {rank: json.loads(payload) for rank, payload in payloads.items()}
+
+    def store_client(self) -> TCPStore:
+        """Another client of rank 0's store."""
+        client: TCPStore = self._store.clone()
+        return client
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call in the store's thread: a wait of the store in the main thread would keep signals from being handled."""
+        assert self._thread is not None
+        return self._thread.call(function)
 
     def close(self, why: str | None = None) -> None:
         """Leave the run. May be called twice.
@@ -199,9 +209,9 @@ class Exchange:
             return store.queue_pop(_answer_queue(self.rank))
 
         try:
-            return bytes(self._call(push_and_pop))
+            return bytes(self.call(push_and_pop))
         except DistError as error:
-            raise silent_worker(0, self._timeout, error) from error
+            raise silent_worker(0, self.timeout, error) from error
 
     def _collect(self, all_gather: AllGather, message: bytes, name: str, deadline: float | None) -> bytes:
         """Collect the messages of all workers and answer each; returns the answer."""
@@ -227,11 +237,11 @@ class Exchange:
         """A worker's next message; None if there is none and ``wait`` is false."""
         store = self._store
         try:
-            return bytes(self._call(lambda: store.queue_pop(_message_queue(rank), wait)))
+            return bytes(self.call(lambda: store.queue_pop(_message_queue(rank), wait)))
         except QueueEmptyError:
             return None
         except DistError as error:
-            raise silent_worker(rank, self._timeout, error) from error
+            raise silent_worker(rank, self.timeout, error) from error
 
     def _was_late(self, rank: int, message: bytes) -> bool:
         """Whether a message belongs to an all-gather that ended without it."""
@@ -267,11 +277,6 @@ class Exchange:
             remedy="give all workers the same key and command, and keep other machines off their network",
         )
 
-    def _call(self, function: Callable[[], T]) -> T:
-        """Call in the store's thread: a wait of the store in the main thread would keep signals from being handled."""
-        assert self._thread is not None
-        return self._thread.call(function)
-
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("Workers", found="a closed object", expected="an open one", remedy="use it within its context")
@@ -303,15 +308,18 @@ class _StoreThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                result = function()
-            except BaseException as error:
-                self._is_busy = False
-                future.set_exception(error)
-            else:
-                self._is_busy = False
-                future.set_result(result)
+            self._run_call(*call)
+            del call  # a result, such as a connection, is its caller's alone
+
+    def _run_call(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            self._is_busy = False
+            future.set_exception(error)
+        else:
+            self._is_busy = False
+            future.set_result(result)
 
 
 def silent_worker(rank: int, timeout: float, error: Exception) -> WorkerError:

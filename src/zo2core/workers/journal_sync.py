@@ -28,7 +28,7 @@ def sync_journals(journal: Journal, exchange: Exchange) -> None:
         WorkerError: if a journal belongs to another run: its steps are not the first steps of the longest journal.
         JournalError: if a record cannot be written.
     """
-    version, has_header = len(journal.updates), journal.header is not None
+    version, has_header = journal.version, journal.header is not None
     summary = {"version": version, "started": has_header, "digests": len(journal.base_digests)}
     summaries = exchange.all_gather("journals", summary)
     started = [rank for rank, summary in summaries.items() if summary["started"]]
@@ -71,7 +71,7 @@ def require_agreement(
         JournalError: if the headers differ, with each difference.
         WorkerError: if the steps or the noise differ.
     """
-    version = len(journal.updates)
+    version = journal.version
     base = sorted(journal.base_digests.items())
     drawn = _noise_checksum(noise, layouts, device) if exchange.size > 1 else 0
     local = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": base, "noise": drawn}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import Batch, BlockLayout, Evaluation
@@ -27,6 +28,10 @@ class SoloWorker(Workers):
 
     def sync_journal(self, journal: Journal) -> None:
         """Do nothing: there is no other journal."""
+
+    def sync_snapshots(self, snapshots: Snapshots) -> Snapshot | None:
+        """This worker's newest snapshot."""
+        return snapshots.newest()
 
     def require_agreement(
         self, journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
+from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
@@ -25,6 +26,8 @@ from zo2core.workers.rendezvous import AnnouncedInFile, AnnouncedInStore, gather
 from zo2core.workers.report import Report, batch_digest, combined, context_of, is_finite, require_same_context
 from zo2core.workers.seal import Seal, require_key
 from zo2core.workers.shards import Shard, Split, choose_split, evaluations_apart, require_split
+from zo2core.workers.snapshot_sync import sync_snapshots
+from zo2core.workers.tensor_exchange import TensorExchange
 
 T = TypeVar("T")
 
@@ -81,7 +84,7 @@ class Workers:
         if deadline is not None and not 0 <= deadline < float("inf"):
             raise OptionError("deadline", found=repr(deadline), expected="seconds, at least 0", remedy="leave it out")
         self._exchange = exchange
-        self._split = split
+        self.split = split
         self._deadline = deadline
 
     @classmethod
@@ -206,6 +209,23 @@ class Workers:
         self.all_gather(None)  # returns once all workers have used the descriptor
         return memory
 
+    def tensors(self) -> TensorExchange:
+        """Connect to the other workers for all-gathers of tensors; a collective call, which all workers make together.
+
+        Raises:
+            WorkerError: if a worker cannot be reached.
+        """
+        return TensorExchange(self._exchange, is_one_host=len(self.neighbours()) == self.size)
+
+    def sync_snapshots(self, snapshots: Snapshots) -> Snapshot | None:
+        """Return the newest snapshot that a worker of the run has, which all workers then have.
+
+        Raises:
+            CheckpointError: if this worker has snapshots, but all are damaged.
+            OutputError: if another worker's snapshot cannot be written.
+        """
+        return sync_snapshots(snapshots, self._exchange)
+
     def sync_journal(self, journal: Journal) -> None:
         """Append the steps that the longest journal has and this worker's lacks: the run continues where that one ends.
 
@@ -298,7 +318,7 @@ class Workers:
             OptionError: if some worker would have nothing to compute, or the deadline needs another estimator.
         """
         unit = evaluations_apart(evaluations, whole=self._deadline is not None)
-        split = choose_split(self._split, self.size, len(evaluations) // unit, rows)
+        split = choose_split(self.split, self.size, len(evaluations) // unit, rows)
         return Plan(split, unit, split.shard(self.rank, len(evaluations), unit))
 
     @property

@@ -1,4 +1,4 @@
-"""Hugging Face models with an adapter of peft's in them: exports are adapters, in peft's files."""
+"""Hugging Face models with an adapter of peft. Exports are the adapter, in peft's files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.hf import HFBlockModel
@@ -17,12 +18,12 @@ from zo2core import Batch, UnsupportedModelError
 
 
 class PeftBlockModel(HFBlockModel):
-    """A Hugging Face model with an adapter of peft's in it.
+    """A Hugging Face model with an adapter of peft.
 
     Args:
-        adapter: In the skeleton.
-        arguments: As for the class of the model without an adapter.
-        options: The same.
+        adapter: The adapter, which is in the skeleton.
+        arguments: Positional arguments of the class without an adapter.
+        options: Keyword arguments of the class without an adapter.
     """
 
     def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
@@ -31,10 +32,10 @@ class PeftBlockModel(HFBlockModel):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What decides the forwards, the adapter's config among it."""
+        """The values that determine the forward, including the adapter's config."""
         plain = plain_config(self.adapter.config)
         decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
-        if decisive.get("modules_to_save") is None:  # nor had runs an entry that were begun before it was supported
+        if decisive.get("modules_to_save") is None:  # earlier runs have no entry
             decisive.pop("modules_to_save", None)
         return {**super().description, "adapter": decisive}
 
@@ -44,7 +45,7 @@ class PeftBlockModel(HFBlockModel):
         return frozenset(self.adapter.inserted.parameters)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
-        """Write the adapter as peft does: its config, those of these tensors that are its own, and further files.
+        """Write the adapter's config and its tensors among these as peft does, and further files.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
@@ -53,22 +54,27 @@ class PeftBlockModel(HFBlockModel):
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
         write_adapter(directory, plain_config(self.adapter.config), saved, files)
 
+    def module_at(self, path: str) -> nn.Module:
+        """A module of the model, such as peft's around a layer, by its path."""
+        module: nn.Module = self._modules[path]
+        return module
+
     def require_stackable(self) -> None:
-        """Patch the modules for directions beside the activations. See the contract."""
+        """Patch the modules for low-rank perturbations. See the contract."""
         title = self.adapter.kind.why_not_stacked(self.adapter.config)
         if title is None and self.adapter.config.modules_to_save:
             title = "modules_to_save"
         if title is not None:
             raise UnsupportedModelError(
                 "adapter",
-                found=f"{title}, and directions beside the activations",
-                expected="LoRA, whose matrices are linear layers of their own",
-                remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any kind",
+                found=f"{title} with low-rank perturbations",
+                expected="LoRA, whose matrices are linear layers",
+                remedy="leave --rank out, or use DensePerturbation()",
             )
         super().require_stackable()
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
-        """Expected bytes that the adapter adds to what a sweep of the base takes.
+        """Expected bytes of memory that the adapter adds to a sweep of the base.
 
         Args:
             rows: Rows that run at a time.
@@ -77,7 +83,7 @@ class PeftBlockModel(HFBlockModel):
         return self.adapter.inserted.forward_bytes
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
+        """Estimate the bytes by formula. See the contract."""
         return super().forward_bytes(batch) + self.adapter.inserted.forward_bytes
 
 
@@ -86,10 +92,10 @@ class PeftHeadModel(PeftBlockModel, HFHeadModel):
 
 
 class PeftVisionModel(PeftBlockModel, HFVisionModel):
-    """A Hugging Face language model that reads images, too, and an adapter."""
+    """A Hugging Face language model that also reads images, and an adapter."""
 
 
-WITH_ADAPTER: Mapping[type[HFBlockModel], Callable[..., HFBlockModel]] = {  # by the class of a model without one
+WITH_ADAPTER: Mapping[type[HFBlockModel], Callable[..., HFBlockModel]] = {  # by the class without an adapter
     HFBlockModel: PeftBlockModel,
     HFHeadModel: PeftHeadModel,
     HFVisionModel: PeftVisionModel,

@@ -1,4 +1,4 @@
-"""An adapter's files, as peft writes and reads them."""
+"""An adapter's files in peft's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save
 from zo2core.checkpoint.writer import new_directory, write_companions
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FILE_PREFIX = "base_model.model."  # of the names of layers' parameters
+FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
 
 
 def write_adapter(
@@ -26,10 +26,10 @@ def write_adapter(
     """Write an adapter.
 
     Args:
-        directory: Must not exist, or be empty. It appears whole or not at all.
-        config: What ``plain_config`` returned.
-        values: By name in peft's files.
-        files: Further files of the directory: name to content, or to the file to copy.
+        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
+        config: The config from ``plain_config``.
+        values: Values by their names in peft's files.
+        files: Further files by name: their contents, or paths to copy.
 
     Raises:
         OutputError: if the directory is in use or cannot be written.
@@ -41,7 +41,7 @@ def write_adapter(
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Peft's config as JSON values, in the form in which it is saved."""
+    """Peft's config as JSON values, as peft saves it."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=_listed))
     return {**values, "inference_mode": True}
 

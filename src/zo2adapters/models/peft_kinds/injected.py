@@ -1,7 +1,7 @@
-"""Kinds whose modules peft puts around linear layers, and whose first values depend on a layer's shape and the seed alone.
+"""Kinds that wrap linear layers, and whose initial values depend only on the seed and the layers' shapes.
 
-Everything is peft's own: names, forwards, and first values, which peft draws for one layer at a time, in the order in which
-it would draw them for a whole model.
+Names, forwards and initial values are peft's. Peft draws the values for one layer at a time, in the order in which it draws
+them for a whole model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME, AdapterKind, FirstV
 from zo2adapters.models.peft_kinds.wrapped_layers import file_name, wrap_layers, wrapped_layers
 
 _WHICH_LAYERS = frozenset({"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
-_MATRICES = 4  # float32 ones of a layer's shape that a forward has at a time: products, their sum, and the weights
+_MATRICES = 4  # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the weights
 
 
 class InjectedKind(AdapterKind):
-    """A kind without code of its own.
+    """A kind that needs no code of its own.
 
     Args:
-        peft_type: As peft's files say it.
-        config_class: Name of peft's class of its config.
-        decisive: Options that decide forwards, beside those that choose layers.
-        starts: Options that decide first values.
-        part_of_names: Part of its parameters' names.
-        mixed: Whether its forwards under autocast have the bits of peft's.
+        peft_type: Name of the kind in peft's files.
+        config_class: Name of peft's class of configs.
+        decisive: Options that change the forward, in addition to those that choose layers.
+        initialisation: Options that change initial values.
+        part_of_names: A part of the names of its parameters.
+        mixed: Whether its forward under autocast equals peft's, bit for bit.
     """
 
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
@@ -43,7 +43,7 @@ class InjectedKind(AdapterKind):
         peft_type: str,
         config_class: str,
         decisive: set[str],
-        starts: set[str],
+        initialisation: set[str],
         part_of_names: str,
         *,
         mixed: bool = True,
@@ -52,7 +52,7 @@ class InjectedKind(AdapterKind):
         self.title = config_class.removesuffix("Config")
         self.config_class = config_class
         self.decisive = _WHICH_LAYERS | decisive
-        self.supported = frozenset(starts)
+        self.supported = frozenset(initialisation)
         self.accepted = f"{self.title} of linear layers alone, without dropout"
         self.part_of_names = part_of_names
         self._mixed = mixed
@@ -70,13 +70,13 @@ class InjectedKind(AdapterKind):
         )
 
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Values that peft gives one linear layer after the other."""
+        """Values that peft draws, one linear layer after the other."""
         shapes = {path: layer.base_layer.weight.shape for path, layer in wrapped_layers(skeleton)}
 
         def drawn() -> Mapping[str, torch.Tensor]:
             values: dict[str, torch.Tensor] = {}
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # and no device's
+                torch.default_generator.manual_seed(seed)  # without seeding devices
                 for path, shape in shapes.items():
                     values |= _values_of_layer(path, shape, config)
             return values
@@ -85,12 +85,12 @@ class InjectedKind(AdapterKind):
 
 
 def _values_of_layer(path: str, shape: torch.Size, config: Any) -> dict[str, torch.Tensor]:
-    """First values of one layer's adapter, by name in the whole model.
+    """Initial values of one layer's adapter, by name in the whole model.
 
     Args:
-        path: Where the layer is in the model.
-        shape: Shape of its matrix, whose memory is never touched.
-        config: Peft's, with targets that name the layer.
+        path: Path of the layer in the model.
+        shape: Shape of its matrix. The matrix is allocated, but never written or read.
+        config: Peft's config, whose targets match the layer.
     """
     import peft
 
@@ -107,7 +107,7 @@ def _values_of_layer(path: str, shape: torch.Size, config: Any) -> dict[str, tor
         parent = parent.get_submodule(name)
     parent.add_module(leaf, layer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of options that concern other layers
+        warnings.simplefilter("ignore")  # warnings about options that match other layers only
         peft.inject_adapter_in_model(config, holder, adapter_name=ADAPTER_NAME)
     return {
         name: parameter.detach().contiguous()

@@ -1,4 +1,4 @@
-"""What a kind of adapter says of itself: which options of peft's config it heeds, its parameters, and their first values."""
+"""The interface of a kind of adapter: the options it supports, its parameters, and their initial values."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.hf import HFBlockModel
 
-ADAPTER_NAME = "default"  # of the adapter within the model, as peft calls it
-NEUTRAL = frozenset(  # options of every config that decide nothing of a run
+ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
+NEUTRAL = frozenset(  # options of every config that do not change a run
     {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
 
-OpenBase = Callable[[], HFBlockModel]  # the base as it is without the adapter
-FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # by parameter, in its dtype
+DROPOUT = frozenset({"lora_dropout", "rank_dropout", "module_dropout"})  # options that change training only
+
+OpenBase = Callable[[], HFBlockModel]  # opens the base without the adapter
+FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
 
 
 @dataclass(frozen=True)
 class Inserted:
     """An adapter's modules in a skeleton. Its parameters are on the meta device."""
 
-    parameters: Mapping[str, str]  # name in the skeleton, to name in peft's files
+    parameters: Mapping[str, str]  # names in peft's files, by names in the skeleton
     embedding: tuple[str, ...] = ()  # modules that run before the layers
-    forward_bytes: int = 0  # of memory that a layer's forward takes beside the base's
-    wrapper: Any = None  # peft's model around the skeleton, where the skeleton's own forward does not see the adapter
+    forward_bytes: int = 0  # memory that a layer's forward needs in addition to the base's
+    wrapper: Any = None  # peft's model around the skeleton, if the adapter only works through it; else None
 
 
 class AdapterKind(ABC):
-    """A kind of peft's adapters: a further one is a subclass, and a row of ``KINDS`` in ``peft_model``."""
+    """A kind of peft's adapters. To add one, write a subclass and add it to ``KINDS`` in ``peft_model``."""
 
-    peft_type: str  # in peft's files
-    title: str  # in messages
-    config_class: str  # of peft
-    decisive: frozenset[str]  # options that decide forwards: a run's description has them
-    supported: frozenset[str]  # options that decide first values, parameters or files, which speak for themselves
-    accepted: str  # in words: what is
-    part_of_names: str  # of some of its parameters, as an example
+    peft_type: str  # the kind's name in peft's files
+    title: str  # name in messages
+    config_class: str  # name of peft's class of configs
+    decisive: frozenset[str]  # supported options that change the forward; they are part of a run's description
+    supported: frozenset[str]  # other supported options: they change only initial values, parameters or files
+    accepted: str  # the supported configs in words, for messages
+    part_of_names: str  # a part of the names of some parameters, as an example in messages
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]]
-    """By the class of a model without an adapter: what takes an ``OpenedAdapter``, and what that class takes."""
+    """Classes of models with an adapter, by the class without one. They take an ``OpenedAdapter`` before its arguments."""
 
     def unused_options(self, config: Any) -> list[str]:
-        """Name the options that have a value, beside the default, that is not accepted."""
+        """Names of options whose value is not supported."""
         return []
 
     def why_not_stacked(self, config: Any) -> str | None:
-        """What such adapters are called where directions cannot be beside their activations; None: they can."""
+        """Name of these adapters in the error that refuses low-rank perturbations; None: they are supported."""
         return self.title
 
     def why_not_mixed(self, config: Any) -> str | None:
-        """What such adapters are called where mixed precision would give other bits than autocast; None: it does not."""
+        """Name of these adapters in the error that refuses mixed precision; None: it is supported."""
         return self.title
 
     @abstractmethod
@@ -61,30 +63,30 @@ class AdapterKind(ABC):
         """Put peft's modules into a skeleton.
 
         Raises:
-            OptionError: if the config does not go with the model.
+            OptionError: if the config does not fit the model.
         """
 
     @abstractmethod
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Prepare a new adapter's values.
+        """Prepare the initial values of a new adapter.
 
         Args:
-            skeleton: After ``insert``. Only now is it used: when the values are asked for, a run may have it.
-            config: The same.
-            seed: Seed of what is drawn.
-            base: Called when the values are asked for, if they need the base's weights.
+            skeleton: The skeleton after ``insert``. Only this call uses it; the result is called while a run uses it.
+            config: The config after ``insert``.
+            seed: Seed of random values.
+            base: Opens the base; called by the result if values depend on the base's weights.
         """
 
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter in a skeleton, with the values that it begins with."""
+    """An adapter in a skeleton, with its initial values."""
 
     kind: AdapterKind
-    config: Any  # peft's
+    config: Any  # peft's config
     inserted: Inserted
-    shapes: Mapping[str, Sequence[int]]  # by parameter
-    dtypes: Mapping[str, torch.dtype]  # by parameter
-    trained: frozenset[str]  # parameters
+    shapes: Mapping[str, Sequence[int]]  # shapes by parameter
+    dtypes: Mapping[str, torch.dtype]  # dtypes by parameter
+    trained: frozenset[str]  # names of the trained parameters
     values: FirstValues
-    where: str  # what it is called in messages
+    where: str  # name of the adapter in messages

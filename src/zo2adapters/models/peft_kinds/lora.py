@@ -1,4 +1,4 @@
-"""LoRA, with DoRA's magnitudes or without: two thin matrices beside a linear layer's own."""
+"""LoRA and DoRA: two thin matrices in addition to a linear layer's matrix, for DoRA also a vector of magnitudes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from zo2adapters.models.peft_kinds.wrapped_layers import (
     file_name,
     is_rank,
     put_value,
+    read_weight,
     wrap_layers,
     wrapped_layers,
 )
-from zo2core.kernels.encoding import decoded
 
-_KNOWN_STARTS = (True, False, "gaussian")  # of matrices that need no weights of the base
-_MATRICES_OF_DORA = 4  # float32 ones that its forward has at a time: both products, the weights, and their sum
+_INITIALISATIONS = (True, False, "gaussian")  # values of ``init_lora_weights`` that do not depend on the base's weights
+_MATRICES_OF_DORA = 4  # float32 matrices of a layer's shape that exist at a time: both products, the weights, their sum
 
 
 class _Magnitude(NamedTuple):
-    """DoRA's vector of one layer, for whoever computes what it begins with."""
+    """DoRA's magnitudes of one layer, and what their initial values depend on."""
 
-    name: str  # of the parameter
-    weight: str  # of the layer's matrix, in the base
-    factors: tuple[str, str]  # the parameters A and B
-    scaling: float  # of their product
-    module: Any  # peft's class
+    name: str  # name of the parameter
+    weight: str  # name of the layer's matrix in the base
+    factors: tuple[str, str]  # names of the parameters A and B
+    scaling: float  # scale of their product
+    module: Any  # peft's class of the magnitudes
 
 
 class LoRAKind(AdapterKind):
@@ -48,21 +48,21 @@ class LoRAKind(AdapterKind):
         | {"layers_to_transform", "layers_pattern", "fan_in_fan_out", "modules_to_save"}
     )
     supported = frozenset({"init_lora_weights", "use_dora"})
-    accepted = "LoRA or DoRA of linear layers alone, without dropout, whose matrices begin without weights of the base"
+    accepted = "LoRA or DoRA of linear layers, without dropout, whose initial values do not depend on the base's weights"
     part_of_names = "lora_A"
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
 
     def unused_options(self, config: Any) -> list[str]:
         """See the contract."""
-        refused = [] if config.init_lora_weights in _KNOWN_STARTS else ["init_lora_weights"]
+        refused = [] if config.init_lora_weights in _INITIALISATIONS else ["init_lora_weights"]
         return refused if is_rank(config.r) else [*refused, "r"]
 
     def why_not_stacked(self, config: Any) -> str | None:
-        """DoRA's forward divides by norms of the whole matrix, which each direction would have its own of."""
+        """DoRA is refused: its forward divides by norms of the perturbed matrix, which differ for each direction."""
         return "DoRA" if config.use_dora else None
 
     def why_not_mixed(self, config: Any) -> str | None:
-        """DoRA's norms are of matrices before autocast casts them."""
+        """DoRA is refused: it takes norms of matrices before autocast casts them."""
         return "DoRA" if config.use_dora else None
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
@@ -77,15 +77,15 @@ class LoRAKind(AdapterKind):
         )
 
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Matrices by peft's own initialisation; DoRA's magnitudes by its own, from each layer's weights in turn."""
+        """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each layer's weights."""
         names = [name for path, layer in wrapped_layers(skeleton) for name in _matrices(path)]
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # and no device's
+            torch.default_generator.manual_seed(seed)  # without seeding devices
             for name in names:
                 put_value(skeleton, name, torch.zeros(skeleton.get_parameter(name).shape, dtype=torch.float32))
                 linear = skeleton.get_submodule(name.rpartition(".")[0])
                 assert isinstance(linear, nn.Linear), "other layers were refused"
-                linear.reset_parameters()  # with which it would have been built
+                linear.reset_parameters()  # as when the layer is built
             for _, layer in wrapped_layers(skeleton):
                 layer.reset_lora_parameters(ADAPTER_NAME, config.init_lora_weights)
         values = {name: skeleton.get_parameter(name).detach() for name in names}
@@ -101,7 +101,7 @@ def _matrices(path: str) -> tuple[str, str]:
 
 
 def _file_form(name: str) -> str:
-    """Magnitudes are saved without the name of the module that holds them."""
+    """The name from which ``file_name`` makes the name in files: magnitudes are saved without their module's name."""
     return name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
 
 
@@ -116,23 +116,20 @@ def _magnitude(skeleton: nn.Module, path: str, layer: Any) -> _Magnitude:
 
 
 def _norms(magnitudes: list[_Magnitude], values: Mapping[str, torch.Tensor], base: HFBlockModel) -> dict[str, torch.Tensor]:
-    """Magnitudes by peft's own code, one matrix of the base in memory at a time.
+    """Initial magnitudes, computed by peft with one matrix of the base in memory at a time.
 
     Raises:
-        CheckpointError: if one cannot be read.
+        CheckpointError: if a matrix cannot be read.
     """
     specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
     norms: dict[str, torch.Tensor] = {}
     with closing(base.weights) as weights:
         for magnitude in magnitudes:
             spec = specs[magnitude.weight]
-            stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
-            weights.read_into(spec.name, stored)
-            weight = (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
             layer = nn.Linear(1, 1, bias=False, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+            layer.weight = nn.Parameter(read_weight(weights, spec), requires_grad=False)
             module = magnitude.module(fan_in_fan_out=False)
-            # In the weights' dtype, as peft has its matrices when it computes norms: only then are they made float32.
+            # In the weights' dtype, as in peft, which converts its matrices to float32 only after computing the norms.
             a, b = (values[name].to(spec.dtype) for name in magnitude.factors)
             with torch.no_grad():
                 module.update_layer(base_layer=layer, lora_A=a, lora_B=b, scaling=magnitude.scaling)

@@ -1,7 +1,7 @@
-"""Prefix tuning: keys and values of virtual tokens, which every layer's attention finds before those of the row.
+"""Prefix tuning: trained keys and values of virtual tokens, which every layer's attention sees before those of the row.
 
-The parameter is peft's table of them, with no other parametrisation behind it. First values are as in MeZO: the keys and
-values of tokens that are drawn at random, as the base computes them.
+The parameter is peft's table of these keys and values, without a projection. Initial values are those of MeZO: the keys and
+values that the base computes for random tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from zo2adapters.models.peft_kinds.prefix_model import PrefixBlockModel
 from zo2adapters.models.prepared_batch import longest_row
 from zo2core import Batch, HostPlan, MemoryPolicy, OptionError, Replayer, UnsupportedModelError
 
-_ENCODER = "prompt_encoder"  # as peft's model calls it
+_ENCODER = "prompt_encoder"  # name of the table's module in peft's model
 _TABLE = f"{_ENCODER}.{ADAPTER_NAME}.embedding.weight"
 _FILE_NAME = "prompt_embeddings"
-_OF_THE_BASE = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")
+_BASE_SIZES = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")
 _TASK = "CAUSAL_LM"
-_SHORTEST_ROW = 2  # tokens: one to read, and one to predict
-_ANY_BUDGET = 1 << 62  # of a plan that is given, which holds one block at a time
+_SHORTEST_ROW = 2  # tokens of the shortest useful row: one to read and one to predict
+_NO_LIMIT = 1 << 62  # bytes of a host plan that streams one block at a time
 
 
 class PrefixKind(AdapterKind):
@@ -35,9 +35,9 @@ class PrefixKind(AdapterKind):
     peft_type = "PREFIX_TUNING"
     title = "a prefix"
     config_class = "PrefixTuningConfig"
-    decisive = frozenset({"num_virtual_tokens", *_OF_THE_BASE})
-    supported = frozenset({"init_weights", "encoder_hidden_size"})  # the latter is of a projection, which there is not
-    accepted = "prefix tuning of a causal language model, by virtual tokens, without prefix_projection"
+    decisive = frozenset({"num_virtual_tokens", *_BASE_SIZES})
+    supported = frozenset({"init_weights", "encoder_hidden_size"})  # the latter has no effect without a projection
+    accepted = "prefix tuning of a causal language model, without prefix_projection"
     part_of_names = _ENCODER
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = {HFBlockModel: PrefixBlockModel}
 
@@ -49,23 +49,23 @@ class PrefixKind(AdapterKind):
         return refused if is_count else [*refused, "num_virtual_tokens"]
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
-        """See the contract. Sizes that the config leaves open are filled in, as peft does."""
+        """See the contract. Sizes that the config does not set are filled in, as in peft."""
         longest = longest_row(skeleton)
         if longest is not None and config.num_virtual_tokens > longest - _SHORTEST_ROW:
             raise OptionError(
                 "adapter.num_virtual_tokens",
                 found=str(config.num_virtual_tokens),
-                expected=f"at most {longest - _SHORTEST_ROW}, which leaves a row some of the model's {longest} positions",
+                expected=f"at most {longest - _SHORTEST_ROW}, so that rows fit in the model's {longest} positions",
                 remedy="choose fewer",
             )
         wrapper, own = _wrapped(skeleton, config)
-        for option in _OF_THE_BASE:
+        for option in _BASE_SIZES:
             given, expected = getattr(config, option), getattr(own, option)
             if given not in (None, expected):
                 raise OptionError(
                     f"adapter.{option}",
                     found=repr(given)[:80],
-                    expected=f"{expected}, as the base has it",
+                    expected=f"{expected}, as in the base",
                     remedy="leave it out, or use the base that the adapter was made for",
                 )
             setattr(config, option, expected)
@@ -74,7 +74,7 @@ class PrefixKind(AdapterKind):
         return Inserted({_TABLE: _FILE_NAME}, embedding=(_ENCODER,), wrapper=wrapper)
 
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Keys and values of random tokens, or zeros where the config says so."""
+        """Keys and values of random tokens; zeros with ``init_weights="zero"``."""
         shape = skeleton.get_parameter(_TABLE).shape
         if config.init_weights == "zero":
             return lambda: {_TABLE: torch.zeros(shape)}
@@ -82,30 +82,30 @@ class PrefixKind(AdapterKind):
 
 
 def _wrapped(skeleton: PreTrainedModel, config: Any) -> tuple[Any, Any]:
-    """Peft's own model around a skeleton, and a config with the base's own sizes."""
+    """Peft's model around a skeleton, and a config with the base's sizes."""
     import peft
 
     own = deepcopy(config)
     own.task_type = _TASK
-    for option in _OF_THE_BASE:
+    for option in _BASE_SIZES:
         setattr(own, option, None)
     own.encoder_hidden_size = None
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # its table is random, and goes nowhere
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft asks for it
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # peft draws a table that is not used
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads it
             wrapper = peft.PeftModelForCausalLM(skeleton, own, ADAPTER_NAME)
-    except Exception as error:  # any: what a config says surfaces inside peft's own code
+    except Exception as error:  # any: an invalid config leads to errors inside peft
         raise OptionError(
             "adapter",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            expected="a config that peft can put before this model",
-            remedy="leave all options out but num_virtual_tokens",
+            expected="a config of a prefix for this model",
+            remedy="pass num_virtual_tokens alone",
         ) from error
     return wrapper.eval(), own
 
 
 class _KeysAndValues:
-    """The base's forward, which leaves every layer's keys and values in a cache, and ends with the last layer."""
+    """The base's forward up to the last layer, which writes every layer's keys and values to a cache."""
 
     def __init__(self, model: HFBlockModel) -> None:
         self.cache = DynamicCache()
@@ -115,7 +115,7 @@ class _KeysAndValues:
         self.held_bytes = model.held_bytes
 
     def prepared(self, batch: Batch) -> Batch:
-        """Take the batch as it is."""
+        """Return the batch unchanged."""
         return batch
 
     def embed(self, batch: Batch) -> Activations:
@@ -123,25 +123,25 @@ class _KeysAndValues:
         return self._model.prologue(**batch, past_key_values=self.cache, use_cache=True)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Nothing: what is wanted is in the cache."""
+        """Return a placeholder: the result is in the cache."""
         return activations.hidden.new_zeros(())
 
 
 def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Keys and values of tokens drawn at random, as the base computes them in one row, one block in memory at a time.
+    """Keys and values that the base computes for one row of random tokens, with one block in memory at a time.
 
     Returns:
-        float32, of the table's shape: for each token, keys and values of layer after layer.
+        The table, float32: for each token, keys and values of all layers in order.
 
     Raises:
-        UnsupportedModelError: if a layer's are of another size than peft's table has them.
+        UnsupportedModelError: if a layer's keys or values have another shape than in peft's table.
     """
     tokens, heads = config.num_virtual_tokens, config.num_attention_heads
     expected = (1, heads, tokens, config.token_dim // heads)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
     forward = _KeysAndValues(base)
-    streamed = MemoryPolicy(host=HostPlan((), _ANY_BUDGET, buckets=1, keep_noise=False))
+    streamed = MemoryPolicy(host=HostPlan((), _NO_LIMIT, buckets=1, keep_noise=False))
     with Replayer(base, memory=streamed) as replayer:
         list(replayer.forwards([{"input_ids": ids}], forward))
     columns: list[torch.Tensor] = []
@@ -152,16 +152,16 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
                 raise UnsupportedModelError(
                     f"layer {index}",
                     found="no keys" if states is None else f"keys or values of shape {list(states.shape)}",
-                    expected=f"shape {list(expected)}, as peft's table has them of every layer",
-                    remedy='leave first values to peft: init_weights="zero", or train LoRA',
+                    expected=f"shape {list(expected)}, as for every layer in peft's table",
+                    remedy='pass init_weights="zero", or train LoRA',
                 )
             columns.append(states[0].transpose(0, 1).reshape(tokens, -1).float())
     table = torch.cat(columns, dim=1)
-    if table.shape != shape:  # layers that attend to the keys of another one have none of their own
+    if table.shape != shape:  # layers that share the keys of another layer have none
         raise UnsupportedModelError(
             f"model type {base.config.model_type}",
             found=f"keys and values of {len(layers)} layers, {table.shape[1]} numbers for a token",
-            expected=f"those of every layer, {shape[1]} numbers, as peft's table has them",
-            remedy='leave first values to peft: init_weights="zero", or train LoRA',
+            expected=f"those of every layer, {shape[1]} numbers, as in peft's table",
+            remedy='pass init_weights="zero", or train LoRA',
         )
     return table

@@ -18,7 +18,7 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2core import Batch, UnsupportedModelError
 
-# Of all rows' keys and values while peft makes a cache: in float32, which is two, in the base's dtype, and apart.
+# Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype: float32 counts as two.
 _COPIES = 4
 
 
@@ -30,16 +30,16 @@ class LayerPrefix(NamedTuple):
 
 
 class PrefixBlockModel(PeftBlockModel):
-    """A Hugging Face model with a prefix of peft's.
+    """A Hugging Face model with a prefix of peft.
 
-    Hugging Face's forward is called through peft's own model, which hands it the prefix as a cache, and a mask with the
-    prefix's ones in front. An attention adds the row's keys to the cache that it is given. So what a batch holds are each
-    layer's keys and values, as tensors, and each call of a layer has a cache of its own, made of them anew.
+    Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that starts with ones for the
+    prefix. Attention appends the row's keys to the cache. Therefore a batch holds each layer's keys and values as tensors,
+    and each call of a layer gets a new cache made from them.
 
     Args:
-        adapter: In the skeleton, with peft's model around it.
-        arguments: As for ``HFBlockModel``.
-        options: The same.
+        adapter: The adapter, whose ``inserted.wrapper`` is peft's model around the skeleton.
+        arguments: Positional arguments of ``HFBlockModel``.
+        options: Keyword arguments of ``HFBlockModel``.
     """
 
     def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
@@ -48,14 +48,14 @@ class PrefixBlockModel(PeftBlockModel):
         self._called = self._wrapper
         self._tokens = int(adapter.config.num_virtual_tokens)
         if self.longest_row is not None:
-            self.longest_row -= self._tokens  # which have positions, too
+            self.longest_row -= self._tokens  # virtual tokens have positions, too
 
     def _prepared(self, batch: Batch) -> Batch:
         if is_packed(batch):
             raise UnsupportedModelError(
                 "prefix",
-                found="several sequences in a row, of which one alone would have it in front",
-                expected="a sequence a row",
+                found="several sequences in a row, of which only the first would have the prefix",
+                expected="one sequence per row",
                 remedy="pad the rows: pass an attention_mask, and leave --pack out",
             )
         return super()._prepared(batch)
@@ -78,7 +78,7 @@ class PrefixBlockModel(PeftBlockModel):
         return activations._replace(calls=LayerCalls.of(calls))
 
     def prologue(self, **inputs: Any) -> Activations:
-        """Run HF's forward up to the first layer. A cache that is passed begins with the prefix, and is the caller's."""
+        """Run HF's forward up to the first layer. A cache of the caller gets the prefix as its first entries."""
         cache = inputs.get("past_key_values")
         if cache is None:
             return super().prologue(**inputs)
@@ -95,29 +95,29 @@ class PrefixBlockModel(PeftBlockModel):
             return super().prologue(**inputs)
 
     def block(self, index: int, activations: Activations) -> Activations:
-        """Run one layer with the arguments HF gave it, and a cache of this call alone."""
+        """Run one layer with its recorded arguments, and a new cache."""
         calls = list(activations.calls.by_layer())
         calls[index] = _with_cache(calls[index], index, len(self.by_token(activations.hidden)))
         with_cache = activations._replace(calls=LayerCalls.of(calls))
         return activations._replace(hidden=super().block(index, with_cache).hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states of single tokens. See there."""
+        """Run HF's norm and head on final hidden states of single tokens. See the base class."""
         with self._without_prefix():
             return super().logits(hidden)
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
-        """The cache of all rows while it is made, and each evaluation's own. See there."""
-        making, own = (cache_bytes(self.config, count, self._tokens) for count in (rows, 1))
-        return _COPIES * making + streams * own
+        """Bytes of the cache of all rows while it is made, and of each evaluation's prefix. See the base class."""
+        all_rows, prefix = (cache_bytes(self.config, count, self._tokens) for count in (rows, 1))
+        return _COPIES * all_rows + streams * prefix
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
+        """Estimate the bytes by formula. See the contract."""
         making = cache_bytes(self.config, len(batch["input_ids"]), self._tokens)
         return max(super().forward_bytes(batch), _COPIES * making)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
+        """Estimate the bytes by formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         positions = batch.get("position_ids")
         held = expected_held_bytes(
@@ -127,12 +127,12 @@ class PrefixBlockModel(PeftBlockModel):
             keys=self._tokens + tokens,
             position_rows=None if positions is None else len(positions),
         )
-        # The positions of the prefix are cut off by a view, which keeps their memory.
+        # The positions of the prefix are removed by a view, which keeps their memory.
         return held + cache_bytes(self.config, 1, self._tokens) + rows * self._tokens * POSITION_BYTES
 
     @contextlib.contextmanager
     def _without_prefix(self) -> Iterator[None]:
-        """HF's own forward: what needs no prefix, or has one already."""
+        """A context in which HF's forward is called directly: no prefix is needed, or the cache has it."""
         self._called = self._skeleton
         try:
             yield
@@ -141,19 +141,19 @@ class PrefixBlockModel(PeftBlockModel):
 
 
 class _OtherLayer:
-    """Stands in a layer's cache where the layers before it would be."""
+    """Placeholder for the earlier layers in a layer's cache."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModelError(
             "a layer's attention",
-            found=f"a question about another layer's keys ({name})",
-            expected="layers that each attend to keys of their own, for a prefix",
+            found=f"a read of another layer's keys ({name})",
+            expected="layers that each attend to their own keys, for a prefix",
             remedy="train LoRA, or all weights",
         )
 
 
 def _with_prefix(call: LayerCall, index: int) -> LayerCall:
-    """A layer's call with its prefix in place of the cache of all layers.
+    """A layer's arguments with its prefix in place of the cache of all layers.
 
     Raises:
         UnsupportedModelError: if there is no cache.
@@ -163,7 +163,7 @@ def _with_prefix(call: LayerCall, index: int) -> LayerCall:
         raise UnsupportedModelError(
             f"layer {index}",
             found="a call without a cache of keys and values",
-            expected="layers that are handed one, for a prefix",
+            expected="layers that are called with a cache, for a prefix",
             remedy="train LoRA, or all weights",
         )
 
@@ -177,7 +177,7 @@ def _with_prefix(call: LayerCall, index: int) -> LayerCall:
 
 
 def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
-    """A layer's call with a cache that begins with its prefix, for so many rows."""
+    """A layer's arguments with a new cache that starts with its prefix, for this number of rows."""
 
     def of_layer(value: Any) -> Any:
         if not isinstance(value, LayerPrefix):

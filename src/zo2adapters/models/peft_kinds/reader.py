@@ -1,4 +1,4 @@
-"""An adapter's values beside its base's: new ones in memory, or those of a file that peft has written."""
+"""A reader for a base checkpoint and an adapter, whose values are new or from a file of peft."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from zo2core.checkpoint.reader import parse_header
 
 
 class AdapterReader:
-    """A base checkpoint, and an adapter's first values, which are in memory once they were asked for.
+    """Reads a base checkpoint and an adapter's initial values, which are made at the first read and kept in memory.
 
     Args:
-        base: Reads the base; belongs to this reader.
-        adapter: Whose values there are.
+        base: Reads the base. This reader closes it.
+        adapter: The adapter.
     """
 
     def __init__(self, base: TensorReader, adapter: OpenedAdapter) -> None:
         self._base = base
         self._adapter = adapter
         self._values: Mapping[str, torch.Tensor] | None = None
-        self._lock = threading.Lock()  # several threads may be the first to ask
+        self._lock = threading.Lock()  # several threads may read first
         self.close = base.close
 
     @property
@@ -39,7 +39,7 @@ class AdapterReader:
         return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """None for the adapter, which is not read from a disk. See the contract."""
+        """None for the adapter, which is in memory. See the contract."""
         return None if self._is_own(spec.name) else self._base.page_offset(spec)
 
     def itemsize(self, parameter: str) -> int:
@@ -47,7 +47,7 @@ class AdapterReader:
         return self._adapter.dtypes[parameter].itemsize if self._is_own(parameter) else self._base.itemsize(parameter)
 
     def origin(self, parameter: str) -> str:
-        """Where a parameter comes from."""
+        """The file of a parameter, or the adapter's name."""
         return self._adapter.where if self._is_own(parameter) else self._base.origin(parameter)
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
@@ -61,7 +61,7 @@ class AdapterReader:
         return parameter in self._adapter.inserted.parameters
 
     def _first_values(self) -> Mapping[str, torch.Tensor]:
-        """The adapter's values, flat."""
+        """The adapter's initial values, each flattened."""
         with self._lock:
             if self._values is None:
                 self._values = {name: value.view(-1) for name, value in self._adapter.values().items()}
@@ -71,19 +71,19 @@ class AdapterReader:
 def read_values(
     path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """Read the values that a file of peft's holds.
+    """Read an adapter's values from a file of peft.
 
     Args:
         path: The file.
-        inserted: The adapter's modules, which the file has to fit.
-        shapes: By parameter, in the skeleton.
-        dtypes: By parameter, in the skeleton.
+        inserted: The adapter's modules, which the file must match.
+        shapes: Shapes by parameter in the skeleton.
+        dtypes: Dtypes by parameter in the skeleton.
 
     Returns:
         Values by parameter.
 
     Raises:
-        CheckpointError: if the file cannot be read, or holds another adapter, or one of another base.
+        CheckpointError: if the file cannot be read, or its adapter does not fit the config or the base.
     """
     entries = parse_header(path)
     values = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in inserted.parameters}

@@ -1,4 +1,4 @@
-"""Adapters whose modules stand around linear layers of the base."""
+"""Adapters whose modules wrap linear layers of the base."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
-from zo2core import OptionError
+from zo2core import OptionError, ParameterSpec, TensorReader
+from zo2core.kernels.encoding import decoded
 
 LARGEST_RANK = 1 << 16
-_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # within the names of a wrapped module's own parameters
-SAVED = f".modules_to_save.{ADAPTER_NAME}."  # within the names of parameters that are trained in a module's copy
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # part of the names of a wrapped module's parameters
+SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
 
 
 def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
-    """Have peft put its modules around layers of a skeleton.
+    """Let peft wrap layers of a skeleton.
 
     Args:
-        skeleton: Changed.
-        config: Peft's.
+        skeleton: The model, which is changed.
+        config: Peft's config.
 
     Returns:
         The names of the adapter's parameters.
 
     Raises:
-        OptionError: if peft cannot, or the layers are not linear ones before the head.
+        OptionError: if peft fails, or the layers are not linear layers before the head.
     """
     import peft
 
     try:
-        with torch.random.fork_rng(devices=[]):  # layers are built with random weights, which go nowhere
+        with torch.random.fork_rng(devices=[]):  # peft draws weights that are not used
             peft.inject_adapter_in_model(config, skeleton, adapter_name=ADAPTER_NAME)
-    except Exception as error:  # any: what a config says surfaces inside peft's own code
+    except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise OptionError(
             "adapter.target_modules" if "arget modules" in found or "arget_modules" in found else "adapter",
@@ -61,7 +62,7 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
 
 
 def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
-    """Refuse ``modules_to_save`` that name no module, or modules whose copies cannot be trained.
+    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be trained.
 
     Raises:
         OptionError: naming the first one.
@@ -86,34 +87,45 @@ def _has_parts(skeleton: nn.Module, path: str) -> bool:
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Peft's modules around layers, by the layers' paths."""
+    """Yield the path of each wrapped layer, and peft's module around it."""
     for path, module in model.named_modules():
         if getattr(module, "base_layer", None) is not None:
             yield path, module
 
 
 def base_name(model: nn.Module, weight: nn.Parameter) -> str:
-    """The name that a wrapped layer's parameter has in the base."""
+    """The name of a wrapped layer's parameter in the base."""
     [name] = [name for name, parameter in model.named_parameters() if parameter is weight]
     return base_form(name)
 
 
 def base_form(name: str) -> str:
-    """The name in the base of a parameter of the model with the adapter; a trained copy has that of its original."""
+    """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
     return _WRAPPED.sub(".", name).replace(SAVED, ".")
 
 
 def file_name(name: str) -> str:
-    """The name in peft's files of a parameter in the model."""
+    """The name of an adapter's parameter in peft's files."""
     return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
 
 
+def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
+    """Read a parameter of the base, decoded, in its shape.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+    weights.read_into(spec.name, stored)
+    return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
+
+
 def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Make a tensor the parameter of a name."""
+    """Set the parameter of this name to a tensor."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path)._parameters[leaf] = nn.Parameter(value)
 
 
 def is_rank(value: object) -> bool:
-    """Whether a value is a rank that layers can have."""
+    """Whether a value is a valid rank."""
     return type(value) is int and 1 <= value <= LARGEST_RANK

@@ -1,0 +1,77 @@
+"""``zo2 merge``: write a whole model whose weights contain an adapter."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2core import Journal, OptionError
+from zo2core.checkpoint import require_unused
+
+_FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(AtStep):
+    """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
+
+    output: Path
+    """Directory to write; it must not exist, or be empty. from_pretrained loads it without peft."""
+
+    def after_interruption(self) -> str:
+        """Print whether the directory was written: it appears complete or not at all."""
+        if self.output.is_dir() and any(self.output.iterdir()):
+            return f"{self.output} is complete"
+        return f"{self.output} was not written; run the same command again to write it"
+
+    def run(self) -> None:
+        """Merge, and write the model.
+
+        Raises:
+            OptionError: if there is neither an adapter nor a run.
+            UnsupportedModelError: for a prefix, which no weight can contain.
+        """
+        from zo2adapters.models.merged_export import export_merged
+        from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+        from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
+        from zo2adapters.trainers.model_card import CARD, merged_card, model_card
+        from zo2adapters.trainers.progress_bar import export_bar, progress_bar
+        from zo2adapters.trainers.provenance import file_sha256
+
+        require_unused(self.output)
+        at = self.resolved()
+        adapter = at.model_options.adapter
+        if at.journal is None and adapter is None:
+            raise OptionError(
+                "adapter",
+                found="none",
+                expected="the directory of an adapter, or a run",
+                remedy="pass --model BASE --adapter DIR, or --run DIR",
+            )
+        model = at.open_model()
+        data = None if self.run_directory is None else str(RunDirectory.options(self.run_directory).data)
+        is_adapter, head = isinstance(model, PeftBlockModel), at.model_options.head
+        largest = max(spec.numel for layout in model.layouts for spec in layout.parameters)
+        with at.engine(model, activation_bytes=_FLOAT32_MATRICES * 4 * largest) as engine:
+            if at.journal is None:
+                assert adapter is not None, "one of the two was required"
+                card = merged_card(
+                    base=str(at.model), adapter=adapter, digest=file_sha256(adapter / WEIGHTS_FILE), head=head
+                )
+            else:
+                with closing(Journal(at.journal)) as journal:
+                    card = model_card(
+                        journal, version=engine.version, base=str(at.model), head=head, is_merged=is_adapter, data=data
+                    )
+            if isinstance(model, PeftBlockModel):
+                specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+                total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
+                with progress_bar(total=total, unit="B", desc="merge") as bar:
+                    export_merged(engine, model, self.output, files={CARD: card}, progress=bar.update)
+            else:
+                with export_bar(model, "merge") as progress:
+                    engine.export(self.output, files={CARD: card}, progress=progress)
+            print(f"{self.output}: the model" + ("" if at.journal is None else f" after {engine.version} steps"))

@@ -1,0 +1,131 @@
+"""Options that say which adapter a run trains: one of peft's from a file, or a new LoRA adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from zo2adapters.ranges import require_at_least
+from zo2core import OptionError
+
+if TYPE_CHECKING:
+    from zo2adapters.models.peft_model import Adapter  # a command line is read without transformers
+
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """The adapter that is trained instead of the weights."""
+
+    adapter: Path | None = None
+    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only read. Pass a directory
+    with a saved adapter, or an adapter_config.json as peft writes it to start a new one. Exports are adapters."""
+    adapter_frozen: tuple[str, ...] = ()
+    """With an adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
+    lora_rank: int | None = None
+    """Train a new LoRA adapter of this rank, such as 8, instead of the weights, which are then only read. It is peft's
+    LoraConfig(r=8) with its initial values from --seed; --adapter takes any other config."""
+    lora_targets: tuple[str, ...] = ()
+    """With --lora-rank: names of the linear layers that get an adapter, such as q_proj v_proj. By default all-linear, which
+    is every one but the output layer of a language model."""
+    lora_alpha: int | None = None
+    """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank. By default twice the rank."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return self.adapter is not None or self.lora_rank is not None
+
+    @property
+    def adapter_option(self) -> str:
+        """The option that asks for the adapter."""
+        return "adapter" if self.lora_rank is None else "lora_rank"
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter as text, for messages; None: there is none."""
+        return str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
+
+    def require_valid(self) -> None:
+        """Refuse two adapters, and options of an adapter without one.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if self.adapter is not None and self.lora_rank is not None:
+            expected = "one adapter: --lora-rank starts a new one, --adapter takes that of a file"
+            raise OptionError(
+                "lora_rank",
+                found=f"{self.lora_rank} with --adapter {self.adapter}",
+                expected=expected,
+                remedy="leave one of the two out",
+            )
+        if self.adapter_frozen and not self.trains_adapter:
+            raise OptionError(
+                "adapter_frozen",
+                found=" ".join(self.adapter_frozen),
+                expected="--adapter or --lora-rank, whose parameters it selects",
+                remedy="pass one of the two, or leave it out",
+            )
+        if self.lora_rank is None:
+            for option, value in (("lora_targets", " ".join(self.lora_targets)), ("lora_alpha", self.lora_alpha)):
+                if value not in ("", None):
+                    expected = "--lora-rank, which starts the adapter"
+                    raise OptionError(
+                        option, found=str(value), expected=expected, remedy="pass --lora-rank 8, or leave it out"
+                    )
+            return
+        require_at_least("lora_rank", self.lora_rank, 1)
+        if self.lora_alpha is not None:
+            require_at_least("lora_alpha", self.lora_alpha, 1)
+        if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
+            raise OptionError(
+                "lora_targets",
+                found=" ".join(self.lora_targets),
+                expected=f"{ALL_LINEAR} alone, or names of layers",
+                remedy=f"leave {ALL_LINEAR} or the names out",
+            )
+
+    def with_lora_defaults(self) -> Self:
+        """The options with the values that stand for those that were left out."""
+        if self.lora_rank is None:
+            return self
+        return replace(
+            self, lora_targets=self.lora_targets or (ALL_LINEAR,), lora_alpha=self.lora_alpha or 2 * self.lora_rank
+        )
+
+    def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
+        """The adapter to open the model with; None: the weights are trained.
+
+        Args:
+            head: Name of the model's head.
+            seed: Seed of a new adapter's initial values.
+            base: Directory or hub id of the base, which an exported adapter names.
+            is_trained: Whether it will be trained; one that is only read may have been trained with dropout.
+
+        Raises:
+            MissingPackageError: without peft.
+        """
+        if not self.trains_adapter:
+            return None
+        from zo2adapters.models.peft_model import Adapter
+
+        config = self.adapter if self.lora_rank is None else self._lora_config(head)
+        if base is not None and Path(base).is_dir():
+            base = str(Path(base).resolve())
+        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained)
+
+    def _lora_config(self, head: str) -> Any:
+        """Peft's config of the new adapter."""
+        from zo2adapters.optional_package import optional_package
+
+        filled = self.with_lora_defaults()
+        peft: Any = optional_package("peft", install="zo2core[peft]")
+        return peft.LoraConfig(
+            r=filled.lora_rank,
+            lora_alpha=filled.lora_alpha,
+            target_modules=ALL_LINEAR if filled.lora_targets == (ALL_LINEAR,) else list(filled.lora_targets),
+            task_type="CAUSAL_LM" if head == "causal-lm" else None,  # peft's own for others add a head of theirs
+        )

@@ -1,0 +1,140 @@
+"""Runs of first-order steps of all parameters, whose weights are in memory and change there."""
+
+from __future__ import annotations
+
+import math
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.first_order import block_update
+from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.options import Order
+from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.run_method import Opening
+from zo2adapters.trainers.worker_options import local_device, worker_trace
+from zo2core import BlockUpdate, FullBackpropEngine, OptionError, Runner, RunRecord
+from zo2core.engine import StoredSnapshotReplayer
+from zo2core.types import divide_tied, packed_bytes
+
+FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
+_MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
+
+
+class FullRun(GradientRun[FullBackpropEngine]):
+    """First-order steps of all parameters. See ``RunMethod``."""
+
+    learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
+    snapshot_of = "weights and optimizer"
+    exported = "model"
+
+    @property
+    def forwards(self) -> int:
+        """More with a sweep that measures gradients. See the contract."""
+        given = self.options.first_order
+        return _MEASURED_FORWARDS if given.max_grad_norm is not None and given.method != "badam" else FORWARDS
+
+    @property
+    def update(self) -> BlockUpdate:
+        """A new optimizer, as the options say."""
+        given = self.options.first_order
+        assert given.method is not None, "it is what chose this class"
+        return block_update(
+            given.method,
+            weight_decay=self.options.optimization.weight_decay,
+            switch_every=given.switch_every,
+            seed=self.options.seed % (1 << 62),
+            optimizer_options=given.optimizer_options,
+        )
+
+    def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
+        """Memory for activations, and for the gradients of tied weights, of which each micro-batch has its own.
+
+        See the contract.
+        """
+        kept, least = super().reserved_bytes(model, longest, sequences)
+        if self.options.storage.activation_memory is not None:
+            return kept, least
+        batching = self.options.batching
+        rows, running = batching.batch_size * sequences, batching.micro_batch_size
+        tied = tied_gradient_bytes(model, 1 if running is None else -(-rows // running))
+        return kept + tied, least + tied
+
+    def engine(self, opening: Opening) -> FullBackpropEngine:
+        """An engine at the last snapshot. See the contract."""
+        options, execution = self.options, opening.execution
+        if opening.workers is not None:
+            raise OptionError(
+                "method",
+                found=f"{options.first_order.method} of all parameters, and {opening.workers.size} workers",
+                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
+                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
+            )
+        if execution.replay != "auto":
+            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        update = self.update
+        self._policy.least = self._least_interval(opening.model, update)
+        engine = FullBackpropEngine(
+            opening.model,
+            update,
+            lr=self._lr,
+            clip_value=options.first_order.max_grad_value,
+            clip_norm=options.first_order.max_grad_norm,
+            run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
+            device=local_device(options.storage.device, None),
+            memory=self._memory(opening.activations, opening.least_activations),
+            micro_batch_size=options.batching.micro_batch_size,
+            overlap=execution.scheduler is Order.OVERLAPPED,
+            trace=worker_trace(execution.trace, None),
+        )
+        try:
+            self._require_best(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _least_interval(self, model: HFBlockModel, update: BlockUpdate) -> int:
+        """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes.
+
+        Raises:
+            OptionError: if snapshots are asked for more often.
+        """
+        stored = self.options.storage
+        if stored.write_limit_tb is None:
+            return 1
+        nbytes = snapshot_bytes(model, update)
+        least = math.ceil(nbytes / (stored.write_limit_tb * 1e9))
+        if stored.snapshot_every is not None and stored.snapshot_every < least:
+            raise OptionError(
+                "snapshot_every",
+                found=f"{stored.snapshot_every}: {nbytes / stored.snapshot_every / 1e9:.3g} TB in 1,000 steps",
+                expected=f"at least {least}, for the {stored.write_limit_tb:g} TB of --write-limit-tb",
+                remedy="raise one of the two",
+            )
+        return least
+
+    def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """What the step's snapshot has. See the contract."""
+        return StoredSnapshotReplayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
+        )
+
+
+def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:
+    """Size of a snapshot: the weights as they are stored, and the optimizer's state."""
+    return sum(layout.nbytes for layout in model.layouts) + update.state_bytes(model.layouts)
+
+
+def tied_gradient_bytes(model: HFBlockModel, micro_batches: int) -> int:
+    """Memory for the gradients of tied weights, which wait for the last segment that uses them.
+
+    Args:
+        model: The model.
+        micro_batches: Micro-batches of a step.
+    """
+    tied, _ = divide_tied(model.layouts)
+    return micro_batches * packed_bytes(tied)

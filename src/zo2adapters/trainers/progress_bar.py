@@ -1,0 +1,121 @@
+"""Progress bars on standard error, in a terminal only: of long work, and of the sweeps within it that take seconds each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2core import Runner
+from zo2core.checkpoint import CustomExport
+
+_SECONDS = 2.0  # a sweep that takes less has no bar
+
+
+def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool = False) -> Any:
+    """Open a bar of tqdm on standard error, which is shown in a terminal only.
+
+    Args:
+        total: Number of units of the whole work.
+        unit: What is counted; B for bytes, which are shown in MB and GB.
+        desc: What is done, in a word; None: nothing stands before the bar.
+        quiet: Whether to show no bar in a terminal either, as workers other than the first.
+    """
+    hidden = True if quiet else None  # None: hidden unless standard error is a terminal
+    return tqdm(
+        total=total, unit=unit, unit_scale=unit == "B", desc=desc, file=sys.stderr, disable=hidden, dynamic_ncols=True
+    )
+
+
+@contextmanager
+def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False) -> Iterator[Callable[[int], object]]:
+    """Show a bar of the bytes that an export writes.
+
+    Args:
+        model: The model that is exported.
+        desc: What is done, in a word.
+        quiet: Whether to show none.
+
+    Yields:
+        What the export calls with the bytes of each parameter.
+    """
+    exported = model.exported_parameters if isinstance(model, CustomExport) else None
+    layouts = [
+        layout for layout in model.layouts if exported is None or any(spec.name in exported for spec in layout.parameters)
+    ]
+    total = sum(spec.decoded.nbytes for layout in layouts for spec in layout.parameters)
+    with progress_bar(total=total, unit="B", desc=desc, quiet=quiet) as bar:
+        yield bar.update
+
+
+@contextmanager
+def sweep_bars(runner: Runner, *, quiet: bool = False) -> Iterator[None]:
+    """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds.
+
+    Args:
+        runner: The runner that sweeps within the context.
+        quiet: Whether to show none.
+    """
+    bars = _SweepBars()
+    runner.watch(None if quiet or not sys.stderr.isatty() else bars)
+    try:
+        yield
+    finally:
+        runner.watch(None)
+        bars.close()
+
+
+class _SweepBars:
+    """A bar for each sweep that takes longer than two seconds; it disappears when the sweep ends."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note of a visit. See ``Runner.watch``."""
+        if done == 1:
+            self.close()  # that of a sweep that failed
+            self._started = time.perf_counter()
+        if done == total:
+            self.close()
+        elif self._bar is not None:
+            self._bar.update()
+        elif time.perf_counter() - self._started > _SECONDS:
+            self._bar = tqdm(
+                total=total, initial=done, unit="block", desc="pass", file=sys.stderr, leave=False, dynamic_ncols=True
+            )
+
+    def close(self) -> None:
+        """Remove the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class SharedSweeps:
+    """Counts rows whose batches share sweeps: a row counts as far as the sweep that it takes part in is.
+
+    Args:
+        bar: The bar of rows.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._finished = self._running = 0
+
+    def took(self, rows: int) -> None:
+        """Take note of rows that take part in the next sweep."""
+        self._running += rows
+
+    def visited(self, done: int, total: int) -> None:
+        """Take note of a visit. See ``Runner.watch``."""
+        self._bar.update(self._finished + self._running * done // total - self._bar.n)
+        if done == total:
+            self._finished += self._running
+            self._running = 0

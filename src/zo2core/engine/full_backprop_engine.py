@@ -1,0 +1,246 @@
+"""The engine of first-order steps of all parameters: each segment is updated in the backward pass, where it is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zo2core.build import RunOptions, build, kept_inputs
+from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.engine.commits import record
+from zo2core.engine.stored_runner import StoredRunner
+from zo2core.errors import OptionError
+from zo2core.journal import Journal
+from zo2core.methods.fused_backprop import FusedBackprop, GradientClipping
+from zo2core.planning import MemoryPolicy
+from zo2core.profiling import Trace
+from zo2core.protocols import BlockUpdate, Device, DifferentiableModel, Forward
+from zo2core.sweep.gradient_memory import GradientMemory
+from zo2core.sweep.gradient_visitor import GradientVisits
+from zo2core.sweep.memory_limit import MemoryLimit
+from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
+
+_GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Where a run that can be resumed is kept.
+
+    Args:
+        directory: Directory of the run, with its snapshots.
+        journal: Journal of the run, or its path; a missing file is created.
+        provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
+    """
+
+    directory: Path
+    journal: Journal | Path | str
+    provenance: Mapping[str, Any] | None = None
+
+
+class FullBackpropEngine(StoredRunner):
+    """First-order fine-tuning of all parameters of a model whose weights are in host memory.
+
+    A step passes the segments forward and back. On the way back each segment's gradients are computed, its weights are
+    updated where they are stored, and its gradients are freed before the next segment's are computed. Losses and weights are
+    those of ``torch.autograd`` and the same optimizer on the whole model, bit for bit.
+
+    A step that fails after the first update, or is interrupted there, leaves weights of two steps. The engine then refuses
+    all further use.
+
+    Args:
+        model: Cut into embedding, blocks and head. All its parameters are trained.
+        update: The optimizer: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``.
+        lr: Learning rate, or a function of the 0-based step.
+        clip_value: Largest absolute value of a gradient's elements; None does not clip them.
+        clip_norm: Largest 2-norm of all gradients together; None does not clip it. Unless a single segment is trained, each
+            step then sweeps twice: first to measure the norm.
+        run: Where the run is kept, which resumes from its last snapshot; None keeps nothing.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
+            and backward. None: the system's directory for temporary files. On a GPU they are in host memory
+            instead. A run that is kept has the file in its directory.
+        device, memory, micro_batch_size, overlap, trace: As for ``Replayer``. All blocks have to fit into host memory.
+
+    Raises:
+        OptionError: if a parameter is not trained, or an option is out of its range.
+        JournalError: if the journal is damaged, or belongs to another run.
+        CheckpointError: if there are snapshots, but all are damaged.
+        ZO2Error: As for ``Replayer``.
+    """
+
+    def __init__(
+        self,
+        model: DifferentiableModel,
+        update: BlockUpdate,
+        *,
+        lr: float | Callable[[int], float],
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        run: RunRecord | None = None,
+        device: Device | str = "cpu",
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        spill: Path | str | None = None,
+        micro_batch_size: int | None = None,
+        overlap: bool = True,
+        trace: Trace | Path | str | None = None,
+    ) -> None:
+        if not isinstance(model, DifferentiableModel):
+            raise OptionError(
+                "model",
+                found=f"a {type(model).__name__}, which has no `leaves`",
+                expected="a DifferentiableModel",
+                remedy="add the method, or use ZOEngine",
+            )
+        clipping = GradientClipping(value=clip_value, norm=clip_norm)
+        options = RunOptions(
+            device=device,
+            memory=memory,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            overlap=overlap,
+            update_bytes=update_bytes(update, model.layouts),
+            stays_in_memory=True,
+        )
+        if run is not None:
+            method = {**update.options, "clip_value": clip_value, "clip_norm": clip_norm}
+            options = dataclasses.replace(options, journal=run.journal, provenance=run.provenance, method=method)
+        parts = build(model, None, options)
+        super().__init__(model, parts)
+        self._update = update
+        self._lr = lr if callable(lr) else _constant(lr)
+        self._is_recorded = run is not None
+        if spill is None:
+            spill = tempfile.gettempdir() if run is None else run.directory
+        inputs = kept_inputs(parts, spill)
+        try:
+            self._method = FusedBackprop(
+                update,
+                lr=self._lr,
+                clipping=clipping,
+                sweeps=self,
+                model=model,
+                parameters=self._parameters,
+                visits=GradientVisits(
+                    layouts=model.layouts,
+                    present=self._present_weights,
+                    trained=self._parameters,
+                    leaves=[model.leaves(index) for index in range(len(model.layouts))],
+                    weights=parts.work_buffer.bound,
+                    inputs=inputs,
+                    limit=MemoryLimit(parts.host_limit),
+                    streams=parts.device.streams,
+                    timeline=parts.timeline,
+                ),
+                micro_batch_size=micro_batch_size,
+                commit=self._commit,
+                memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
+            )
+            if run is not None:
+                self.snapshots = Snapshots(run.directory, self.journal.chain, self.journal.require_version)
+                self.snapshots.clear_partial()
+                newest = self.snapshots.newest()
+                if newest is not None:
+                    self.load_state_dict(newest.state)
+        except BaseException:
+            self._close_refused()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Number of steps taken; fewer than the journal has while steps after a snapshot are repeated."""
+        return self.steps
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, those before a ``load_state_dict`` among them."""
+        return self._method.steps
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> GradientStepResult:
+        """Take one first-order step: one sweep forward and back in which all trained segments are updated.
+
+        Args:
+            batch: What the forward takes; for the model's own, with labels. Several are accumulated and count as one batch:
+                the loss is the mean over the labelled tokens of all. All pass a block before the next block comes.
+            forward: Ends in a number that ``torch.autograd`` can differentiate; by default the model itself, which ends in
+                its loss.
+
+        Returns:
+            The step's report.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+            NonFiniteLossError: if the loss or a gradient is not finite.
+            OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
+            CheckpointError: if a block cannot be read.
+            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
+            JournalError: if the record cannot be written, or a repeated step differs from its record.
+            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
+            The step was not taken, unless the message says that segments had been changed: then the engine is closed.
+        """
+        self._use.require_open()
+        try:
+            return self._method.step(batch, forward)
+        finally:
+            if self._method.broken_at is not None:
+                self._use.close()
+
+    def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
+        """Write a snapshot of the present step durably, and delete all older ones but the newest of them.
+
+        Args:
+            keep: Steps whose snapshots are kept as well.
+
+        Raises:
+            OutputError: if it cannot be written.
+        """
+        self._use.require_open()
+        self.snapshots.write(Snapshot(self.steps, self.state_dict()), keep=keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later steps depend on: the weights and the optimizer's state, which are not copied, and the steps.
+
+        The next step changes these tensors. ``load_state_dict`` of another engine of the same model and optimizer copies
+        them, and continues with the same bits.
+        """
+        return {"steps": self.steps, "parameters": self.weights(), "optimizer": self._update.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a copy of what ``state_dict`` returned.
+
+        Args:
+            state: State of an engine of the same model and the same optimizer.
+
+        Raises:
+            CheckpointError: if it is of another model; nothing was changed then.
+        """
+        self.require_parameters(state["parameters"])
+        self._update.load_state_dict(state["optimizer"])
+        self.load_parameters(state["parameters"])
+        self._method.steps = state["steps"]
+
+    def _commit(self, loss: float, norm: float) -> None:
+        """Record a step whose updates are made, or compare a repeated step with its record.
+
+        The weights are in memory only: a process that dies here repeats the step from the last snapshot.
+        """
+        if self._is_recorded:
+            record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))
+
+
+def update_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+    """Host memory for a step's gradients, of the largest segment, and for the optimizer's state.
+
+    Args:
+        update: The optimizer.
+        layouts: Segments in visiting order.
+    """
+    largest = max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
+    return _GRADIENT_COPIES * largest + update.state_bytes(layouts)
+
+
+def _constant(lr: float) -> Callable[[int], float]:
+    return lambda step: lr

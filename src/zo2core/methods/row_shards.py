@@ -1,0 +1,295 @@
+"""The rows of a first-order step: all of them in one process, or a shard of them in each of several workers.
+
+Each worker computes the gradients of its rows. All workers add up these gradients in the order of ranks, as one process does
+that runs the shards as micro-batches. So all have the same bits, and the same optimizer gives them the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zo2core.errors import BatchError, OptionError, WorkerError
+from zo2core.protocols import Forward, Objective
+from zo2core.sweep.microbatch import labelled_tokens, rows_to_shard, shard_of_rows
+from zo2core.sweep.objective import MicroBatches, split_batches
+from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.types import Batch
+from zo2core.workers import Split, Workers
+
+_ALIGNMENT = 16  # bytes; offsets of gradients in the message are multiples of it
+
+
+class StepRows(Protocol):
+    """The micro-batches of a step that this process runs."""
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """The micro-batches."""
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """Each one's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
+
+    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The step's loss, 0-d, from the head's outputs for the micro-batches; differentiable."""
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
+        """Complete the gradients of the trained parameters, and return the step's loss."""
+
+
+class RowShards(Protocol):
+    """Chooses the rows of each step that this process runs."""
+
+    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
+        """The rows of a step.
+
+        Args:
+            wholes: The step's batches, at least one.
+            rows: Rows of a micro-batch; None leaves batches whole.
+            forward: The objective; None: the model's own loss, a mean over labelled tokens.
+
+        Raises:
+            OptionError: if the rows cannot be split.
+            BatchError: if a batch is not one of the objective.
+        """
+
+    def close(self) -> None:
+        """Free what was opened for this."""
+
+
+class _AllRowsOfStep:
+    """All micro-batches of a step. See ``StepRows``."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self._micro_batches = micro_batches
+        self.batches = micro_batches.batches
+        self.weights = _weights(micro_batches)
+
+    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See the contract."""
+        return self._micro_batches.loss(outputs)
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
+        """The loss; the gradients are complete. See the contract."""
+        return float(self._micro_batches.loss(outputs))
+
+
+class AllRows:
+    """A single process, which runs all rows. See ``RowShards``."""
+
+    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
+        """All rows. See the contract."""
+        return _AllRowsOfStep(split_batches(wholes, rows, forward))
+
+    def close(self) -> None:
+        """Do nothing: nothing is open. See the contract."""
+
+
+class WorkerRows:
+    """One of several workers. See ``RowShards``. Making it is a collective call.
+
+    Args:
+        workers: The workers of the run.
+        trained: The trained parameters, whose gradients are added up.
+
+    Raises:
+        OptionError: if the workers are to split anything else than rows, or to go on without a slow worker.
+        WorkerError: if a worker cannot be reached.
+    """
+
+    def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
+        if workers.split not in ("auto", "rows", f"1x{workers.size}"):
+            raise OptionError(
+                "split",
+                found=f"{workers.split}, {workers.size} workers for one gradient",
+                expected="rows, since a first-order step has no directions to split",
+                remedy="pass rows, or leave it out",
+            )
+        if workers.has_deadline:
+            raise OptionError(
+                "deadline",
+                found="a deadline for first-order steps",
+                expected="none, since the gradient of a step is that of all its rows",
+                remedy="leave it out",
+            )
+        self.workers = workers
+        self.trained = trained
+        self.tensors = workers.tensors()
+        self.split = Split(1, workers.size)
+        self.message = _Message(list(trained.parameters.values()))
+
+    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
+        """This worker's shard. See the contract."""
+        shards = self._shards(wholes, forward)
+        cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
+        if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
+            cuts = [[batch for batch in batches if labelled_tokens(batch)] for batches in cuts]
+            cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
+        batches = [batch for of_worker in cuts for batch in of_worker]
+        tokens = [labelled_tokens(batch) for batch in batches] if forward is None else []
+        start = sum(map(len, cuts[: self.workers.rank]))
+        micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
+        own = slice(start, start + len(cuts[self.workers.rank]))
+        return _ShardOfStep(self, micro_batches, own, self.workers.digest(wholes))
+
+    def close(self) -> None:
+        """Disconnect from the other workers."""
+        self.tensors.close()
+
+    def _shards(self, wholes: Sequence[Batch], forward: Forward | None) -> list[list[Batch]]:
+        """Each worker's part of each batch, in the order of ranks."""
+        if forward is None:
+            parts = [self._row_parts(whole) for whole in wholes]
+        elif isinstance(forward, Objective):
+            parts = [self._objective_parts(whole, forward) for whole in wholes]
+        else:
+            raise OptionError(
+                "forward",
+                found=f"one that does not say how parts of a batch join, and {self.workers.size} workers",
+                expected="the model's own loss, or an Objective, which has split and loss",
+                remedy="start one process, or add these two",
+            )
+        return [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(self.workers.size)]
+
+    def _row_parts(self, whole: Batch) -> list[list[Batch]]:
+        size, count = self.workers.size, rows_to_shard([whole])
+        if count is None:
+            raise BatchError(
+                "batch",
+                found="no labels of shape (rows, tokens)",
+                expected="a batch with labels, whose rows are split among workers",
+                remedy="add labels",
+            )
+        if count < size:
+            raise self._too_few(count)
+        slices = [self.split.shard(rank, 1).rows(count) for rank in range(size)]
+        return [[shard_of_rows(whole, rows.start, rows.stop)] for rows in slices]
+
+    def _objective_parts(self, whole: Batch, objective: Objective) -> list[list[Batch]]:
+        """An objective's own micro-batches, the largest of which there is one for each worker at least."""
+        size, count = self.workers.size, max((len(value) for value in whole.values() if value.dim()), default=0)
+        for rows in range(-(-count // size), 0, -1):
+            parts = objective.split(whole, rows)
+            if len(parts) >= size:
+                slices = [self.split.shard(rank, 1).rows(len(parts)) for rank in range(size)]
+                return [list(parts[indices]) for indices in slices]
+        raise self._too_few(len(objective.split(whole, 1)))
+
+    def _too_few(self, count: int) -> BatchError:
+        return BatchError(
+            "batch",
+            found=f"{count} rows that can be separated, and {self.workers.size} workers",
+            expected="a row for each worker; a packed batch is one row",
+            remedy="start fewer workers, or pass more rows",
+        )
+
+
+class _ShardOfStep:
+    """One worker's micro-batches of a step. See ``StepRows``.
+
+    Args:
+        shards: The worker.
+        micro_batches: Micro-batches of all workers, in the order of ranks.
+        own: Indices of this worker's; there may be none.
+        digest: Digest of the step's batches, which are the same on all workers.
+    """
+
+    def __init__(self, shards: WorkerRows, micro_batches: MicroBatches, own: slice, digest: int) -> None:
+        self._workers, self._tensors, self._message = shards.workers, shards.tensors, shards.message
+        self._micro_batches = micro_batches
+        self._digest = digest
+        self.batches = micro_batches.batches[own]
+        weights = _weights(micro_batches)
+        self.weights = None if weights is None else weights[own]
+        if self._workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
+            shards.trained.clear_gradients()
+
+    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of all workers' outputs, of which this worker's have a gradient. See the contract."""
+        return self._loss(outputs, self._workers.all_gather(self._note(outputs)))
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
+        """Add up the gradients of all workers, and return the loss. See the contract."""
+        gathered = self._tensors.all_gather(self._message.packed(), self._note(outputs))
+        loss = self._loss(outputs, [note for _, note in gathered])
+        self._message.add_up([tensor for tensor, _ in gathered], [note["present"] for _, note in gathered])
+        return float(loss)
+
+    def _note(self, outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What this worker says of its gradients, as JSON values with all their bits."""
+        listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
+        return {"batches": self._digest, "present": self._message.present, "outputs": listed}
+
+    def _loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """The step's loss, from the outputs of all workers; this worker's stay in their graph."""
+        for rank, note in enumerate(notes):
+            if note["batches"] != notes[0]["batches"]:
+                raise WorkerError(
+                    f"worker {rank}",
+                    found="other batches than worker 0's",
+                    expected="the same",
+                    remedy="start all workers with the same command and the same rows",
+                )
+        of_workers = [
+            [torch.tensor(values, dtype=getattr(torch, dtype)) for dtype, values in note["outputs"]] for note in notes
+        ]
+        of_workers[self._workers.rank] = [output.cpu() for output in outputs]
+        return self._micro_batches.loss([output for of_worker in of_workers for output in of_worker])
+
+
+class _Message:
+    """The gradients of all parameters as bytes.
+
+    Args:
+        parameters: The trained parameters, the same on all workers.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        ends = list(accumulate(-(-p.numel() * p.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parameters))
+        self._starts = [0, *ends[:-1]]
+        self._nbytes = ends[-1]
+
+    @property
+    def present(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        return [parameter.grad is not None for parameter in self._parameters]
+
+    def packed(self) -> torch.Tensor:
+        """All gradients, uint8, on the CPU. One that is missing is -0.0, which changes no bit of a sum."""
+        message = torch.zeros(self._nbytes, dtype=torch.uint8)
+        for number, parameter in enumerate(self._parameters):
+            part = self._part(message, number)
+            if parameter.grad is None:
+                part.fill_(-0.0)
+            else:
+                part.copy_(parameter.grad.view(-1))
+        return message
+
+    def add_up(self, messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]) -> None:
+        """Set each parameter's gradient to the sum of all workers', in the order of ranks."""
+        for number, parameter in enumerate(self._parameters):
+            parts = [self._part(message, number) for message in messages]
+            for part in parts[1:]:
+                parts[0] += part
+            total = parts[0].view(parameter.shape).to(parameter.device)
+            parameter.grad = total.clone() if any(of_worker[number] for of_worker in present) else None
+
+    def _part(self, message: torch.Tensor, number: int) -> torch.Tensor:
+        """One parameter's gradient in a message, 1-d."""
+        start, parameter = self._starts[number], self._parameters[number]
+        return message[start : start + parameter.numel() * parameter.element_size()].view(parameter.dtype)
+
+
+def _weights(micro_batches: MicroBatches) -> list[float] | None:
+    """Return each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
+    if micro_batches.objective is not None:
+        return None
+    if len(micro_batches.batches) == 1:
+        return [1.0]
+    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]

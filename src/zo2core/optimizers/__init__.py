@@ -1,0 +1,9 @@
+"""Optimizers whose step comes apart into segments: each changes a segment's weights as soon as their gradients are there."""
+
+from zo2core.optimizers.adalomo import AdaLOMO as AdaLOMO
+from zo2core.optimizers.badam import BAdam as BAdam
+from zo2core.optimizers.lomo import LOMO as LOMO
+from zo2core.optimizers.torch_optimizer import OptimizerFactory as OptimizerFactory
+from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer
+from zo2core.optimizers.torch_optimizer import copied_state as copied_state
+from zo2core.optimizers.torch_optimizer import make_optimizer as make_optimizer

@@ -1,0 +1,74 @@
+"""LOMO: gradient descent, fused into the backward pass (arXiv 2306.09782, Algorithm 1). It has no state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from zo2core.optimizers.ranges import require_at_least_zero
+from zo2core.types import BlockLayout, widened
+
+
+@dataclass(frozen=True, kw_only=True)
+class LOMO:
+    """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
+
+    16-bit weights are converted to float32 and rounded once, as in the authors' program.
+
+    Args:
+        weight_decay: Decoupled weight decay, for all parameters.
+
+    Raises:
+        OptionError: if ``weight_decay`` is out of its range.
+    """
+
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_at_least_zero("weight_decay", self.weight_decay)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The optimizer with its options. See the contract."""
+        return {"name": "lomo", **asdict(self)}
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether 16-bit gradients are converted to float32 first: yes."""
+        return True
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """All of them."""
+        return trained
+
+    def apply(
+        self,
+        segment: int,
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Change a segment's weights in place. See the contract."""
+        for name, gradient in gradients.items():
+            theta = widened(weights[name])  # the weight itself, unless it has 16 bits
+            if self.weight_decay:
+                theta.mul_(1.0 - lr * self.weight_decay)
+            theta.add_(gradient, alpha=-lr)
+            if theta is not weights[name]:
+                weights[name].copy_(theta)
+
+    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
+        """None: there is no state."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state. See the contract."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing. See the contract."""

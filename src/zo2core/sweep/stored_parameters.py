@@ -1,0 +1,175 @@
+"""All parameters of a model, which change where they are stored: in the backward pass, one segment after the other.
+
+The gradients of one segment are in memory at a time. Those of parameters that several segments share wait for the backward
+pass of the segment that owns them. What a step does with a segment's gradients is up to its method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zo2core.errors import ClosedError
+from zo2core.protocols import Store
+from zo2core.types import BlockLayout, ParameterSpec
+
+
+class SegmentStep(Protocol):
+    """What a sweep does with the gradients of each segment."""
+
+    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Check a segment's gradients, and clip and convert them as need be. If it raises, nothing has changed.
+
+        Args:
+            segment: Index of the segment.
+            gradients: The gradients of its own parameters by name, contiguous; only read.
+
+        Returns:
+            The gradients to update the segment by.
+        """
+
+    def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
+        """Change a segment's weights in place; returns whether it has changed them."""
+
+
+class _Owned(NamedTuple):
+    """A trained parameter, and where it is."""
+
+    segment: int
+    position: int  # in the segment's store
+    spec: ParameterSpec
+
+
+class StoredParameters:
+    """The trained parameters of all segments, their gradients, and the versions of the segments.
+
+    Args:
+        layouts: Segments in visiting order.
+    """
+
+    version = 0  # segments are always at their present version: there is none that all of them share
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        owned = [
+            _Owned(segment, position, spec)
+            for segment, layout in enumerate(layouts)
+            for position, spec in enumerate(layout.parameters)
+            if not spec.frozen
+        ]
+        self._layouts = layouts
+        self._owned = {one.spec.name: one for one in sorted(owned, key=lambda one: one.spec.index)}
+        self._names = {
+            segment: [one.spec.name for one in owned if one.segment == segment] for segment in {one.segment for one in owned}
+        }
+        self._versions: dict[int, int] = {}  # updates that each segment has had in this process
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._summed: set[str] = set()  # those whose gradients have memory of their own
+        self._completed: Mapping[str, torch.Tensor] = {}  # gradients of the segment that is updated next
+        self._updated: Collection[int] = ()
+        self._step: SegmentStep | None = None
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the trained parameters, in registration order."""
+        return self._owned
+
+    @property
+    def segments(self) -> Sequence[int]:
+        """The segments that own trained parameters, in visiting order."""
+        return sorted(self._names)
+
+    def names_of(self, segment: int) -> Sequence[str]:
+        """Names of a segment's own trained parameters."""
+        return self._names.get(segment, ())
+
+    @property
+    def updated(self) -> Collection[int]:
+        """Segments that are updated in the backward pass of the present sweep."""
+        return self._updated
+
+    def expect(self, updated: Collection[int], step: SegmentStep) -> None:
+        """Say what the next sweep does.
+
+        Args:
+            updated: The segments whose own parameters get gradients.
+            step: What is done with them.
+        """
+        self._updated, self._step = updated, step
+
+    def begin_sweep(self) -> None:
+        """Forget the gradients of a sweep that failed."""
+        self.clear_gradients()
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Return the version: a store always holds the present weights.
+
+        Raises:
+            ClosedError: if it does not. Changed weights that an interrupted sweep left half-way were read again.
+        """
+        if version != self._versions.get(index, 0):
+            raise ClosedError(
+                self._layouts[index].name,
+                found="the weights of the base, after an update that was interrupted",
+                expected=f"weights after {self._versions[index]} updates",
+                remedy="open the run again: it resumes from its last snapshot",
+            )
+        return version
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
+        gradient = gradient.to(self._owned[name].spec.dtype)
+        if name not in self._gradients:
+            self._gradients[name] = gradient.contiguous()  # autograd may use its memory elsewhere
+        elif name in self._summed:
+            self._gradients[name] += gradient
+        else:
+            self._gradients[name] = self._gradients[name] + gradient
+            self._summed.add(name)
+
+    @torch.no_grad()
+    def complete(self, index: int) -> None:
+        """Have the step check a segment's gradients, which are all there. See the contract."""
+        if index in self._updated:
+            assert self._step is not None, "a sweep with gradients has a step"
+            names = [name for name in self._names[index] if name in self._gradients]
+            self._summed.difference_update(names)
+            self._completed = self._step.complete(index, {name: self._gradients.pop(name) for name in names})
+
+    @torch.no_grad()
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Have the step change a segment's weights, and free its gradients. See the contract."""
+        if index not in self._updated:
+            return version
+        assert self._step is not None, "a sweep with gradients has a step"
+        weights = {name: self._shaped(name, store) for name in self._names[index]}
+        gradients, self._completed = self._completed, {}
+        if self._step.update(index, weights, gradients):
+            version += 1
+            self._versions[index] = version
+        return version
+
+    def set_values(self, index: int, store: Store, version: int, values: Mapping[str, torch.Tensor]) -> int:
+        """Replace a segment's weights; returns its new version.
+
+        Args:
+            index: Index of the segment.
+            store: Its parameters.
+            version: Version of ``store`` before.
+            values: New weights by name, for all trained parameters of the segment.
+        """
+        for name in self.names_of(index):
+            self._shaped(name, store).copy_(values[name])
+        self._versions[index] = version + 1
+        return version + 1
+
+    def clear_gradients(self) -> None:
+        """Free all gradients."""
+        self._gradients.clear()
+        self._summed.clear()
+        self._completed = {}
+
+    def _shaped(self, name: str, store: Store) -> torch.Tensor:
+        _, position, spec = self._owned[name]
+        return store[position].view(spec.shape)

@@ -1,0 +1,226 @@
+"""``zo2 evaluate``: base and fine-tuned model in one table with standard errors, and what a run's directory knows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import Ended, make_place, refusal, run_here, write_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from models import WORDS, save_tokenizer, small_config
+from transformers import AutoModelForSequenceClassification
+
+from zo2adapters.tasks.measures import standard_error
+from zo2core import Journal
+
+TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]
+CHOICES = [{"prompt": f"the {word} is", "candidates": [" yes", " no"], "answer": " yes"} for word in WORDS[2:9]]
+ANSWERS = [{"prompt": f"the {word}", "answers": ["sat", "ran"]} for word in WORDS[2:5]]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, files of rows, and a run."""
+    folder = make_place(tmp_path_factory.mktemp("evaluate"))
+    for name, rows in (("texts", TEXTS), ("choices", CHOICES), ("answers", ANSWERS)):
+        write_rows(folder / f"{name}.jsonl", rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train("run")
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def train(output: str, *more: object, data: str = "texts.jsonl", model: str = "base") -> None:
+    common = ("--model", model, "--data", data, "--output", output, "--steps", 4, "--lr", 1e-2, "--batch-size", 2)
+    done("train", *common, *more)
+
+
+def cells(told: str) -> dict[str, list[str]]:
+    """The table by its measures: the columns' values without standard errors; the names of the columns under ""."""
+    names, *rows, _ = told.splitlines()
+    table = {"": names.split("  ")}
+    table[""] = [name.strip() for name in table[""] if name.strip()]
+    for row in rows:
+        name, *values = re.split(r"\s{2,}", row)
+        table[name] = [value.partition(" ")[0] for value in values]
+    return table
+
+
+@pytest.mark.parametrize("rows", ["texts", "choices", "answers"])
+def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
+    more = ("--data", f"{rows}.jsonl", "--batch-size", 2, "--max-new-tokens", 4)
+    table = cells(done("evaluate", "--run", "run", *more).out)
+    lines = [done("evaluate", *model, *more).out for model in (("--model", "base"), ("--run", "run", "--no-base"))]
+    assert table.pop("") == ["base", "step 4"]
+    assert len(table) == 2
+    for name, values in table.items():
+        assert [re.search(rf"{name} ([\d.%]+)", line)[1] for line in lines] == values  # type: ignore[index]
+    if rows == "texts":
+        assert table["loss"][0] != table["loss"][1], "the run has changed the weights"
+
+
+def test_the_rows_and_the_sign_stand_below_the_table(here: Path) -> None:
+    told = done("evaluate", "--run", "run", "--data", "choices.jsonl").out
+    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweeps; \N{PLUS-MINUS SIGN} is the standard error"
+
+
+def test_a_classifier_stands_beside_its_base(here: Path) -> None:
+    config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
+    made: Any = AutoModelForSequenceClassification
+    made.from_config(config).save_pretrained("classifier")
+    save_tokenizer(Path("classifier"))
+    write_rows(
+        Path("labels.jsonl"), [{"text": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS[2:7])]
+    )
+    train("classes", "--head", "sequence-classification", data="labels.jsonl", model="classifier")
+    table = cells(done("evaluate", "--run", "classes", "--data", "labels.jsonl", "--batch-size", 2).out)
+    line = done("evaluate", "--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl").out
+    assert f"accuracy {table['accuracy'][0]}" in line
+    assert float(table["loss"][0]) == pytest.approx(float(line.split()[1].strip(",")), abs=1e-5)
+
+
+@pytest.mark.parametrize("more", [("--lora-rank", 2), ("--rank", 2), ("--lora-rank", 2, "--method", "adamw")], ids=str)
+def test_an_adapter_stands_beside_its_base(more: tuple[object, ...], here: Path) -> None:
+    train("tuned", *more)
+    base = done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 2).out.split()[1].strip(",")
+    commands = [("--run", "tuned")]
+    if "--lora-rank" in more:
+        commands.append(("--adapter", "tuned/model"))
+    tables = [cells(done("evaluate", *command, "--data", "texts.jsonl", "--batch-size", 2).out) for command in commands]
+    assert [table[""] for table in tables] == [["base", "step 4"], ["base", "tuned"]][: len(tables)]
+    assert {table["loss"][0] for table in tables} == {base}
+    assert len({table["loss"][1] for table in tables} - {base}) == 1
+
+
+def test_step_0_and_a_model_alone_have_no_base_beside_them(here: Path) -> None:
+    for command in (("--run", "run", "--at", 0), ("--model", "run/model"), ("--model", "base")):
+        told = done("evaluate", *command, "--data", "texts.jsonl").out
+        assert told.startswith("loss ")
+        assert len(told.splitlines()) == 1
+
+
+def test_the_standard_error_of_accuracy_is_that_of_a_share(here: Path) -> None:
+    told = done("evaluate", "--model", "base", "--data", "choices.jsonl").out
+    share = float(re.match(r"accuracy ([\d.]+)%", told)[1]) / 100  # type: ignore[index]
+    error = float(re.search(r"standard error ([\d.]+)%", told)[1]) / 100  # type: ignore[index]
+    assert error == pytest.approx(math.sqrt(share * (1 - share) / (len(CHOICES) - 1)), abs=2e-3)
+
+
+def test_the_standard_error_of_a_loss_is_that_of_its_batches(here: Path) -> None:
+    """Rows of one labelled token: each batch of one row is one value."""
+    told = done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 1).out
+    losses = []
+    for row in TEXTS:
+        write_rows(Path("one.jsonl"), [row])
+        line = done("evaluate", "--model", "base", "--data", "one.jsonl").out
+        assert "standard error" not in line, "of one batch there is none"
+        losses.append(float(line.split()[1].strip(",")))
+    expected = statistics.stdev(losses) / math.sqrt(len(losses))
+    assert float(told.split("standard error ")[1]) == pytest.approx(expected, abs=2e-6)
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=2, max_size=8))
+def test_the_standard_error_of_groups_is_that_of_a_ratio(groups: list[tuple[float, int]]) -> None:
+    """Against the jackknife, which drops one group at a time, up to its own error for groups of different sizes."""
+    sums, weights = [value * weight for value, weight in groups], [float(weight) for _, weight in groups]
+    error = standard_error(sums, weights)
+    assert error is not None
+    mean = sum(sums) / sum(weights)
+    residuals = [value - mean * weight for value, weight in zip(sums, weights, strict=True)]
+    assert error == pytest.approx(statistics.stdev(residuals) * math.sqrt(len(groups)) / sum(weights), abs=1e-9)
+    equal = standard_error(sums, [1.0] * len(sums))
+    assert equal == pytest.approx(statistics.stdev(sums) / math.sqrt(len(sums)), abs=1e-9)
+
+
+def test_there_is_no_standard_error_of_one_group_or_of_an_infinite_loss() -> None:
+    assert standard_error([1.0], [3.0]) is None
+    assert standard_error([1.0, math.inf], [1.0, 1.0]) is None
+
+
+def save_csv(path: str) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["subject", "mood"])
+        writer.writerows([f"the {word}", "yes" if number % 2 else "no"] for number, word in enumerate(WORDS[2:8]))
+
+
+COLUMNS = ("--prompt-template", "{subject} is", "--label-column", "mood")
+
+
+def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
+    save_csv("moods.csv")
+    train("moods", *COLUMNS, data="moods.csv")
+    assert "mood" in refusal("evaluate", "--model", "base", "--data", "moods.csv")
+    told = done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base").out
+    assert told == done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base", *COLUMNS).out
+    assert told == done("evaluate", "--model", "moods/model", "--data", "moods.csv", *COLUMNS).out
+    Path("one.csv").write_text("subject,mood\nthe cat,no\n")  # whose labels alone are not enough
+    assert "1 rows, 2 candidates" in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
+    Path("other.csv").write_text("topic,mood\nthe cat,no\n")
+    other = ("--prompt-template", "{topic} is")
+    assert "1 rows" in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
+
+
+def test_a_run_knows_how_long_its_rows_may_be(here: Path) -> None:
+    write_rows(Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}])
+    train("short", "--sequence-length", 3, "--too-long", "drop", data="mixed.jsonl")
+    told = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
+    assert "2 rows were left out" in told.err
+    assert "rows were left out" not in done("evaluate", "--model", "base", "--data", "mixed.jsonl").err
+
+
+@pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--eval-split", 0.5, "--eval-seed", 3)], ids=str)
+def test_the_rows_of_a_run_are_those_it_was_evaluated_on(more: tuple[object, ...], here: Path) -> None:
+    train("evaluated", *more)
+    losses = Journal("evaluated/journal.jsonl").evaluations
+    table = cells(done("evaluate", "--run", "evaluated", "--batch-size", 2).out)
+    assert [float(value) for value in table["loss"]] == pytest.approx([losses[step]["loss"] for step in (0, 4)], abs=1e-6)
+
+
+def test_rows_are_needed_where_a_run_was_not_evaluated(here: Path) -> None:
+    assert "--data: found none, for a run without rows" in refusal("evaluate", "--run", "run")
+    assert "--data: found none; expected a file of rows" in refusal("evaluate", "--model", "base")
+
+
+def test_a_trace_is_that_of_the_run_alone(here: Path) -> None:
+    done("evaluate", "--run", "run", "--data", "texts.jsonl", "--trace", "trace.json")
+    assert json.loads(Path("trace.json").read_text())
+
+
+@pytest.mark.parametrize("method", [(), ("--method", "adamw", "--lora-rank", 2)], ids=["zeroth-order", "adamw"])
+def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[object, ...], here: Path) -> None:
+    plan = ("plan", "--model", "base", "--data", "texts.jsonl", "--steps", 10, "--evaluate-every", 5, "--json", *method)
+    planned = json.loads(done(*plan, "--eval-split", 0.5).out)
+    assert planned["evaluations"] == 3
+    assert planned["evaluation_seconds"] > 0
+    for more, option in (
+        (("--eval-split", 0.5, "--evaluation", "texts.jsonl"), "--eval-split"),
+        (("--eval-split", 1.5), "--eval-split"),
+        ((), "--evaluate-every"),
+    ):
+        assert f"zo2: {option}: found" in refusal(*plan, *more)
+    assert "--eval-split: found 0.5 without the rows" in refusal("plan", "--model", "base", "--eval-split", 0.5)

@@ -1,0 +1,322 @@
+"""Runs of all parameters on the command line: the whole model's bits, whatever kills them, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from command_lines import Apart, Ended, make_place, refusal, run_here
+from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
+from safetensors.torch import load_file
+from strikes import JOURNAL, PLACES, TRAINER, strike
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters import open_checkpoint
+from zo2adapters.tasks.batches import collate, training_batches
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.trainers.first_order import MethodName, block_update
+from zo2core import BAdam, Journal
+from zo2core.checkpoint import Snapshots
+
+STEPS = 6
+LR = 1e-2
+TIMED = {"tokens_per_second", "seconds", "rss_bytes", "peak_rss_bytes", "evaluation_seconds", "bound_seconds", "lanes"}
+TIMED |= {"bytes_moved", "tokens"}  # lost with the others where a row was made up from the journal
+EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """A process that forks one for each command."""
+    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
+        yield made
+
+
+def train(output: str, *more: object, method: str = "adamw") -> list[object]:
+    """The command of a run."""
+    told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
+    switching = ["--switch-every", 2] if method == "badam" else []
+    return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
+
+
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def outcome(run: str | Path) -> dict[str, object]:
+    """Everything of a run that does not measure time."""
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "journal": (Path(run) / "journal.jsonl").read_bytes(),
+        "model": (Path(run) / "model" / "model.safetensors").read_bytes(),
+        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
+    }
+
+
+def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str, torch.Tensor]:
+    """What a loop over the whole model makes of the same batches, with a warm-up of two steps and a linear decay."""
+    whole = WholeModel(directory / "base")
+    adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
+    sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
+    if method == "badam":
+        update, layouts = block_update("badam", weight_decay=0.1, switch_every=2, seed=0), open_checkpoint("base").layouts
+        assert isinstance(update, BAdam)
+        segments = [index for index, layout in enumerate(layouts) if layout.parameters]
+        turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
+        names = [[spec.name for index in turn for spec in layouts[index].parameters] for turn in turns]
+        loop: Any = BlockCoordinateLoop(whole, adamw, names, 2, None, clip)
+    else:
+        loop = {
+            "lomo": lambda: lomo_loop(whole, 0.1, None, clip),
+            "adalomo": lambda: adalomo_loop(whole, 0.1, None, clip),
+            "adamw": lambda: torch_loop(whole, adamw, None, clip),
+            "sgd": lambda: torch_loop(whole, sgd, None, clip),
+        }[method]()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "base")
+    rows = read_dataset(directory / "rows.jsonl", tokenizer, sequence_length=12)
+    batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
+    for step in range(STEPS):
+        if isinstance(loop, BlockCoordinateLoop):
+            loop.begin()
+        whole.backward([collate(next(batches), pad_token_id=0)])
+        loop(LR * ((step + 1) / 2 if step < 2 else 1 - (step - 2) / (STEPS - 2)))
+    return {name: parameter.detach() for name, parameter in whole.parameters.items()}
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName, here: Path, apart: Apart) -> None:
+    schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
+    command = train("run", *schedule, "--snapshot-every", 2, method=method)
+    ended = apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 6, "after"))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    expected = plain_loop(here, method, clip=0.5)
+    saved = load_file("run/model/model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    assert len(saved) == len(expected)
+    assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
+    AutoModelForCausalLM.from_pretrained("run/model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("undisturbed") / "here"
+    shutil.copytree(prepared, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done(*train("run", *EVALUATED))
+    return outcome(folder / "run")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
+    place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *PLACES[place]))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+    names = {path.name for path in Path("run").iterdir()}
+    snapshots = {name for name in names if name.startswith("snapshot")}
+    assert len(snapshots) <= 3, "the last two, and the best"
+    assert names - snapshots == {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
+
+
+APPLY = ("zo2core.optimizers.torch_optimizer", "TorchOptimizer", "apply")
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 14])  # calls, four a step
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_run_killed_between_two_updates_of_a_step_ends_as_the_undisturbed_one(
+    at: int, moment: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *APPLY, at, moment))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+
+
+def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
+    here: Path, apart: Apart, undisturbed: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    kills = 0
+    for at in range(1, 60) if request.config.getoption("--long") else (9, 21):
+        shutil.rmtree("run", ignore_errors=True)
+        ended = apart.run(*train("run", *EVALUATED), patch=strike(here, "os", "", "fsync", at, "after"))
+        kills += ended.status == -9
+        is_begun = Path("run/options.json").exists()
+        done(*(("train", "--resume", "run") if is_begun else train("run", *EVALUATED)))
+        assert outcome("run") == undisturbed, at
+    assert kills >= 2
+
+
+@pytest.mark.parametrize("at", [6, 8])  # signals between updates of a step, and at a row of metrics
+def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
+    at: int, here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    place = (TRAINER, "", "write_row", 8) if at == 8 else (*APPLY, 18)
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *place, "SIGTERM"))
+    assert ended.status == 143, ended
+    assert "to go on from the snapshot of step 4, or to get its model" in ended.err
+    done("export", "--run", "run", "--at", 4, "--output", "half")
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+
+
+def test_verbs_know_runs_of_all_parameters(here: Path) -> None:
+    done(*train("run", "--snapshot-every", 2))
+    evaluated = [done("evaluate", "--run", "run", "--at", at, "--data", "rows.jsonl").out for at in (0, 4)]
+    base, after = (float(re.findall(r"[0-9.]+", told)[0]) for told in evaluated)
+    assert after < base
+    done("export", "--run", "run", "--at", 4, "--output", "early")
+    journal = Journal("run/journal.jsonl")
+    saved = Snapshots(Path("run"), journal.chain, journal.require_version).read(4).state["parameters"]
+    early = load_file("early/model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in early.items())
+    assert "expected one of the steps that have a snapshot" in refusal("export", "--run", "run", "--at", 3, "--output", "no")
+    done("journal", "run")
+    done("report", "run", "--output", "report.html")
+    done("train", "--resume", "run", "--steps", STEPS + 2)
+    done(*train("whole"), "--steps", STEPS + 2)
+    assert outcome("run")["model"] == outcome("whole")["model"]
+
+
+def test_the_export_of_a_first_step_is_the_base_without_a_snapshot(here: Path) -> None:
+    done(*train("run"))
+    done("export", "--run", "run", "--at", 0, "--output", "first")
+    first, base = load_file("first/model.safetensors"), load_file("base/model.safetensors")
+    assert all(torch.equal(value, first[name]) for name, value in base.items())
+
+
+@pytest.mark.parametrize("precision", ["exact", "mixed"])
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_verify_compares_with_the_whole_model(here: Path, method: str, precision: str) -> None:
+    told = done("verify", "--model", "base", "--method", method, "--precision", precision, "--tokens", 6).out
+    assert told.startswith("EQUAL over 3 steps, bit for bit: losses, gradient norms and all ")
+
+
+def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    real = torch.optim.SGD
+
+    class Forgetful(real):  # type: ignore[misc, valid-type]
+        """An optimizer that reads another gradient where it is not the first one made."""
+
+        def __init__(self, parameters: Any, **options: Any) -> None:
+            made.append(self)
+            super().__init__(parameters, **options)
+
+        def step(self, closure: Any = None) -> None:
+            if self is made[2]:
+                for group in self.param_groups:
+                    group["lr"] *= 2
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "SGD", Forgetful)
+    ended = run_here("verify", "--model", "base", "--method", "sgd", "--tokens", 6)
+    assert ended.status == 1
+    assert ended.out.startswith("DIFFERENT: ")
+
+
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_plan_counts_gradients_states_and_snapshots(here: Path, method: MethodName) -> None:
+    common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl")
+    planned = json.loads(done(*common, "--json").out)
+    parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
+    layouts = open_checkpoint("base").layouts
+    sizes = [sum(spec.nbytes for spec in layout.parameters) for layout in layouts]
+    shapes = [spec.shape for layout in layouts for spec in layout.parameters]
+    factors = 4 * sum(map(sum, shapes))  # of a matrix a row and a column, of a vector all
+    states = {"adamw": 2 * sum(sizes), "sgd": 0, "lomo": 0, "adalomo": factors, "badam": 2 * max(sizes)}[method]
+    assert parts["trained parameters, gradients, optimizer"] == 2 * max(sizes) + states
+    assert planned["snapshot_bytes"] == sum(layout.nbytes for layout in layouts) + states
+    assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, abs=1e-9)
+    assert planned["host_plan"]["buckets"] is None
+    assert "snapshot of all parameters" in done(*common).out
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--memory", "100MB"), "expected at least"),
+        (("--write-back-every", 4), "--write-back-every: found 4; expected no such option with --method adamw"),
+        (("--zo-eps", 1e-2), "--zo-eps: found 0.01; expected no such option with --method adamw"),
+        (("--lr", 1e-6), "--lr: found 1e-06, the default of zeroth-order steps"),
+        (("--switch-every", 3), "--switch-every: found 3 with --method adamw; expected --method badam"),
+        (("--max-grad-value", 0), "--max-grad-value: found 0"),
+        (("--write-limit-tb", 1e-9, "--snapshot-every", 1), "--snapshot-every: found 1: "),
+        (("--transfer-dtype", "float8"), "--transfer-dtype: found torch.float8_e4m3fn for "),
+        (("--objective", "exact-match"), "--objective: found exact-match, which has no gradient; expected loss"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(more: tuple[object, ...], told: str, here: Path) -> None:
+    assert told in refusal(*train("run", *more))
+    assert not Path("run").exists()
+
+
+def test_a_quantised_base_is_refused(here: Path) -> None:
+    from zo2adapters.models.quantizer import quantize
+
+    quantize(here / "base", here / "int8", "int8")
+    told = refusal(*train("run"), "--model", "int8")
+    assert "which is quantised; expected a model all of whose parameters are trained" in told
+
+
+def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zo2adapters.trainers.full_run import FullRun
+    from zo2adapters.trainers.run_method import Opening
+
+    class Pair:
+        size = 2
+
+    def engine(self: FullRun, opening: Opening, real: Any = FullRun.engine) -> Any:
+        return real(self, Opening(**{**vars(opening), "workers": Pair()}))
+
+    monkeypatch.setattr(FullRun, "engine", engine)
+    told = refusal(*train("run"))
+    assert "--method: found adamw of all parameters, and 2 workers; expected one process" in told
+    assert "FSDP and DeepSpeed" in told
+
+
+def test_fewer_snapshots_are_taken_where_writes_are_limited(here: Path) -> None:
+    size = json.loads(done("plan", "--model", "base", "--method", "lomo", "--json").out)["snapshot_bytes"]
+    limit = size / 4 / 1e9  # a snapshot every four steps
+    done(*train("run", "--write-limit-tb", limit, method="lomo"))
+    assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
+        "snapshot-4.safetensors",
+        "snapshot-6.safetensors",
+    ]
+
+
+def test_tune_finds_a_rate_and_its_run_goes_on(here: Path) -> None:
+    common = ("--method", "lomo", "--model", "base", "--data", "rows.jsonl", "--batch-size", 3)
+    rates = ("--learning-rates", 1e-5, 1e-2)
+    told = done("tune", *common, *rates, "--forwards", 96, "--output", "tuned").out
+    assert told.startswith("lr 0.01: mean loss")
+    steps = json.loads(Path("tuned/tune.json").read_text())["results"][0]["steps"]
+    done("train", "--resume", "tuned/lr-0.01", "--steps", steps + 2)

@@ -1,0 +1,194 @@
+"""``zo2 merge``: the weights of peft's ``merge_and_unload``, bit for bit, for each kind of adapter and for runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import Ended, make_place, refusal, run_here
+from models import save_model, small_config
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from zo2core.planning.host_plan import HostPlan, plan_host
+
+peft: Any = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"]}
+SAVED = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "v_proj"]}
+
+KINDS: dict[str, Callable[[str], Any]] = {
+    "lora": lambda name: peft.LoraConfig(r=3, lora_alpha=16, target_modules=TARGETS[name]),
+    "all-linear": lambda name: peft.LoraConfig(r=2, target_modules="all-linear", use_rslora=True),
+    "dora": lambda name: peft.LoraConfig(r=3, lora_alpha=16, target_modules=TARGETS[name], use_dora=True),
+    "modules_to_save": lambda name: peft.LoraConfig(r=3, target_modules=TARGETS[name], modules_to_save=SAVED[name]),
+    "ia3": lambda name: peft.IA3Config(target_modules=TARGETS[name], feedforward_modules=TARGETS[name][1:]),
+    "loha": lambda name: peft.LoHaConfig(r=3, alpha=16, target_modules=TARGETS[name]),
+    "lokr": lambda name: peft.LoKrConfig(r=3, alpha=16, target_modules=TARGETS[name]),
+    "hra": lambda name: peft.HRAConfig(r=4, target_modules=TARGETS[name]),
+    "miss": lambda name: peft.MissConfig(r=2, target_modules=TARGETS[name]),
+}
+
+
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def save_adapter(base: Path, config: Any, directory: Path) -> None:
+    """An adapter as peft saves it, with random values."""
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), config)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    model.save_pretrained(directory)
+
+
+def merged_by_peft(base: Path, adapter: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """What peft makes of the whole model."""
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def assert_equal(merged: Path, expected: dict[str, torch.Tensor]) -> None:
+    own = load_file(merged / "model.safetensors")
+    assert own.keys() == expected.keys()
+    for name, value in expected.items():
+        assert own[name].dtype == value.dtype, name
+        assert torch.equal(own[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", ["opt", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_those_that_peft_merges(kind: str, model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type), dtype)
+    save_adapter(base, KINDS[kind](model_type), tmp_path / "adapter")
+    expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")
+    done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
+    assert_equal(tmp_path / "merged", expected)
+    before = load_file(base / "model.safetensors")
+    assert any(not torch.equal(value, before[name]) for name, value in expected.items()), "the adapter changes weights"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, rows, and runs that have trained an adapter by either method."""
+    folder = make_place(tmp_path_factory.mktemp("merge"), layers=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        common = ("--model", "base", "--data", "rows.jsonl", "--steps", 4, "--lr", 1e-2, "--batch-size", 3)
+        done("train", *common, "--lora-rank", 2, "--output", "zeroth")
+        done("train", *common, "--lora-rank", 2, "--output", "first", "--method", "adamw", "--snapshot-every", 2)
+        done("train", *common, "--output", "all")
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("run", ["zeroth", "first"])
+def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
+    for step in (2, 4):
+        done("export", "--run", run, "--at", step, "--output", f"adapter-{step}")
+        expected = merged_by_peft(here / "base", here / f"adapter-{step}", here / f"peft-{step}")
+        told = done("merge", "--run", run, "--at", step, "--output", f"merged-{step}").out
+        assert told == f"merged-{step}: the model after {step} steps\n"
+        assert_equal(here / f"merged-{step}", expected)
+    of_run = done("evaluate", "--run", run, "--data", "rows.jsonl", "--no-base").out.split(",")[0]
+    merged = done("evaluate", "--model", "merged-4", "--data", "rows.jsonl").out.split(",")[0]
+    assert float(merged.split()[1]) == pytest.approx(float(of_run.split()[1]), abs=1e-4)
+
+
+def test_a_run_of_all_weights_is_merged_as_it_is_exported(here: Path) -> None:
+    done("merge", "--run", "all", "--output", "merged")
+    assert_equal(here / "merged", load_file("all/model/model.safetensors"))
+
+
+def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done("merge", "--run", "first", "--output", "resident")
+
+    def planned(*args: Any, **kwargs: Any) -> HostPlan:
+        return replace(plan_host(*args, **kwargs), buckets=1)
+
+    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    done("merge", "--run", "first", "--output", "streamed")
+    assert_equal(here / "streamed", load_file("resident/model.safetensors"))
+
+
+def test_the_directory_has_the_tokenizer_and_a_card(here: Path) -> None:
+    done("merge", "--model", "base", "--adapter", "first/model", "--output", "merged")
+    assert {"config.json", "tokenizer.json", "README.md", "model.safetensors"} <= {
+        path.name for path in Path("merged").iterdir()
+    }
+    assert "with the adapter `first` merged into them" in Path("merged/README.md").read_text()
+    done("merge", "--run", "first", "--output", "of-run")
+    card = Path("of-run/README.md").read_text()
+    assert "after 4 first-order steps" in card
+    assert "an adapter, which is merged into these weights" in card
+    assert "library_name: transformers" in card
+
+
+def test_the_base_is_the_one_that_the_adapter_names(here: Path) -> None:
+    done("merge", "--adapter", "first/model", "--output", "merged")
+    done("merge", "--model", "base", "--adapter", "first/model", "--output", "named")
+    assert_equal(here / "merged", load_file("named/model.safetensors"))
+    config = Path("first/model/adapter_config.json")
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": None}))
+    assert "--model" in refusal("merge", "--adapter", "first/model", "--output", "other")
+
+
+def test_a_quantised_base_is_merged_into_the_weights_that_it_decodes_to(here: Path) -> None:
+    done("convert", "--model", "base", "--output", "nf4", "--quantize", "nf4")
+    done("export", "--model", "nf4", "--output", "decoded")
+    done("merge", "--model", "nf4", "--adapter", "first/model", "--output", "merged")
+    assert_equal(here / "merged", merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"))
+
+
+def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    save_adapter(here / "base", config, here / "dropped")
+    done("merge", "--model", "base", "--adapter", "dropped", "--output", "merged")
+    assert_equal(here / "merged", merged_by_peft(here / "base", here / "dropped", here / "peft"))
+    losses = [
+        done("evaluate", *model, "--data", "rows.jsonl", "--no-base").out.split()[1]
+        for model in (("--model", "base", "--adapter", "dropped"), ("--model", "merged"))
+    ]
+    assert float(losses[0].strip(",")) == pytest.approx(float(losses[1].strip(",")), abs=1e-5)
+    told = refusal("train", "--model", "base", "--adapter", "dropped", "--data", "rows.jsonl", "--output", "run")
+    assert "adapter.lora_dropout: found 0.1" in told
+
+
+def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> None:
+    peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM").save_pretrained("config")
+    common = ("--model", "base", "--data", "rows.jsonl", "--steps", 1, "--sequence-length", 8)
+    done("train", *common, "--adapter", "config/adapter_config.json", "--output", "prefix")
+    assert "prefix, which no weight can contain" in refusal("merge", "--run", "prefix", "--output", "merged")
+    assert "--adapter: found none" in refusal("merge", "--model", "base", "--output", "merged")
+    assert "something at this path" in refusal("merge", "--run", "first", "--output", "zeroth")
+    assert not Path("merged").exists()
+
+
+def test_the_file_is_whole_however_its_weights_arrive(here: Path) -> None:
+    done("merge", "--run", "first", "--output", "merged")
+    with safe_open("merged/model.safetensors", "pt") as merged:
+        names = set(merged.keys())
+    assert names == load_file("base/model.safetensors").keys()

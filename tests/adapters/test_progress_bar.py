@@ -1,0 +1,115 @@
+"""Bars of long work: shown in a terminal alone, and as far as the work is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import make_place, run_here
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zo2adapters import open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.trainers import progress_bar
+from zo2adapters.trainers.progress_bar import SharedSweeps, sweep_bars
+from zo2core import Replayer
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, rows, and a run of an adapter."""
+    folder = make_place(tmp_path_factory.mktemp("bars"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        common = ("--model", "base", "--data", "rows.jsonl", "--steps", 2, "--lr", 1e-2)
+        assert run_here("train", *common, "--lora-rank", 2, "--output", "run").status == 0
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+COMMANDS = {
+    "evaluate --run run --data rows.jsonl": ("base: 100%", "step 2: 100%"),
+    "evaluate --model base --data choices.jsonl": ("base: 100%",),
+    "export --run run --output out": ("export: 100%",),
+    "merge --run run --output out": ("merge: 100%",),
+    "convert --model base --output out --quantize int8": ("int8: 100%",),
+    "train --resume run --verify-base": ("base: 100%",),
+    "generate --model base --prompt the --max-new-tokens 2": ("2/2 [",),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_long_work_has_a_bar_in_a_terminal_alone(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(command.split())
+    told = capsys.readouterr().err
+    for text in COMMANDS[command]:
+        assert text in told
+    if "train" not in command:  # whose own bar of steps is always there
+        shutil.rmtree("out", ignore_errors=True)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+        main(command.split())
+        assert "%" not in capsys.readouterr().err
+
+
+class Clock:
+    """A clock that a sweep's visits move."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.01, False), (1.5, True)])
+def test_a_sweep_has_a_bar_if_it_takes_seconds(
+    seconds: float, shown: bool, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress_bar, "time", Clock(seconds))
+    with Replayer(open_checkpoint("base")) as runner:
+        with sweep_bars(runner):
+            runner.flush()
+        told = capsys.readouterr().err
+        assert ("pass:" in told) is shown
+        runner.flush()
+        assert capsys.readouterr().err == "", "outside of the context nothing is watched"
+
+
+class Bar:
+    """What is counted."""
+
+    n = 0
+
+    def update(self, more: int) -> None:
+        self.n += more
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 7))
+def test_rows_count_as_far_as_their_sweep_is(sweeps: list[list[int]], visits: int) -> None:
+    bar: Any = Bar()
+    shared, finished = SharedSweeps(bar), 0
+    for batches in sweeps:
+        for rows in batches:
+            shared.took(rows)
+        for done in range(1, visits + 1):
+            shared.visited(done, visits)
+            assert bar.n == finished + sum(batches) * done // visits
+        finished += sum(batches)
+    assert bar.n == sum(map(sum, sweeps))

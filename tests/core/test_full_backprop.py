@@ -1,0 +1,350 @@
+"""First-order steps of all parameters: losses, norms and weights equal those of loops over the whole model, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, batches, make_batch, save_model, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2core import (
+    LOMO,
+    AdaLOMO,
+    BAdam,
+    BatchError,
+    BlockUpdate,
+    ClosedError,
+    FullBackpropEngine,
+    HostPlan,
+    MemoryBudgetError,
+    MemoryPolicy,
+    NonFiniteLossError,
+    OptionError,
+    TorchOptimizer,
+)
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.types import Lane
+
+PROFILE = settings.default
+assert PROFILE is not None
+ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
+FUSED: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1, fused=True)
+SGD: Any = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+SEED, EVERY = 3, 2  # of BAdam's turns
+
+
+class Case(NamedTuple):
+    """An optimizer, and the loop that it has the bits of."""
+
+    update: Callable[[], BlockUpdate]
+    loop: Callable[..., Any]  # of the whole model, the names of each turn, and the two limits of gradients
+    lr: float
+
+
+CASES = {
+    "lomo": Case(lambda: LOMO(weight_decay=0.1), lambda whole, turns, *clips: lomo_loop(whole, 0.1, *clips), 3e-2),
+    "adalomo": Case(lambda: AdaLOMO(weight_decay=0.1), lambda whole, turns, *clips: adalomo_loop(whole, 0.1, *clips), 3e-2),
+    "adamw": Case(lambda: TorchOptimizer(ADAMW), lambda whole, turns, *clips: torch_loop(whole, ADAMW, *clips), 1e-2),
+    "fused adamw": Case(lambda: TorchOptimizer(FUSED), lambda whole, turns, *clips: torch_loop(whole, FUSED, *clips), 1e-2),
+    "sgd": Case(lambda: TorchOptimizer(SGD), lambda whole, turns, *clips: torch_loop(whole, SGD, *clips), 3e-2),
+    "badam": Case(
+        lambda: BAdam(ADAMW, every=EVERY, seed=SEED),
+        lambda whole, turns, *clips: BlockCoordinateLoop(whole, ADAMW, turns, EVERY, *clips),
+        1e-2,
+    ),
+}
+STEPS = 5
+
+
+def memory(room: int = 1 << 28) -> MemoryPolicy:
+    """All blocks in memory, and so many bytes for what is kept between forward and backward."""
+    return MemoryPolicy(host=HostPlan((), 0, None, keep_noise=False), activations=room)
+
+
+def rate(case: str) -> Callable[[int], float]:
+    return lambda step: CASES[case].lr / (step + 1)
+
+
+def turns_of(model: Any, update: BlockUpdate) -> Sequence[Sequence[str]]:
+    """Names of the parameters that each of BAdam's turns trains."""
+    trained = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    turns = [update.segments(step, trained) for step in range(0, STEPS, EVERY)]
+    return [[spec.name for index in turn for spec in model.layouts[index].parameters] for turn in turns]
+
+
+def assert_equal_runs(engine: FullBackpropEngine, whole: WholeModel, loop: Any, case: str, micro_batches: Any) -> None:
+    """Take steps on both sides, and compare losses, norms and weights after each."""
+    for step in range(STEPS):
+        if isinstance(loop, BlockCoordinateLoop):
+            loop.begin()
+        loss = whole.backward(micro_batches)
+        loop(rate(case)(step))
+        assert engine.step(micro_batches).loss == pytest.approx(loss, rel=1e-6)
+        for name, value in engine.parameters_now():
+            assert torch.equal(value, whole.parameters[name].detach()), (step, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=PROFILE.max_examples // 3)
+@given(
+    data=st.data(),
+    model_type=st.sampled_from(sorted(CONFIGS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    clips=st.sampled_from([(None, None), (0.01, None), (None, 0.05), (0.01, 0.05)]),
+    room=st.sampled_from([1, 30_000, 1 << 28]),
+    overlap=st.booleans(),
+    accumulated=st.integers(1, 3),
+)
+def test_steps_are_those_of_a_loop_over_the_whole_model(
+    case: str,
+    data: st.DataObject,
+    model_type: str,
+    dtype: torch.dtype,
+    clips: tuple[float | None, float | None],
+    room: int,
+    overlap: bool,
+    accumulated: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = data.draw(CONFIGS[model_type])
+    micro_batches = [data.draw(batches(config.vocab_size)) for _ in range(accumulated)]
+    base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
+    model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
+    loop = CASES[case].loop(whole, turns_of(model, update), *clips)
+    options: Any = {"clip_value": clips[0], "clip_norm": clips[1], "memory": memory(room), "overlap": overlap}
+    with FullBackpropEngine(model, update, lr=rate(case), **options) as engine:
+        assert_equal_runs(engine, whole, loop, case, micro_batches)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("case", CASES)
+def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
+    model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    update, whole = CASES[case].update(), WholeModel(base, torch.float32, torch.bfloat16)
+    loop = CASES[case].loop(whole, turns_of(model, update), None, clip_norm)
+    micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
+    with FullBackpropEngine(model, update, lr=rate(case), clip_norm=clip_norm, memory=memory()) as engine:
+        assert_equal_runs(engine, whole, loop, case, micro_batches)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4, tie_word_embeddings=True))
+
+
+def engine_of(base: Path, case: str, **options: Any) -> FullBackpropEngine:
+    told = {"memory": memory(), **options}
+    return FullBackpropEngine(open_checkpoint(base), CASES[case].update(), lr=rate(case), **told)
+
+
+def weights(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["lomo", "adamw"])
+def test_norms_are_those_of_all_gradients_together(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama"), dtype), make_batch(40, [7, 5])
+    whole = WholeModel(base)
+    with engine_of(base, case) as engine:
+        whole.backward([batch])
+        gradients = list(whole.gradients().values())
+        gradients = [gradient.float() for gradient in gradients] if case == "lomo" else gradients
+        assert engine.step(batch).grad_norm == torch.nn.utils.get_total_norm(gradients).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with engine_of(base, case) as resident:
+        losses = [resident.step(batch).loss for _ in range(STEPS)]
+        expected = weights(resident)
+    for kept, overlap in ((0, True), (2, True), (0, False)):
+        plan = DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28)
+        host = HostPlan((), 1 << 40, None, keep_noise=False)
+        policy = MemoryPolicy(host=host, device=plan) if overlap else MemoryPolicy(host=host)
+        with (
+            closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device,
+            engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine,
+        ):
+            results = [engine.step(batch) for _ in range(STEPS)]
+            assert [result.loss for result in results] == losses
+            assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+        block = engine._model.layouts[1].nbytes
+        offloaded = max(result.lanes[Lane.OFFLOAD].nbytes for result in results)
+        if kept == 0 and overlap:
+            assert offloaded == (block if case == "badam" else 4 * block), "each changed block comes back once a step"
+
+
+def test_a_tied_weight_is_updated_once(base: Path) -> None:
+    counted: list[str] = []
+
+    class Counting(LOMO):
+        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
+            counted.extend(gradients)
+            super().apply(segment, weights, gradients, **at)
+
+    with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
+        engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
+        names = [name for name, _ in engine.parameters_now()]
+    assert sorted(counted) == sorted(names)
+    assert counted[-1] == "model.embed_tokens.weight", "its gradient is whole once the embedding's backward pass has ended"
+
+
+def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> None:
+    held: list[int] = []
+
+    class Counting(LOMO):
+        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
+            held.append(len(engine._parameters._gradients))
+            super().apply(segment, weights, gradients, **at)
+
+    with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
+        engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
+    assert held == [0] * 6
+
+
+def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_it(base: Path) -> None:
+    update = BAdam(ADAMW, every=1, seed=5)
+    epochs = [[one for turn in range(5) for one in update.segments(5 * epoch + turn, range(5))] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert [update.segments(step, range(5)) for step in range(15)] == [
+        BAdam(ADAMW, every=1, seed=5).segments(step, range(5)) for step in range(15)
+    ]
+    with FullBackpropEngine(open_checkpoint(base), update, lr=1e-2, memory=memory()) as engine:
+        for step in range(6):
+            before = weights(engine)
+            engine.step(make_batch(40, [7, 5]))
+            changed = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
+            [segment] = update.segments(step, engine._parameters.segments)
+            assert changed == set(engine._parameters.names_of(segment))
+            leaves = engine._method._visits.leaves
+            assert next(index for index, names in enumerate(leaves) if names) == segment
+
+
+def test_a_step_that_is_refused_before_an_update_changes_nothing(base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with engine_of(base, "adamw") as engine:
+        engine.step(batch)
+        before = weights(engine)
+        with pytest.raises(BatchError):
+            engine.step({key: value for key, value in batch.items() if key != "labels"})
+
+        class Infinite:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(engine._model, name)
+
+            def head(self, batch: Any, activations: Any) -> torch.Tensor:
+                return engine._model.head(batch, activations) * float("inf")
+
+        with pytest.raises(NonFiniteLossError, match=r"step 1: found loss inf.*no step was taken"):
+            engine.step(batch, forward=Infinite())
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        assert engine.steps == 1
+        expected = engine.step(batch).loss
+    with engine_of(base, "adamw") as engine:
+        engine.step(batch)
+        assert engine.step(batch).loss == expected
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: Path) -> None:
+    """Found in the sweep that measures, it changes nothing; found between updates, it closes the engine."""
+
+    class Poisoned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("nan")
+
+    with engine_of(base, "lomo", clip_norm=clip_norm) as engine:
+
+        class Forward:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(engine._model, name)
+
+            def block(self, index: int, activations: Any) -> Any:
+                given: Any = engine._model.block(index, activations)
+                poisoned: Any = Poisoned.apply
+                return given._replace(hidden=poisoned(given.hidden)) if index == 2 else given
+
+        told = "no step was taken" if clip_norm else "2 segments had been changed"
+        with pytest.raises(NonFiniteLossError, match=told):
+            engine.step(make_batch(40, [7, 5]), forward=Forward())
+        if clip_norm:
+            engine.step(make_batch(40, [7, 5]))
+        else:
+            for use in (lambda: engine.step(make_batch(40, [7, 5])), lambda: next(engine.parameters_now())):
+                with pytest.raises(ClosedError):
+                    use()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Path) -> None:
+    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+    with engine_of(base, case) as engine:
+        for batch in rows[:3]:
+            engine.step(batch)
+        torch.save(engine.state_dict(), tmp_path / "state.pt")
+        losses = [engine.step(batch).loss for batch in rows[3:]]
+        expected = weights(engine)
+        evaluated = engine.evaluate(rows).losses
+    with engine_of(base, case) as other:
+        other.step(rows[2])  # another run, which is left
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert other.steps == 3
+        assert [other.step(batch).loss for batch in rows[3:]] == losses
+        assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+        assert other.evaluate(rows).losses == evaluated
+
+
+def test_an_export_is_what_transformers_loads(base: Path, tmp_path: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with engine_of(base, "adamw") as engine:
+        before = engine.evaluate([batch]).loss
+        for _ in range(4):
+            engine.step(batch)
+        loss = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "model")
+    assert loss < before
+    with torch.inference_mode():
+        assert WholeModel(tmp_path / "model").model(**batch).loss.item() == loss
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1)
+    with pytest.raises(OptionError, match="which is frozen; expected a model all of whose parameters are trained"):
+        FullBackpropEngine(open_checkpoint(base, adapter=adapter), LOMO(), lr=1e-3)
+    with pytest.raises(OptionError, match="clip_value: found 0"):
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_value=0)
+    with pytest.raises(OptionError, match="clip_norm: found nan"):
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_norm=float("nan"))
+    with pytest.raises(MemoryBudgetError, match=r"the smallest plan.*4 of 4 blocks"):
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, memory=MemoryPolicy(host="1MB"))
+    with pytest.raises(OptionError, match="weight_decay: found -1"):
+        LOMO(weight_decay=-1)
+    with pytest.raises(OptionError, match="every: found 0"):
+        BAdam(ADAMW, every=0)
+    with pytest.raises(OptionError, match="LBFGS, whose step evaluates the loss again by a closure"):
+        TorchOptimizer(torch.optim.LBFGS)
+    with pytest.raises(OptionError, match=r"transfer_dtype: found torch.float8_e4m3fn for "):
+        FullBackpropEngine(
+            open_checkpoint(base, precision="mixed", dtype="bfloat16", transfer_dtype="float8"), LOMO(), lr=1.0
+        )

@@ -1,0 +1,467 @@
+"""Several workers on first-order steps: the bits of one process that runs their rows as micro-batches."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crews import SECONDS, all_equal, attempted, worked
+from models import make_batch, save_model, small_config
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.tasks.objectives import PreferenceLoss, preference_batch
+from zo2core import (
+    BackpropEngine,
+    BatchError,
+    DurableBackpropEngine,
+    MemoryPolicy,
+    OptionError,
+    WorkerError,
+    Workers,
+)
+from zo2core.methods import row_shards
+from zo2core.planning.host_plan import HostPlan
+from zo2core.sources.shared import SharedSource
+from zo2core.workers import tensor_exchange
+
+peft: Any = pytest.importorskip("peft")
+
+STEPS = 3
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+LORA = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = small_config("llama", tie_word_embeddings=True)
+    return save_model(tmp_path_factory.mktemp("base") / "model", config, torch.float32)
+
+
+OPENING = threading.Lock()  # peft draws an adapter's first values from torch's generator, which threads of a process share
+
+
+def opened(base: Path) -> Any:
+    with OPENING:
+        return open_checkpoint(base, adapter=Adapter(config=LORA, seed=0))
+
+
+def batch_of(step: int, rows: int) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the right."""
+    return make_batch(40, [5 + (step + 2 * row) % 5 for row in range(rows)], seed=step)
+
+
+def shards_of(batch: Mapping[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """The rows of each worker, without columns that are padding in all of them."""
+    rows = len(batch["labels"])
+    shards = []
+    for rank in range(size):
+        shard = {name: value[rank * rows // size : (rank + 1) * rows // size] for name, value in batch.items()}
+        width = int(shard["attention_mask"].sum(dim=1).max())
+        shards.append({name: value[:, :width].contiguous() for name, value in shard.items()})
+    return shards
+
+
+class Outcome:
+    """Losses, gradient norms and parameters of a run of a few steps."""
+
+    def __init__(self, engine: BackpropEngine, step: Callable[[BackpropEngine, int], Any]) -> None:
+        reports = [step(engine, number) for number in range(engine.steps, STEPS)]
+        self.reports = [(report.loss, report.grad_norm) for report in reports]
+        self.parameters = {name: value.detach().clone() for name, value in engine.parameters.items()}
+
+    def assert_equals(self, other: Outcome) -> None:
+        assert self.reports == other.reports
+        self.assert_has(other.parameters)
+
+    def assert_has(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        assert self.parameters.keys() == parameters.keys()
+        for name, value in self.parameters.items():
+            assert torch.equal(value, parameters[name]), name
+
+
+def together(
+    base: Path, size: int, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
+) -> Outcome:
+    """What workers make, which is the same for all of them."""
+
+    def work(workers: Workers) -> Outcome:
+        model = opened(base)
+        with BackpropEngine(model, ADAMW, workers=workers, **options) as engine:
+            assert "memory" in options or isinstance(engine._parts.source, SharedSource), "a host has one copy of the base"
+            return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
+
+    first, *others = worked(size, work)
+    for other in others:
+        other.assert_equals(first)
+    return first
+
+
+def alone(
+    base: Path, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
+) -> Outcome:
+    model = opened(base)
+    with BackpropEngine(model, ADAMW, **options) as engine:
+        return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 4), (3, 5), (3, 7)])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_step_is_that_of_one_process_that_accumulates_the_shards(
+    base: Path, size: int, rows: int, clip: float | None
+) -> None:
+    shared = together(base, size, lambda step: batch_of(step, rows), clip=clip)
+    shared.assert_equals(alone(base, lambda step: shards_of(batch_of(step, rows), size), clip=clip))
+
+
+def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> Any:
+    """What transformers, peft and torch.optim make of each worker's micro-batches, whose sums are added up last."""
+    with BackpropEngine(opened(base), ADAMW) as engine:
+        values = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    resident = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.inject_adapter_in_model(LORA, resident)
+    for name, parameter in resident.named_parameters():
+        parameter.requires_grad = name in values
+        parameter.data = values.get(name, parameter.data).clone()  # aligned as by an allocator, not as in a file
+    trained = {name: parameter for name, parameter in resident.named_parameters() if name in values}
+    optimizer = ADAMW(list(trained.values()))
+    for step in range(STEPS):
+        workers = shards_of_workers(step)
+        total = sum(int((shard["labels"][:, 1:] != -100).sum()) for shards in workers for shard in shards)
+        sums: dict[str, torch.Tensor] = {}
+        for shards in workers:
+            for shard in shards:
+                count = int((shard["labels"][:, 1:] != -100).sum())
+                (resident(**shard, use_cache=False).loss * (count / total)).backward()
+            for name, parameter in trained.items():
+                assert parameter.grad is not None
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.clone()
+            optimizer.zero_grad()
+        for name, parameter in trained.items():
+            parameter.grad = sums[name]
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def rows_of(shard: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each row alone, without padding."""
+    lengths = shard["attention_mask"].sum(dim=1).tolist()
+    return [{name: value[row : row + 1, :length] for name, value in shard.items()} for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("micro", [None, 1])
+def test_a_step_is_that_of_transformers_and_peft_that_accumulate_the_shards(base: Path, micro: int | None) -> None:
+    def shards(step: int) -> list[list[dict[str, torch.Tensor]]]:
+        whole = shards_of(batch_of(step, 5), 3)
+        return [[shard] if micro is None else rows_of(shard) for shard in whole]
+
+    shared = together(base, 3, lambda step: batch_of(step, 5), clip=0.05, micro_batch_size=micro)
+    shared.assert_has(plain_loop(base, shards))
+
+
+def test_two_workers_are_one_process_with_micro_batches_of_half_a_batch(base: Path) -> None:
+    shared = together(base, 2, lambda step: batch_of(step, 6))
+    shared.assert_equals(alone(base, lambda step: batch_of(step, 6), micro_batch_size=3))
+
+
+def test_several_batches_are_split_each(base: Path) -> None:
+    def batches(step: int) -> list[dict[str, torch.Tensor]]:
+        return [batch_of(step, 4), batch_of(step + 9, 5)]
+
+    shared = together(base, 2, batches)
+    parts = [shards_of(batch, 2) for batch in batches(0)]
+    assert len(parts) == 2
+
+    def of_workers(step: int) -> list[list[dict[str, torch.Tensor]]]:
+        split = [shards_of(batch, 2) for batch in batches(step)]
+        return [[shards[rank] for shards in split] for rank in range(2)]
+
+    clipped = together(base, 2, batches, clip=0.05)
+    clipped.assert_has(plain_loop(base, of_workers))
+    assert shared.reports != clipped.reports
+
+
+def test_streamed_blocks_and_kept_graphs_change_no_bit(base: Path) -> None:
+    memory = MemoryPolicy(host=HostPlan((), 0, 1, keep_noise=False), activations=1)
+    streamed = together(base, 2, lambda step: batch_of(step, 4), memory=memory)
+    streamed.assert_equals(together(base, 2, lambda step: batch_of(step, 4)))
+
+
+def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        made = batch_of(step, 4)
+        made["labels"][:2] = -100
+        return made
+
+    shared = together(base, 2, batch)
+    shared.assert_equals(alone(base, lambda step: shards_of(batch(step), 2)[1]))
+
+
+def test_a_batch_without_a_labelled_token_ends_the_step(base: Path) -> None:
+    made = batch_of(0, 4)
+    made["labels"][:] = -100
+
+    def work(workers: Workers) -> None:
+        with BackpropEngine(opened(base), ADAMW, workers=workers) as engine:
+            engine.step(made)
+
+    errors = attempted(2, work)
+    assert [type(error) for error in errors] == [BatchError, WorkerError]
+    assert "worker 0: found that it has left: BatchError: batch['labels']" in str(errors[1])
+
+
+def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
+    def gradients(workers: Workers | None) -> dict[str, torch.Tensor | None]:
+        with BackpropEngine(opened(base), None, workers=workers) as engine:
+            for step in range(2):
+                batch = batch_of(step, 5)
+                engine.gradients(batch if workers is not None else shards_of(batch, 3))
+            return {name: value.grad for name, value in engine.parameters.items()}
+
+    expected = gradients(None)
+    for found in worked(3, gradients):
+        for name, gradient in expected.items():
+            other = found[name]
+            assert gradient is not None
+            assert other is not None
+            assert torch.equal(gradient, other), name
+
+
+def preferences(step: int) -> list[dict[str, torch.Tensor]]:
+    """A batch of four preference pairs, which are two rows each."""
+    prompts = [[2 + step, 3], [4, 5, 6 + step], [7], [9, 8]]
+    completions = [[[8, 9], [10]], [[11], [12, 13, 14]], [[15, 16], [17, 18]], [[19], [20]]]
+    return [preference_batch(prompts, completions, [[-3.0, -4.0], [-2.5, -7.0], [-6.0, -5.0], [-1.0, -2.0]])]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
+    def parts(step: int) -> list[dict[str, torch.Tensor]]:
+        [whole] = preferences(step)
+        return [{name: value[at : at + 8 // size] for name, value in whole.items()} for at in range(0, 8, 8 // size)]
+
+    shared = together(base, size, preferences, PreferenceLoss)
+    shared.assert_equals(alone(base, parts, PreferenceLoss))
+
+
+# --- what is refused
+
+
+def raised(base: Path, size: int, step: Callable[[BackpropEngine, Workers], Any], **options: Any) -> list[BaseException]:
+    """What every worker raises."""
+
+    def work(workers: Workers) -> None:
+        with BackpropEngine(opened(base), ADAMW, workers=workers) as engine:
+            step(engine, workers)
+
+    return [error for error in attempted(size, work, **options) if isinstance(error, BaseException)]
+
+
+@pytest.mark.parametrize("split", ["directions", "2x1"])
+def test_a_split_by_directions_is_refused(base: Path, split: str) -> None:
+    errors = raised(base, 2, lambda engine, workers: None, split=split)
+    assert [type(error) for error in errors] == [OptionError] * 2
+    assert f"split: found {split}, 2 workers for one gradient" in str(errors[0])
+
+
+@pytest.mark.parametrize("split", ["rows", "1x2"])
+def test_a_split_by_rows_is_taken(base: Path, split: str) -> None:
+    assert raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 2)), split=split) == []
+
+
+def test_a_deadline_is_refused(base: Path) -> None:
+    errors = raised(base, 2, lambda engine, workers: None, deadline=1.0)
+    assert all("deadline: found a deadline for first-order steps" in str(error) for error in errors)
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda batch: {name: value[:1] for name, value in batch.items()}, "found 1 rows that can be separated, and 2"),
+        (lambda batch: {**batch, "labels": batch["labels"][0]}, "found no labels of shape"),
+        (lambda batch: {name: value for name, value in batch.items() if name != "labels"}, "found no labels of shape"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused_by_all(base: Path, change: Any, told: str) -> None:
+    errors = raised(base, 2, lambda engine, workers: engine.step(change(batch_of(0, 4))))
+    assert [type(error) for error in errors] == [BatchError] * 2
+    assert told in str(errors[0])
+
+
+def test_a_function_that_does_not_say_how_parts_join_is_refused(base: Path) -> None:
+    class Function:
+        pass
+
+    forward: Any = Function()
+    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 4), forward))
+    assert all(isinstance(error, OptionError) and "parts of a batch join" in str(error) for error in errors)
+
+
+def test_another_batch_is_refused_by_all(base: Path) -> None:
+    errors = raised(base, 3, lambda engine, workers: engine.step(batch_of(int(workers.rank == 1), 4)))
+    assert all(isinstance(error, WorkerError) for error in errors)
+    assert len(errors) == 3
+    assert "worker 1: found other batches than worker 0's" in str(errors[0])
+
+
+# --- what goes wrong
+
+
+def test_a_worker_that_fails_ends_the_step_of_all(base: Path) -> None:
+    def step(engine: BackpropEngine, workers: Workers) -> None:
+        engine.step(batch_of(0, 4))
+        if workers.rank == 1:
+            raise MemoryError("none left")
+        engine.step(batch_of(1, 4))
+
+    errors = raised(base, 3, step)
+    assert [type(error) for error in errors] == [WorkerError, MemoryError, WorkerError]
+    assert "worker 1: found that it has left: MemoryError: none left" in str(errors[0])
+
+
+def test_a_worker_that_dies_within_a_step_ends_it_at_once(base: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tensor_exchange, "_PATIENCE", 0.5)
+
+    def step(engine: BackpropEngine, workers: Workers) -> None:
+        if workers.rank == 1:
+            engine._method._row_shards.close()  # as the end of its process does, which says no goodbye
+            workers.close = lambda why=None: None  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        engine.step(batch_of(0, 4))
+
+    started = time.monotonic()
+    errors = raised(base, 3, step)
+    assert [type(error) for error in errors] == [WorkerError, KeyboardInterrupt, WorkerError]
+    assert "worker 1: found a broken connection" in str(errors[0])
+    assert time.monotonic() - started < SECONDS / 2, "without waiting for as long as for a slow worker"
+
+
+def test_bytes_that_their_sender_did_not_seal_are_refused(base: Path, monkeypatch: Any) -> None:
+    real = tensor_exchange._digest
+    seen = threading.local()
+
+    def forged(tensor: torch.Tensor) -> str:
+        """Each worker digests its own tensor first."""
+        seen.count = getattr(seen, "count", 0) + 1
+        if seen.count > 1:
+            tensor[0] ^= 1
+        return real(tensor)
+
+    monkeypatch.setattr(tensor_exchange, "_digest", forged)
+    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 4)))
+    told = [f"worker {rank}: found other bytes of a tensor than those that it sealed" for rank in (1, 0)]
+    assert [told[rank] in str(error) for rank, error in enumerate(errors)] == [True, True]
+
+
+def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, tmp_path: Path) -> None:
+    def work(workers: Workers) -> None:
+        with durable(base, tmp_path / str(workers.rank), workers) as engine:
+            engine.step(batch_of(0, 4))
+            if workers.rank == 1:
+                with torch.no_grad():
+                    next(iter(engine.parameters.values())).view(-1)[0] += 1e-3
+            engine.take_snapshot()
+
+    errors = attempted(2, work)
+    assert all(isinstance(error, WorkerError) for error in errors), errors
+    assert "worker 1: found other trained parameters than worker 0's" in str(errors[0])
+    assert not list(tmp_path.glob("*/snapshot*"))
+
+
+# --- runs that go on
+
+
+def durable(base: Path, folder: Path, workers: Workers | None) -> DurableBackpropEngine:
+    return DurableBackpropEngine(
+        opened(base),
+        ADAMW,
+        directory=folder,
+        journal=folder / "journal.jsonl",
+        method={"name": "adamw"},
+        lr=lambda step: 1e-2,
+        workers=workers,
+    )
+
+
+def run(base: Path, folder: Path, workers: Workers, *, until: int, every: int = 2) -> dict[str, torch.Tensor]:
+    """Take the remaining steps, with snapshots."""
+    with durable(base, folder / str(workers.rank), workers) as engine:
+        while engine.steps < until:
+            engine.step(batch_of(engine.steps, 4))
+            if engine.steps % every == 0:
+                engine.take_snapshot()
+        return {name: value.detach().clone() for name, value in engine.parameters.items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a snapshot", "a journal", "a directory", "damage"])
+@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_path: Path, lost: str) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder in (whole, stopped):
+        for rank in range(2):
+            (folder / str(rank)).mkdir(parents=True)
+    expected = worked(2, lambda workers: run(base, whole, workers, until=7))
+    worked(2, lambda workers: run(base, stopped, workers, until=5))
+    last = stopped / "1" / "snapshot-4.safetensors"
+    if lost == "a snapshot":
+        last.unlink()
+    elif lost == "damage":
+        last.write_bytes(b"x" + last.read_bytes()[1:])
+    elif lost == "a journal":
+        (stopped / "0" / "journal.jsonl").unlink()
+        for path in (stopped / "0").glob("snapshot*"):
+            path.unlink()
+    elif lost == "a directory":
+        shutil.rmtree(stopped / "1")
+        (stopped / "1").mkdir()
+    found = worked(2, lambda workers: run(base, stopped, workers, until=7))
+    for parameters in found:
+        assert all(torch.equal(value, expected[0][name]) for name, value in parameters.items())
+    assert all_equal([files(stopped / "0"), files(stopped / "1"), files(whole / "0")])
+
+
+def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
+    """Not the sign of a zero either. Parameters of several dtypes lie in one message."""
+    gradients: list[list[float | None]] = [[None, None, 0.5], [-0.0, None, 0.25], [None, None, None]]
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    workers = [[torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes] for _ in gradients]
+    for parameters, values in zip(workers, gradients, strict=True):
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+    messages = [row_shards._Message(parameters) for parameters in workers]
+    packed, present = [message.packed() for message in messages], [message.present for message in messages]
+    for message, parameters in zip(messages, workers, strict=True):
+        message.add_up([content.clone() for content in packed], present)
+        first, second, third = (parameter.grad for parameter in parameters)
+        assert first is not None
+        assert first.signbit().all()
+        assert second is None
+        assert third is not None
+        assert third.tolist() == [0.75] * 3
+
+
+def test_a_sum_in_another_order_is_seen(base: Path, monkeypatch: Any) -> None:
+    """The tests above would see it: three workers' gradients added up from the last one have other bits."""
+    right = together(base, 3, lambda step: batch_of(step, 5))
+    real = row_shards._Message.add_up
+
+    def reversed_order(self: Any, messages: Sequence[torch.Tensor], present: Any) -> None:
+        real(self, messages[::-1], present)
+
+    monkeypatch.setattr(row_shards._Message, "add_up", reversed_order)
+    wrong = together(base, 3, lambda step: batch_of(step, 5))
+    assert any(not torch.equal(value, wrong.parameters[name]) for name, value in right.parameters.items())
