@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -799,7 +799,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
     reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
     smallest, memory = 0, 1 << 30
-    with pytest.raises(MemoryBudgetError):
+    with suppress(MemoryBudgetError):
         while True:
             smallest = plan_host(
                 model.layouts,
@@ -811,6 +811,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
                 further=[MemoryPart("trained", parts["trained parameters, gradients, optimizer"])],
             ).nbytes
             memory = smallest - 1
+    assert smallest
     for missing in (100, 2000):
         memory = smallest - missing
         planned = json.loads(done(*common, "--memory", memory).out)
