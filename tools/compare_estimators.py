@@ -49,7 +49,7 @@ from zo2core import (
 from zo2core.estimators import EstimatorName
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
-LR = RECIPE.optimization.lr
+LR = RECIPE.optimization.rate
 LOOKS = 4  # evaluations of a run, including the one before the first step
 
 
@@ -75,7 +75,7 @@ class EstimatorVariant:
     def estimator(self, steps: int) -> ZOEstimator:
         """Make the estimator, with the demo's schedule."""
         recipe = RECIPE.optimization
-        peak = recipe.lr * self.queries if self.lr is None else self.lr
+        peak = recipe.rate * self.queries if self.lr is None else self.lr
         lr = LearningRate(peak=peak, decay=recipe.decay, warmup_steps=0, steps=steps)
         if self.name_of_estimator is EstimatorName.FZOO:
             return FZOO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps)

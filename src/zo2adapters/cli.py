@@ -55,6 +55,12 @@ COMMANDS: dict[str, CommandEntry] = {
         "Demo",
         "Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned.",
     ),
+    "init": CommandEntry(
+        "zo2adapters.commands.init",
+        "Init",
+        "Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen.",
+        ("zo2adapters.trainers.initial_recipe",),
+    ),
     "train": CommandEntry(
         "zo2adapters.commands.train",
         "Train",

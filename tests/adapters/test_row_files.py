@@ -235,6 +235,12 @@ def test_labels_that_are_numbers_get_their_texts_in_order(tmp_path: Path) -> Non
     assert [(texts, answer) for _, texts, answer in spoken(read)] == [([" 9", " 10"], 1), ([" 9", " 10"], 0)]
 
 
+def test_completions_may_be_the_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": " good"}, {"prompt": "b", "completion": " bad"}]
+    read = choices(tmp_path, rows, label_column="completion")
+    assert spoken(read) == [("a", [" bad", " good"], 1), ("b", [" bad", " good"], 0)]
+
+
 def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     options = RowOptions(prompt_template="{text}", label_column="kind")

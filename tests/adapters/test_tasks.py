@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
-from zo2adapters.tasks.batches import training_batches
+from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.objectives import choice_batch
 from zo2adapters.tasks.preference_task import PreferenceTask
 from zo2adapters.tasks.registry import TASKS
 from zo2adapters.tasks.row_files import read_rows
+from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import Task
 from zo2core import Journal
 
@@ -364,8 +366,26 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
     assert len(journal.updates) == 4
 
 
+def test_the_models_own_loss_of_rows_with_candidates_is_that_of_the_right_one(here: Path) -> None:
+    """Each step's first loss is that of the whole model, perturbed, on the prompts with their right candidates alone."""
+    journal = train("choices", "loss", "--evaluation", "choices.jsonl")
+    assert journal.header is not None
+    assert journal.header["provenance"]["objective"] == "loss"
+    assert "accuracy" in journal.evaluations[0]
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    rows = [json.loads(line) for line in Path("choices.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    reference = MonolithicMeZO(model, lr=2e-2, zo_eps=5e-2)
+    for update, order in zip(journal.updates, training_batches(range(12), batch_size=4, seed=0), strict=False):
+        ids = [tokenizer(rows[i]["prompt"])["input_ids"] for i in order]
+        answers = [tokenizer(rows[i]["candidates"][rows[i]["answer"]])["input_ids"] for i in order]
+        tokenized = [
+            TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for prompt, answer in zip(ids, answers, strict=True)
+        ]
+        assert update.losses == reference.step(collate(tokenized, pad_token_id=0), *update.seeds).losses
+
+
 REFUSED = [
-    ("choices", "loss", "found loss for rows with prompt, candidates"),
     ("choices", "exact-match", "found exact-match for rows with prompt, candidates"),
     ("pairs", "accuracy", "found accuracy for rows with text, or prompt and completion"),
     ("pairs", "f2", "found 'f2'; expected one of auto, loss, choice-loss"),

@@ -27,7 +27,7 @@ def options(tmp_path: Path) -> TrainOptions:
 
 def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:
     with Trainer(options, quiet=True) as trainer:
-        assert re.search(r"Disk writes: each block every 2 steps, [0-9.]+ MB in 1,000 steps", trainer.storage())
+        assert re.search(r"Disk writes: negligible, [0-9.]+ MB in 1,000 steps", trainer.storage())
     beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
     for number, (storage, kept) in enumerate(
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples, read_trials
 from zo2core import JournalError, MissingPackageError, OptionError, Update
 from zo2core.errors import reason
 from zo2core.estimators.run_health import is_refused
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     steps: list[dict[str, Any]]  # rows of metrics.jsonl that describe steps, in order
     evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
     samples: list[dict[str, Any]]  # rows of samples.jsonl, in order
+    trials: list[dict[str, Any]]  # short runs with which the learning rate was chosen, the best one first. See read_trials
 
     @property
     def label(self) -> str:
@@ -56,8 +58,9 @@ class Run(NamedTuple):
 
     @property
     def forwards(self) -> list[int]:
-        """Forward passes, or equivalent work, taken by the end of each step."""
-        return _running([_GRADIENT_FORWARDS if isinstance(step, Commit) else len(step.evaluations) for step in self.taken])
+        """Forward passes, or equivalent work, taken by the end of each step, those of the trials included."""
+        of_steps = [_GRADIENT_FORWARDS if isinstance(step, Commit) else len(step.evaluations) for step in self.taken]
+        return _running(of_steps, sum(trial["forwards"] for trial in self.trials))
 
     @property
     def refused(self) -> list[int]:
@@ -66,10 +69,10 @@ class Run(NamedTuple):
 
     @property
     def minutes(self) -> list[float]:
-        """Minutes of steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
+        """Minutes of trials, steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
         evaluation_seconds = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
         seconds = [row.get("seconds", math.nan) + evaluation_seconds.get(row["step"], 0.0) for row in self.steps]
-        return [value / 60 for value in _running(seconds)]
+        return [value / 60 for value in _running(seconds, sum(trial["seconds"] for trial in self.trials))]
 
 
 def read_run(directory: Path) -> Run:
@@ -99,7 +102,13 @@ def read_run(directory: Path) -> Run:
     steps = [_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row]
     evaluations = [_numbers(row) for row in rows if "evaluation_loss" in row]
     return Run(
-        _printable(directory.name or str(directory)), options, journal.steps, steps, evaluations, read_samples(directory)
+        _printable(directory.name or str(directory)),
+        options,
+        journal.steps,
+        steps,
+        evaluations,
+        read_samples(directory),
+        read_trials(directory),
     )
 
 
@@ -139,6 +148,7 @@ def page(runs: Sequence[Run]) -> str:
         parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
     for run in runs:
         parts += [f"<h2>Samples of {html.escape(run.name)}</h2>", _samples(run)] if run.samples else []
+        parts += [f"<h2>Learning rate of {html.escape(run.name)}</h2>", _trials(run)] if run.trials else []
     parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
     parts += ["<h2>Lanes</h2>", _lanes(runs), "<h2>Options</h2>", _options(runs)]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -263,6 +273,36 @@ def _samples(run: Run) -> str:
     return _table(["prompt", "expected", *(f"after {step} steps" for step in steps)], rows)
 
 
+def _trials(run: Run) -> str:
+    """The short runs with which the learning rate was chosen: their losses, and what they cost."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for number, trial in enumerate(sorted(run.trials, key=lambda trial: trial["lr"])):
+            steps = range(1, len(trial["losses"]) + 1)
+            axes[0].plot(steps, trial["losses"], color=f"C{number}", label=f"{trial['lr']:g}")
+        axes[0].set_xlabel("steps")
+        axes[0].set_ylabel("training loss")
+        axes[0].legend(frameon=False, title="learning rate")
+        rated = sorted((trial["lr"], trial["loss"]) for trial in run.trials if trial["loss"] is not None)
+        axes[1].plot(*zip(*rated, strict=True), color="C7", marker="o", markersize=4)
+        axes[1].set_xscale("log")
+        axes[1].set_xlabel("learning rate")
+        axes[1].set_ylabel("mean loss of the last steps")
+
+    head = ["learning rate", "steps", "loss", "forwards", "minutes"]
+    rows = [
+        [
+            f"{trial['lr']:g}" + (" (chosen)" if number == 0 else ""),
+            str(trial["steps"]),
+            "diverged" if trial["loss"] is None else f"{trial['loss']:.4f}",
+            f"{trial['forwards']:,}",
+            _number(trial["seconds"] / 60),
+        ]
+        for number, trial in enumerate(run.trials)
+    ]
+    return _figure(2, draw) + _table(head, rows)
+
+
 def _costs(runs: Sequence[Run]) -> str:
     def draw(axes: Sequence[Axes]) -> None:
         for number, run in enumerate(runs):
@@ -372,11 +412,8 @@ def _medians(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
     )
 
 
-def _running(values: Sequence[Any]) -> list[Any]:
-    sums: list[Any] = []
-    for value in values:
-        sums.append((sums[-1] if sums else 0) + value)
-    return sums
+def _running(values: Sequence[Any], start: Any = 0) -> list[Any]:
+    return list(itertools.accumulate(values, initial=start))[1:]
 
 
 def _number(value: float) -> str:

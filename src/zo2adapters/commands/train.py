@@ -67,7 +67,7 @@ class Train(RunOptions):
     )
 
     model: str | None = None
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path | None = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of the hub. Each row has
     text, or prompt and completion (loss on the completion only), or messages. With --task it is the directory with the
@@ -244,6 +244,11 @@ class Train(RunOptions):
 
         options, resume = self.options(), self.resume is not None
         first = is_first(workers)
+        if options.first_order.method is not None:
+            keep_freed_memory(SMALL)
+        chooses = options.optimization.lr == "auto"
+        if chooses:
+            options, resume = self._with_chosen_rate(options, workers), True
         branching: AbstractContextManager[None] = nullcontext()
         is_new = first and not (workers and holds_run(options.output))
         if self.resume is not None and self.from_step is not None and is_new:
@@ -251,14 +256,14 @@ class Train(RunOptions):
         with branching:
             if workers is not None:
                 options, resume = _worker_run(options)
-            opened = Trainer(options, resume=resume, quiet=not first, execution=self.execution, workers=workers)
+            plans = workers is None and not chooses  # what the choice takes was said with what the run takes
+            given: Any = {"execution": self.execution, "workers": workers, "plans": plans}
+            opened = Trainer(options, resume=resume, quiet=not first, **given)
         with opened as trainer:
-            for line in (*trainer.notices(), trainer.storage()) if first else ():
+            for line in trainer.first_lines() if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
-            elif options.first_order.method is not None:
-                keep_freed_memory(SMALL)
             try:
                 if not first:
                     trainer.train()
@@ -271,6 +276,23 @@ class Train(RunOptions):
                 if notice is not None:
                     print(notice, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+    def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
+        """The options with a learning rate that short runs have chosen."""
+        from zo2adapters.trainers.automatic_rate import with_chosen_rate
+
+        refused = "--from-step" if self.from_step is not None else "torchrun" if workers is not None else None
+        if refused is not None:
+            remedy = "pass the rate that zo2 tune finds"
+            raise OptionError("lr", found=f"auto with {refused}", expected="a number", remedy=remedy)
+        try:
+            return with_chosen_rate(
+                options, resume=self.resume is not None, announce=lambda line: print(line, file=sys.stderr), quiet=False
+            )
+        except KeyboardInterrupt:
+            if holds_run(options.output):
+                print(f"\nstopped; to continue: zo2 train --resume {options.output}", file=sys.stderr)
+            raise
 
 
 def train(

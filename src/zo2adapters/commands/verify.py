@@ -23,7 +23,7 @@ class Verify:
     """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
 
     model: str
-    """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     method: MethodName | None = None
     """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
@@ -53,7 +53,7 @@ class Verify:
         self.adapter_options.require_valid()
         if self.method is not None:
             require_method(self.method, self.adapter_options)
-        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
+        MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)

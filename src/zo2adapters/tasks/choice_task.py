@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices
 from zo2adapters.tasks.objectives import (
     CandidateScores,
@@ -17,6 +20,7 @@ from zo2adapters.tasks.objectives import (
     ChoiceObjective,
     choice_batch,
 )
+from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner
@@ -64,6 +68,23 @@ class ChoiceLossTask(ChoiceTask):
     """A task for rows with candidates: cross entropy over the candidates' scores."""
 
     objective = ChoiceLoss
+
+
+class AnswerTask(ChoiceLossTask):
+    """A task for rows with candidates: the model's own loss on the right candidate alone, one sequence a row."""
+
+    provenance = MappingProxyType({"objective": "loss"})  # which does not say it for other rows
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """Make a batch of the prompts with their right candidates."""
+        sequences = [
+            TokenizedRow(array("i", [*row.prompt, *row.candidates[row.answer]]), len(row.prompt), 0) for row in rows
+        ]
+        return collate(sequences, pad_token_id=self._options.pad)
+
+    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
+        """Take a step on the model's own loss."""
+        return engine.step(batch)
 
 
 class AccuracyTask(ChoiceTask):

@@ -52,6 +52,7 @@ TASKS = (
     TaskEntry(MODEL_LOSS, RowFormat.TEXT, "language_modelling_task:LanguageModelling", options=("pack", "per_row")),
     TaskEntry(MODEL_LOSS, RowFormat.LABELS, "label_task:LabelTask"),
     TaskEntry("choice-loss", RowFormat.CANDIDATES, "choice_task:ChoiceLossTask", other_rows=_PREFERENCES),
+    TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "choice_task:AnswerTask", options=("per_row",)),
     TaskEntry("accuracy", RowFormat.CANDIDATES, "choice_task:AccuracyTask", other_rows=_PREFERENCES, has_gradient=False),
     TaskEntry("f1", RowFormat.CANDIDATES, "choice_task:F1Task", other_rows=_PREFERENCES, has_gradient=False),
     TaskEntry("dpo", RowFormat.PREFERENCES, "preference_task:PreferenceTask", options=("beta",)),
@@ -68,6 +69,19 @@ def names_model_loss(objective: str) -> bool:
 def function_file(objective: str) -> Path | None:
     """The file of an objective that is the user's own function; None for other objectives."""
     return Path(objective.rpartition(":")[0]) if ".py:" in objective else None
+
+
+def is_differentiable(objective: str, rows: RowFormat) -> bool:
+    """Whether an objective for rows of a format has a gradient.
+
+    Args:
+        objective: Name of a task, or ``auto``.
+        rows: Format of the rows.
+
+    Raises:
+        OptionError: if there is no such task.
+    """
+    return _find(objective, rows).has_gradient
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
@@ -129,7 +143,7 @@ def make_evaluation(
     if evaluation.format is rows.format:
         return lambda engine: task.evaluate(engine, evaluation)
     if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.CANDIDATES:
-        entry = next(entry for entry in TASKS if entry.rows is RowFormat.CANDIDATES)
+        entry = _find(AUTO, RowFormat.CANDIDATES)
         scored = entry.load()(model, cast("Rows", evaluation), replace(options, objective=entry.name))
         return lambda engine: scored.evaluate(engine, evaluation)
     if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.ANSWERS:

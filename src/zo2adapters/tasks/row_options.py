@@ -82,6 +82,11 @@ class RowOptions:
             raise _template_error(template, repr(template[:60]))
 
     @property
+    def names_columns(self) -> bool:
+        """Whether a column or a template is named."""
+        return bool(self._columns) or self.prompt_template is not None
+
+    @property
     def _columns(self) -> dict[str, str]:
         """Named columns by the key that a row needs."""
         given = ((key, getattr(self, f"{key}_column")) for key in _NAMED)
@@ -108,7 +113,8 @@ class RowOptions:
             converted |= {key: row[key] for key in ("text", "prompt", "messages") if key in row}
         kept = ("label", "text_pair") if takes_labels else _KEPT if "prompt" in converted else ()
         for key in kept:
-            if key in row and key not in converted and not (key == "label" and "completion" in converted):
+            is_other = key in columns.values()  # a column that is named for another key, such as labels called completion
+            if key in row and key not in converted and not is_other and not (key == "label" and "completion" in converted):
                 converted[key] = row[key]
         if takes_labels:
             return converted

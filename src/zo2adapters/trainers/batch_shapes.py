@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.trainers.batching import Batching
+
+Sequences: TypeAlias = Sequence[tuple[int, int]]  # of a row: tokens of each, and for how many the loss needs logits
 
 _SAMPLED = 200  # batches to average over; more hardly change the mean
 
@@ -43,7 +45,15 @@ class RowShapes(NamedTuple):
         return cls(shape, shape, None, 0, batching.micro_batch_size)
 
     @classmethod
-    def of_rows(cls, batching: Batching, data: Rows, evaluation: EvaluationRows | None, *, seed: int) -> RowShapes:
+    def of_rows(
+        cls,
+        batching: Batching,
+        data: Rows,
+        evaluation: EvaluationRows | None,
+        *,
+        seed: int,
+        trained: Callable[[Any], Sequences] = lambda row: row.sequences,
+    ) -> RowShapes:
         """Shapes for rows as a run batches them.
 
         Args:
@@ -51,22 +61,23 @@ class RowShapes(NamedTuple):
             data: The rows to train on.
             evaluation: The rows to evaluate on; None: there are none.
             seed: Seed of the order of rows.
+            trained: The sequences of a row to train on.
         """
         files = [data, *([] if evaluation is None else [evaluation])]
         longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
         steps = islice(training_batches(data, batch_size=batching.batch_size, seed=seed), _SAMPLED)
-        step = _mean(_shape(batch, pack=batching.pack) for batch in steps)
+        step = _mean(_shape([trained(row) for row in batch], pack=batching.pack) for batch in steps)
         largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
         if evaluation is None:
             return cls(largest, step, None, 0, batching.micro_batch_size)
         starts = range(0, len(evaluation), batching.batch_size)
         batches = ([evaluation[i] for i in range(at, min(at + batching.batch_size, len(evaluation)))] for at in starts)
-        mean = _mean(_shape(rows, pack=batching.pack) for rows in batches)
+        mean = _mean(_shape([row.sequences for row in rows], pack=batching.pack) for rows in batches)
         return cls(largest, step, mean, len(starts), batching.micro_batch_size)
 
 
-def _shape(rows: Sequence[Any], *, pack: bool) -> BatchShape:
-    sequences = [sequence for row in rows for sequence in row.sequences]
+def _shape(rows: Sequence[Sequences], *, pack: bool) -> BatchShape:
+    sequences = [sequence for row in rows for sequence in row]
     lengths, predictions = [length for length, _ in sequences], sum(predicted for _, predicted in sequences)
     if pack:
         return BatchShape(1, sum(lengths), predictions)

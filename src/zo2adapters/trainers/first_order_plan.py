@@ -12,25 +12,30 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.first_order_run import FORWARDS, reserved_bytes
-from zo2adapters.trainers.full_run import FORWARDS as FULL_FORWARDS
+from zo2adapters.trainers.first_order_run import reserved_bytes
 from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
     decoding_seconds,
+    embedded_probe,
     evaluation_pass_seconds,
+    fastest,
     measured_forward_seconds,
 )
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
-from zo2core import BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2adapters.trainers.streamed_turns_run import written_bytes
+from zo2core import BAdam, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import update_bytes
+from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import scratch_bytes
+from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.gradient_visitor import tensor_ids
 from zo2core.types import widened
 
 _PROBED_ROWS = 1024  # and columns of a matrix
@@ -48,6 +53,7 @@ def plan_first_order_run(
     evaluations: int = 0,
     update: BlockUpdate | None = None,
     scratch: Path = Path(),
+    streams: bool = False,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -59,6 +65,7 @@ def plan_first_order_run(
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
         scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
+        streams: Whether blocks stream from disk, with badam.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -78,15 +85,17 @@ def plan_first_order_run(
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
         trained_copies=TRAINED_COPIES if update is None else 0,
-        update_bytes=0 if update is None else update_bytes(update, model.layouts),
-        stays_in_memory=update is not None,
+        gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
+        optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
+        stays_in_memory=update is not None and not streams,
+        streams=streams,
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
     layouts, host_plan = spec.layouts, spec.host_plan
     forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
-    graph = measured_graph_bytes(model, longest)
+    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
     inputs = min(host_plan.spare, activations - spec.activation_bytes)
     spilled = activations - spec.activation_bytes - inputs
     kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
@@ -95,34 +104,84 @@ def plan_first_order_run(
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
-    read = 2 * streamed_bytes(layouts, host_plan.buckets)
+    moving = host_plan.buckets if host_plan.buckets is None or not streams else host_plan.buckets - 1  # one stays
+    read = 2 * streamed_bytes(layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
     decoding = decoding_seconds(layouts)
     evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
-    forwards, arithmetic, snapshot, written = float(FORWARDS), 2 * decoding, 0, 0.0
+    arithmetic, snapshot, written = 2 * decoding, 0, 0.0
     if update is not None:
-        forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
+        arithmetic = measured_update_seconds(model, update)
+    if streams:
+        assert isinstance(update, BAdam), "other methods were refused"
+        written = written_bytes(layouts, update)
+    elif update is not None:
         snapshot = snapshot_bytes(model, update)
-        bound = max((forwards - kept / blocks) * forward + arithmetic, read_seconds)
+        bound = max((times + 1 - kept / blocks) * forward + arithmetic, read_seconds)
         written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
-        scratch_bytes=0,
+        scratch_bytes=scratch_bytes(layouts) if streams else 0,
         spilled_bytes=spilled,
         read_bytes=read + spilled,
         written_bytes=round(written) + spilled,
         terabytes_per_1000_steps=(written + spilled) / 1e9,
         snapshot_bytes=snapshot,
-        forward_seconds=(forwards - kept / blocks) * forward,
+        forward_seconds=(times + 1 - kept / blocks) * forward,
         update_seconds=arithmetic,
         disk_seconds=read_seconds + spill_seconds,
         steps=steps,
         evaluations=evaluations,
         evaluation_seconds=evaluation,
     )
+
+
+def hands_over_tensors(model: HFBlockModel) -> bool:
+    """Whether a block hands tensors to later blocks beside its output, so that its gradient would be lost.
+
+    Every block runs once on a row of two tokens.
+
+    Args:
+        model: The model; an engine binds its modules anew.
+    """
+    ids = torch.ones(1, 2, dtype=torch.long)
+    bind_probe(model)
+    with torch.no_grad():
+        activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+        for index in range(1, len(model.layouts) - 1):
+            bind_probe(model, index)
+            given, nesting = flattened(activations)
+            before = [tensor_ids(value) for value in given]
+            activations = model.block(index - 1, activations)
+            if flattened(activations)[1] != nesting or before != [tensor_ids(value) for value in given]:
+                return True
+    return False
+
+
+def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
+    """Measure a block's forward with its backward, as a multiple of its forward alone.
+
+    Args:
+        model: The model; an engine binds its modules anew.
+        shape: Shape of the batch.
+        running: Rows that run at a time; None: all.
+    """
+    trained = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    with torch.no_grad():
+        activations, _ = embedded_probe(model, shape, running)
+        forward = fastest(lambda: model.block(0, activations))
+    hidden = activations.hidden.detach().requires_grad_()
+    wanted = [hidden, *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained)]
+
+    def both() -> None:
+        with torch.enable_grad():
+            output = model.block(0, activations._replace(hidden=hidden)).hidden
+            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+
+    return fastest(both) / forward
 
 
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:

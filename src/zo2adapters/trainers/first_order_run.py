@@ -57,7 +57,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         optimization = options.optimization
         steps = options.steps if options.schedule_steps is None else options.schedule_steps
         self._lr = LearningRate(
-            peak=optimization.lr, decay=optimization.decay, warmup_steps=optimization.warmup_steps, steps=steps
+            peak=optimization.rate, decay=optimization.decay, warmup_steps=optimization.warmup_steps, steps=steps
         )
         self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
 
@@ -65,9 +65,9 @@ class GradientRun(RunMethod[GradientEngineT]):
         """Forwards, as none is saved by a graph that is kept. See the contract."""
         return self.forwards * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
 
-    def losses(self, engine: GradientEngineT) -> list[float]:
-        """Those of the journal's commits. See the contract."""
-        return [commit.loss for commit in engine.journal.commits]
+    def losses(self, journal: Journal) -> list[float]:
+        """The losses of the journal's commits. See the contract."""
+        return [commit.loss for commit in journal.commits]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the input of each block, and for one segment's graph. See the contract."""
@@ -83,10 +83,13 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     def storage(self, engine: GradientEngineT, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are, and how often a snapshot is taken. See the contract."""
+        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model))
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """How often a snapshot is taken: no block is written. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        written = f"a snapshot of {self.snapshot_of} {often}"
-        return storage(host, engine.device_plan, self.options.storage.device, written)
+        return f"a snapshot of {self.snapshot_of} {often}"
 
     def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
@@ -143,6 +146,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     """First-order steps of an adapter. See ``RunMethod``."""
 
     learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+    few_learning_rates = (3e-4, 1e-3, 3e-3)
     forwards = FORWARDS
     snapshot_of = "adapter and optimizer"
     exported = "adapter"
@@ -154,7 +158,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             raise self._refusal("replay", execution.replay, "none: nothing is replayed")
         optimization, limit, method = options.optimization, options.first_order.max_grad_norm, options.first_order.method
         assert method == "adamw" or method == "sgd", "others were refused with an adapter"
-        rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        rates = {"lr": optimization.rate, "weight_decay": optimization.weight_decay}
         rates |= options.first_order.optimizer_options
         engine = DurableBackpropEngine(
             opening.model,
@@ -178,6 +182,10 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             engine.close()
             raise
         return engine
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """Little: an adapter is small. See the contract."""
+        return f"negligible, {super().writes(every, model)}"
 
     def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """What the step's snapshot has. See the contract."""

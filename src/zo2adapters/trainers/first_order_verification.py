@@ -61,7 +61,7 @@ def verify_first_order(
     if adapter is None:
         return _verify_all(directory, model, opening.head, method, size, batches)
     assert method == "adamw" or method == "sgd", "others were refused with an adapter"
-    optimizer = partial(METHODS[method], lr=size.lr, weight_decay=size.weight_decay)
+    optimizer = partial(METHODS[method], lr=size.rate, weight_decay=size.weight_decay)
     with BackpropEngine(model, optimizer) as engine:
         whole = whole_model(model, directory, opening.head, adapter)
         trained = copy_trained(model, whole, engine.parameters)
@@ -87,7 +87,7 @@ def _verify_all(
     names = {
         index: [spec.name for spec in layout.parameters] for index, layout in enumerate(model.layouts) if layout.parameters
     }
-    with FullBackpropEngine(model, ours, lr=size.lr) as engine:
+    with FullBackpropEngine(model, ours, lr=size.rate) as engine:
         for step in range(batches.steps):
             segments = theirs.segments(step, sorted(names))
             trained = {name: everything[name] for name in everything if any(name in names[index] for index in segments)}
@@ -105,7 +105,7 @@ def _verify_all(
                     for name in names[index]
                     if (grad := trained[name].grad) is not None
                 }
-                theirs.apply(index, weights, gradients, step=step, lr=size.lr)
+                theirs.apply(index, weights, gradients, step=step, lr=size.rate)
             whole.zero_grad()
         return _compared(batches.steps, engine.parameters_now(), everything)
 

@@ -56,6 +56,11 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     return MetricsRows(aligned, _steps_seen(steps, known, kept))
 
 
+def trial_rows(trials: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows of short runs with which the learning rate was chosen. See ``read_trials``."""
+    return [{f"trial_{name}": value for name, value in trial.items()} for trial in trials]
+
+
 def row_of(update: Update | Commit) -> dict[str, Any]:
     """The row of a step as far as the journal has it, without speed and memory."""
     if isinstance(update, Commit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
@@ -50,14 +50,25 @@ class Noise(Enum):
 class StepSize:
     """How far a step moves the weights."""
 
-    lr: float = 1e-6
+    lr: float | Literal["auto"] = 1e-6
     """Peak learning rate. MeZO uses 1e-7 to 1e-6 for full fine-tuning of OPT; small models need more. Required with
-    --method, where values such as 2e-4 are usual."""
+    --method, where values such as 2e-4 are usual. auto tries several in short runs before the first step."""
     zo_eps: float = 1e-3
     """Perturbation scale. The loss is evaluated at the weights plus and minus zo_eps times a random direction."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update, which leaves out biases and layer norms. With --method: weight decay of the optimizer,
     for all trained parameters."""
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate, as a number.
+
+        Raises:
+            OptionError: if it is still to be chosen.
+        """
+        if isinstance(self.lr, str):
+            raise OptionError("lr", found="auto", expected="a number", remedy="pass one; zo2 train and init take auto")
+        return self.lr
 
     def require_sane(self) -> None:
         """Refuse numbers with which a single step destroys the model.
@@ -66,9 +77,9 @@ class StepSize:
             OptionError: naming the option, and why.
         """
         for option, value, most, why in (
-            ("lr", self.lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+            ("lr", self.rate, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
             ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and most are smaller"),
-            ("weight_decay", self.weight_decay, 1 / self.lr, "a step subtracts lr times weight_decay times the weight"),
+            ("weight_decay", self.weight_decay, 1 / self.rate, "a step subtracts lr times weight_decay times the weight"),
         ):
             if value > most:
                 expected = f"at most {most:g}: {why}"
@@ -225,9 +236,9 @@ class Optimization(StepSize, Directions):
         options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo}
         options = {name: value for name, value in options.items() if _has_field(kind, name)}
         # An invalid peak is refused here, before the schedule is made from it.
-        estimator = kind(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
+        estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         self.require_sane()
-        lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
+        lr = LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
         scheduled: ZOEstimator = replace(estimator, lr=lr)
         return scheduled
 

@@ -155,10 +155,11 @@ class RunOptions:
     """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
     these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a sweep."""
     objective: str = AUTO
-    """Objective to minimize. loss is the model's own loss. For rows with candidates: choice-loss is MeZO's loss over the
-    candidates, accuracy and f1 have no gradient. For rows with chosen and rejected completions: dpo, with the base model as
-    reference. exact-match is the share of completions that the model does not generate. FILE.py:function is a function of
-    the model and a batch. auto is choice-loss for rows with candidates, dpo for preferences, and loss otherwise."""
+    """Objective to minimize. loss is the model's own loss, for rows with candidates that of the right one. For these, too:
+    choice-loss is MeZO's loss over the candidates, accuracy and f1 have no gradient. For rows with chosen and rejected
+    completions: dpo, with the base model as reference. exact-match is the share of completions that the model does not
+    generate. FILE.py:function is a function of the model and a batch. auto is choice-loss for rows with candidates, dpo for
+    preferences, and loss otherwise."""
     beta: float | None = None
     """Strength of the penalty for moving away from the base, in dpo; by default 0.1."""
     keep_best: bool = False
@@ -248,7 +249,7 @@ class TrainOptions(RunOptions):
     """All options of a fine-tuning run."""
 
     model: str
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path
     """File of rows, each of which has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
@@ -323,7 +324,7 @@ class TrainOptions(RunOptions):
         values = dataclasses.asdict(self)
         del values["output"]
         values |= values.pop("model_options")  # on the top level, as in the first version
-        if Path(self.model).is_dir():
+        if Path(self.model).exists():
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation"):
             values[key] = None if values[key] is None else saved_path(Path(values[key]))

@@ -3,6 +3,7 @@
 options.json    options of the run, and checksums of its data files and of their tokens
 recipe.yaml     the same options, for zo2 train to repeat the run
 journal.jsonl   every step taken: the run itself
+tune.json       the learning rates that a run with --lr auto tried, and its choice; tune-* has the trials until then
 metrics.jsonl   a row per step and per evaluation, for plots
 samples.jsonl   the model's answers to a few prompts before and after training
 scratch.*       blocks written back
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -26,7 +29,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from zo2adapters.tasks.row_source import data_sha256, saved_path
-from zo2adapters.trainers.metrics import Row, align_rows
+from zo2adapters.trainers.metrics import Row, align_rows, trial_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
@@ -38,11 +41,13 @@ from zo2core.io.durable import replace_file as replace_bytes
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
+CHOICE = "tune.json"  # learning rates that the run tried, and which it chose
 SAMPLES = "samples.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
-_REPLACED = ("options", "recipe", "metrics", "samples")  # files that are written beside themselves and renamed
+TRIALS = "tune-"  # beginning of the name of the trials' directory, which goes on with a digest of their options
+_REPLACED = ("options", "recipe", "metrics", "samples", "tune")  # files that are written beside themselves and renamed
 
 
 class RunDirectory:
@@ -91,6 +96,8 @@ class RunDirectory:
                 _require_same_data(options, checksums, record["options"], saved_checksums)
                 _require_same_tokens(options.model, dict(tokens), saved_tokens)
                 self._record = record
+                if options.optimization.lr != "auto":
+                    remove_trials(self.path)  # of a process that was killed between its choice and their removal
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 self._write_record()
@@ -203,10 +210,11 @@ class RunDirectory:
             raw = None
         aligned = align_rows(raw or b"", journal)
         journal.require_version(aligned.steps_seen, METRICS)
-        text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
+        rows = [*trial_rows(read_trials(self.path)), *aligned.rows]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         if text.encode() != raw or path.is_symlink():  # a link is replaced, and its target is not written
             replace_file(path, text)
-        return aligned.rows
+        return rows
 
     def remove(self) -> None:
         """Remove a run that has taken no step: the files and directories that it created, and no others."""
@@ -266,6 +274,31 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
     return samples
 
 
+def read_trials(directory: Path) -> list[dict[str, Any]]:
+    """Read the trials with which a run chose its learning rate, the best one first.
+
+    Returns:
+        Values of each trial: ``lr``, ``steps``, ``forwards``, ``seconds``, ``loss`` (None if it diverged) and ``losses``;
+        nothing if there were none, or the file is damaged.
+    """
+    try:
+        trials = json.loads(read_regular(directory / CHOICE))["trials"]
+        for trial in trials:
+            numbers = [trial[key] for key in ("lr", "steps", "forwards", "seconds")]
+            numbers += [*trial["losses"], *([] if trial["loss"] is None else [trial["loss"]])]
+            if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+                return []
+        return list(trials)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+def remove_trials(run: Path) -> None:
+    """Remove the trials with which a run has chosen its learning rate."""
+    for directory in run.glob(f"{TRIALS}*/"):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
 
@@ -298,7 +331,17 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, RECIPE, JOURNAL, METRICS, SAMPLES, LOCK, *stores, *(f"{name}.partial" for name in _REPLACED)):
+    for name in (
+        OPTIONS,
+        RECIPE,
+        JOURNAL,
+        METRICS,
+        SAMPLES,
+        CHOICE,
+        LOCK,
+        *stores,
+        *(f"{name}.partial" for name in _REPLACED),
+    ):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's

@@ -90,7 +90,7 @@ def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
         return None
     return (
         f"after {len(updates)} steps: at this rate, all {options.steps} steps lower the loss of {loss:.3g} by at most "
-        f"{fall:.1g}; lr {options.optimization.lr:g} is far too small, and zo2 tune finds a better one"
+        f"{fall:.1g}; lr {options.optimization.rate:g} is far too small, and zo2 tune finds a better one"
     )
 
 
@@ -107,7 +107,7 @@ def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) 
         error.where,
         found=error.found,
         expected=error.expected,
-        remedy=f"find a learning rate below {options.optimization.lr:g} that does not diverge, with this run's batch size "
+        remedy=f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch size "
         f"and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue from "
         f"step {best}, the best so far: zo2 train --resume {options.output} --from-step {best} --output NEW --lr RATE",
         best_step=best,

@@ -41,6 +41,7 @@ class RunMethod(ABC, Generic[EngineT]):
 
     has_gradient: bool  # whether steps differentiate the objective
     learning_rates: Sequence[float]  # candidates of ``zo2 tune`` if the user gives none
+    few_learning_rates: Sequence[float]  # candidates of a run that is too short to try all of these
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -55,8 +56,8 @@ class RunMethod(ABC, Generic[EngineT]):
         """Expected seconds of a step on the CPU with all blocks in memory. The probes take a few seconds."""
 
     @abstractmethod
-    def losses(self, engine: EngineT) -> list[float]:
-        """The loss of each step so far, before its update."""
+    def losses(self, journal: Journal) -> list[float]:
+        """The loss of each step of a journal, before its update."""
 
     @abstractmethod
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
@@ -87,6 +88,10 @@ class RunMethod(ABC, Generic[EngineT]):
         """A line that says where the weights are kept and what the run writes."""
 
     @abstractmethod
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """What the run writes, in words, if each block is written back every so many steps; None: never."""
+
+    @abstractmethod
     def after_step(self, engine: EngineT, report: StepReport) -> list[str]:
         """Do what is due after a step, and return messages, a line each."""
 
@@ -101,8 +106,8 @@ class RunMethod(ABC, Generic[EngineT]):
         """The error with which a run ends after a step raised ``error``. By default the same error."""
         return error
 
-    def verdict(self, engine: EngineT) -> str | None:
-        """A line that says if the steps have destroyed the model, else None. By default None."""
+    def verdict(self, journal: Journal) -> str | None:
+        """A line that says if a journal's steps have destroyed the model, else None. By default None."""
         return None
 
     def ways_on(self, engine: EngineT) -> str:

@@ -9,11 +9,13 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.write_interval import terabytes_written
 from zo2core.types import shown_bytes
+
+_NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
 
 
 def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: EvaluationRows | None) -> list[str]:
@@ -47,21 +49,26 @@ def length_notices(rows: EvaluationRows) -> list[str]:
     )
 
 
-def storage(host: HostPlan, device: DevicePlan | None, device_name: str, disk_writes: str) -> str:
+def storage(host: HostPlan, device: DevicePlan | None, limits: Resources, disk_writes: str) -> str:
     """A line that says where a run's weights are kept and what it writes.
 
     Args:
         host: Plan of the run's memory.
         device: Plan of the device's memory; None where that is host memory.
-        device_name: Name of the device in the options.
+        limits: The run's device, and what it may use of it and of this machine.
         disk_writes: What the run writes of its weights. See ``disk_writes``.
     """
     streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
-    memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} available{streaming}."
+    memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} {_kind(limits.memory)}{streaming}."
     if device is not None:
-        used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)} available"
-        memory += f" Memory of {device_name}: {used}; {device.kept} blocks stay on it."
+        used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)} {_kind(limits.device_memory)}"
+        memory += f" Memory of {limits.device}: {used}; {device.kept} blocks stay on it."
     return f"{memory} Disk writes: {disk_writes}."
+
+
+def _kind(limit: str) -> str:
+    """What a plan's budget is: memory that is free, or what the options allow."""
+    return "free" if limit == "auto" else "allowed"
 
 
 def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
@@ -73,8 +80,10 @@ def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[Bloc
         layouts: The model's segments.
     """
     if every is not None:
-        return f"each block every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
-    return "no blocks" if options.optimization.rank is None else _period_writes(options, layouts)
+        written = terabytes_written(layouts, every)
+        what = "negligible" if written < _NEGLIGIBLE else f"each block every {every} steps"
+        return f"{what}, {_terabytes(written)}"
+    return "negligible" if options.optimization.rank is None else _period_writes(options, layouts)
 
 
 def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
-from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
@@ -42,7 +42,7 @@ from zo2core.types import aligned, flat_views, shown_bytes
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
 _ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
-_PROBE_SECONDS = 1.0  # least seconds of all forward probes together
+_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 100  # seconds of all probes of a forward, unless so many take less
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
 # second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
@@ -356,13 +356,63 @@ def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
     return numbers / sum(spec.numel for spec in specs)
 
 
-def bind_probe(model: HFBlockModel) -> None:
-    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant."""
-    for index in (0, 1, len(model.layouts) - 1):
+def bind_probe(model: HFBlockModel, block: int = 1) -> None:
+    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant.
+
+    Args:
+        model: The model.
+        block: Index of the block's segment.
+    """
+    for index in (0, block, len(model.layouts) - 1):
         specs = [spec.in_forward() for spec in model.layouts[index].used]
         memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
         views = zip(specs, flat_views(specs, memory), strict=True)
-        model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
+        model.bind(
+            index, {spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape) for spec, view in views}
+        )
+
+
+def release_probe(model: HFBlockModel) -> None:
+    """Free the memory that probes have bound, before an engine allocates its own.
+
+    Args:
+        model: The model, whose modules get parameters without memory.
+    """
+    for index in (0, 1, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        model.bind(index, {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs})
+
+
+def embedded_probe(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
+    """Bind the modules as ``bind_probe`` does, and embed a batch of this shape, or a part of it, for a block to run on.
+
+    Args:
+        model: The model.
+        shape: Shape of the batch.
+        running: Rows that run at a time; None: all.
+
+    Returns:
+        What the first block is given, and the number of tokens in it.
+    """
+    numel = sum(spec.numel for spec in model.layouts[1].parameters)
+    bind_probe(model)
+    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
+    probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
+    probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
+    ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
+    return model.embed(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    ), probed_rows * probed_tokens
+
+
+def fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of several runs."""
+    seconds: list[float] = []
+    while len(seconds) < _ROUNDS or sum(seconds) < min(_PROBE_SECONDS, _MOST_ROUNDS * seconds[0]):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:
@@ -374,21 +424,12 @@ def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running:
         running: Rows that run at a time; None: all.
     """
     numel = sum(spec.numel for spec in model.layouts[1].parameters)
-    bind_probe(model)
-    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
-    probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
-    probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
-    ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
     with torch.inference_mode():
-        activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
-        seconds: list[float] = []
-        while len(seconds) < _ROUNDS or sum(seconds) < _PROBE_SECONDS:
-            began = time.perf_counter()
-            model.block(0, activations)
-            seconds.append(time.perf_counter() - began)
+        activations, probed = embedded_probe(model, shape, running)
+        seconds = fastest(lambda: model.block(0, activations))
     head = model.layouts[-1]
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
     blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
     positions = shape.rows * shape.tokens
     in_head = positions if model.loss_chunk is None else shape.predictions
-    return min(seconds) / (probed_rows * probed_tokens) * (blocks * positions + heads * in_head) / numel
+    return seconds / probed * (blocks * positions + heads * in_head) / numel

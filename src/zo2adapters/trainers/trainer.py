@@ -12,14 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.answers import Questions
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.task import TaskOptions
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import (
@@ -36,6 +34,7 @@ from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
+from zo2adapters.trainers.outlook import outlook_of
 from zo2adapters.trainers.progress_bar import export_bar, sweep_bars
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import (
@@ -49,11 +48,12 @@ from zo2adapters.trainers.run_directory import (
     replace_file,
     require_new,
 )
+from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_method import Opening, replayer
 from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.step_bar import StepBar
-from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps, settled_alike
+from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -81,6 +81,8 @@ class Trainer:
         label: Text before the progress bar, which then disappears when the run ends; None: no text, and the bar stays.
         execution: How to execute the run; by default as fast as possible, and without a trace.
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
+        evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
+        plans: Whether to plan the run, for its ``outlook``.
 
     Raises:
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
@@ -95,6 +97,8 @@ class Trainer:
         label: str | None = None,
         execution: Execution | None = None,
         workers: Workers | None = None,
+        evaluates: bool = True,
+        plans: bool = False,
     ) -> None:
         options.require_valid()
         method_of(options)  # checks the options that depend on neither model nor data
@@ -106,19 +110,14 @@ class Trainer:
         execution = Execution() if execution is None else execution
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
-        directory = resolve_directory(options.model)
-        model, options = settled_alike(options, workers, lambda options: options.opened(directory))
-        self._model, self.options = model, options
+        inputs = RunInputs.read(options, workers)
+        self._model, self.options = model, options = inputs.model, inputs.options
         self._method = method_of(options)
         require_same_steps(options.steps, workers)
-        tokenizer = load_tokenizer(directory)
-        length = options.batching.length_for(model)
-        self._pad = pad_token_id(tokenizer)
-        labelled_for = model.config if options.takes_labels else None
-        self._data, self._evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+        tokenizer, self._data, self._evaluation = inputs.tokenizer, inputs.data, inputs.evaluation
         task_options = TaskOptions(
             objective=options.objective,
-            pad=self._pad,
+            pad=inputs.pad,
             batch_size=options.batching.batch_size,
             micro_batch_size=options.batching.micro_batch_size,
             beta=options.beta,
@@ -127,37 +126,38 @@ class Trainer:
             differentiates=self._method.has_gradient,
         )
         self._task = make_task(model, self._data, task_options)
-        files = [self._data, *([] if self._evaluation is None else [self._evaluation])]
         self._evaluated = (
             None
-            if self._evaluation is None
+            if self._evaluation is None or not evaluates
             else make_evaluation(self._task, model, self._data, self._evaluation, task_options, tokenizer)
         )
-        longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
+        longest, sequences = max(rows.longest for rows in inputs.files), max(rows.most_sequences for rows in inputs.files)
         activations, least = self._method.reserved_bytes(model, longest, sequences)
         self._samples: Samples | None = None
         generated = [] if not isinstance(self._evaluation, Questions) else [(options.batching.batch_size, longest)]
         if options.samples:
             rows = self._data if self._evaluation is None else self._evaluation
-            self._samples = Samples(model, rows, options.samples, tokenizer, self._pad)
+            self._samples = Samples(model, rows, options.samples, tokenizer, inputs.pad)
             generated.append(self._samples.shape)
         if options.storage.activation_memory is None:
             cache = max((cache_bytes(model.config, *shape) for shape in generated), default=0)
             activations, least = activations + cache, least + cache
         self._activations = activations
-        self._run = RunDirectory(options, self._tokens(), resume=resume)
+        tokens = inputs.tokens()
+        self._run = RunDirectory(options, tokens, resume=resume)
         try:
             if resume:
                 self._run.require_same_base(options, model)
             self._task.prepare(partial(replayer, options, model, activations, workers), self._remaining_rows)
             decides = provenance(
                 options,
-                directory,
-                self._tokens(),
-                sequence_length=length,
+                inputs.directory,
+                tokens,
+                sequence_length=inputs.length,
                 devices=device_kinds(options.storage.device, workers),
                 task=self._task.provenance,
             )
+            self.outlook = outlook_of(inputs) if plans else None
             self.engine = self._method.engine(
                 Opening(
                     model=model,
@@ -195,18 +195,23 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step so far, before its update."""
-        losses: list[float] = self._method.losses(self.engine)
+        losses: list[float] = self._method.losses(self.engine.journal)
         return losses
 
     def divergence(self) -> str | None:
         """A line that says that the steps have destroyed the model; None if they have not."""
-        verdict: str | None = self._method.verdict(self.engine)
+        verdict: str | None = self._method.verdict(self.engine.journal)
         return verdict
 
     def storage(self) -> str:
-        """A line that says where the weights are kept and what is written."""
+        """A line that says how much memory is used and what is written."""
         line: str = self._method.storage(self.engine, self.host_plan, self._model)
         return line
+
+    def first_lines(self) -> list[str]:
+        """Lines to print before the run: method, time, memory and disk in the first one."""
+        lines = [self.storage()] if self.outlook is None else self.outlook.lines(self.storage())
+        return [*lines, *self.notices()]
 
     def ways_on(self) -> str:
         """Lines that say how to continue the interrupted run."""
@@ -280,7 +285,8 @@ class Trainer:
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
-        lost = [step for step in due_steps(options, engine.journal) if step < engine.version and step not in evaluated]
+        due = [] if self._evaluated is None else due_steps(options, engine.journal)
+        lost = [step for step in due if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
@@ -406,19 +412,10 @@ class Trainer:
             self.engine.close()
             raise
 
-    def _tokens(self) -> dict[str, object]:
-        """Padding token, and number and digest of the tokens of each data file."""
-        tokens: dict[str, object] = {"padding": self._pad}
-        for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
-            if dataset is not None:
-                tokens[f"{name} tokens"] = dataset.tokens
-                tokens[f"{name} sha256"] = dataset.digest()
-        return tokens
-
     def _evaluations_left(self, version: int) -> int:
         """Evaluations that are still due after this number of steps."""
         options = self.options
-        return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
+        return 0 if self._evaluated is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
     def _evaluate(
         self, evaluated: Callable[[Runner], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar

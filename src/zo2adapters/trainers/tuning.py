@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +22,13 @@ from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, replace_file, require_new
 from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
-from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
+from zo2core import DivergenceError, Journal, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
 from zo2core.errors import reason
+from zo2core.estimators.run_health import is_refused
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
@@ -89,6 +90,7 @@ def tune(
     forwards: int,
     learning_rates: Sequence[float] = (),
     zo_eps: Sequence[float] = (),
+    continues: bool = True,
     before: Callable[[Schedule], object] = lambda schedule: None,
     after_round: Callable[[Sequence[Trial]], object] = lambda trials: None,
     quiet: bool = True,
@@ -102,6 +104,7 @@ def tune(
         forwards: Forward passes of a batch that all trials together may use.
         learning_rates: Learning rates to try; none: those that are usual for the method.
         zo_eps: Perturbation scales to try with each learning rate; none: the scale of the options.
+        continues: Whether the best trial takes steps alone in a last round, because it is to be continued.
         before: Called with the schedule before the first trial starts.
         after_round: Called with all trials after each round.
         quiet: Whether to hide the progress bars of the trials.
@@ -119,7 +122,7 @@ def tune(
     _require_comparable(options)
     method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))  # each trial has its own
     trials = _all_trials(options, method, learning_rates, zo_eps)
-    rounds = planned_rounds(len(trials), forwards, method.forwards)
+    rounds = planned_rounds(len(trials), forwards, method.forwards, continues=continues)
     schedule = Schedule(len(trials), tuple(rounds), method.forwards)
     settings = _open_directory(options, forwards, trials, workers)
     with _removed_if_unstarted(options.output):
@@ -155,30 +158,41 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     )
 
 
-def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
+def planned_rounds(trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> list[int]:
     """Total steps of each remaining trial at the end of each round. All rounds cost about the same.
 
     Args:
         trials: Trials of the first round; half of them, rounded up, continue in the next.
         forwards: Forward passes of all rounds.
         evaluations: Forward passes per step.
+        continues: Whether the best trial takes steps alone in a last round.
 
     Raises:
         OptionError: if the budget allows too few steps per trial.
     """
-    left = [trials]
-    while left[-1] > 1:
-        left.append(-(-left[-1] // 2))
+    left = _trials_left(trials, continues=continues)
     added = [forwards // (len(left) * evaluations * count) for count in left]
     if added[0] < _FEWEST_STEPS:
-        least = _FEWEST_STEPS * len(left) * evaluations * trials
         raise OptionError(
             "forwards",
             found=str(forwards),
-            expected=f"at least {least} for {trials} trials",
+            expected=f"at least {least_forwards(trials, evaluations, continues=continues)} for {trials} trials",
             remedy="pass a larger value, or fewer learning rates",
         )
     return [sum(added[: i + 1]) for i in range(len(added))]
+
+
+def least_forwards(trials: int, evaluations: int, *, continues: bool = True) -> int:
+    """Smallest budget of forward passes for so many trials. See ``planned_rounds``."""
+    return _FEWEST_STEPS * len(_trials_left(trials, continues=continues)) * evaluations * trials
+
+
+def _trials_left(trials: int, *, continues: bool) -> list[int]:
+    """Number of trials in each round."""
+    left = [trials]
+    while left[-1] > 1:
+        left.append(-(-left[-1] // 2))
+    return left if continues else left[:-1]
 
 
 def _require_comparable(options: TrainOptions) -> None:
@@ -308,18 +322,28 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
     """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
     resume = (trial.directory / OPTIONS).exists()
     if resume:
+        with closing(Journal(trial.directory / JOURNAL)) as journal:
+            if journal.version >= steps:  # the trials were interrupted in a later round
+                method = method_of(RunDirectory.options(trial.directory).with_steps(steps))
+                return _judged(trial, method, journal.until(steps))
         trial_options = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
         trial_options = replace(options, output=trial.directory, optimization=optimization, steps=steps)
-    with Trainer(trial_options, resume=resume, quiet=label is None, label=label) as trainer:
+    with Trainer(trial_options, resume=resume, quiet=label is None, label=label, evaluates=False) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
             return replace(trial, steps=trainer.engine.version, loss=math.inf)
-        if trainer.divergence() is not None:
-            return replace(trial, steps=trainer.engine.version, loss=math.inf)
-        return trial.judged(trainer.losses)
+        return _judged(trial, method_of(trainer.options), trainer.engine.journal)
+
+
+def _judged(trial: Trial, method: RunMethod[Any], journal: Journal) -> Trial:
+    """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
+    refused = sum(map(is_refused, journal.updates))
+    if method.verdict(journal) is not None or 2 * refused > journal.version:
+        return replace(trial, steps=journal.version, loss=math.inf)
+    return trial.judged(method.losses(journal))
 
 
 def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:

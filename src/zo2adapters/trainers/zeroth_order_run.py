@@ -21,6 +21,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     has_gradient = False
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+    few_learning_rates = (1e-6, 1e-5, 1e-4, 1e-3)
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -36,9 +37,9 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         """Forwards, and updates. See the contract."""
         return step_seconds(model, shape, self.options.optimization, self.options.batching.micro_batch_size)
 
-    def losses(self, engine: ZOEngine) -> list[float]:
+    def losses(self, journal: Journal) -> list[float]:
         """Those of each step's first evaluation. See the contract."""
-        return [update.losses[0] for update in engine.journal.updates]
+        return [update.losses[0] for update in journal.updates]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the activations of all forwards of a step. See the contract."""
@@ -84,8 +85,11 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def storage(self, engine: ZOEngine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are kept, and how often they are written. See the contract."""
-        writes = disk_writes(self.options, engine.write_back_every, model.layouts)
-        return storage(host, engine.device_plan, self.options.storage.device, writes)
+        return storage(host, engine.device_plan, self.options.storage, self.writes(engine.write_back_every, model))
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """Blocks, or factors of finished periods. See the contract."""
+        return disk_writes(self.options, every, model.layouts)
 
     def after_step(self, engine: ZOEngine, report: StepReport) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
@@ -102,6 +106,6 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
             return diverged(error, engine.journal.updates, self.options)
         return error
 
-    def verdict(self, engine: ZOEngine) -> str | None:
+    def verdict(self, journal: Journal) -> str | None:
         """A warning if the weights have moved too far. See the contract."""
-        return destroyed(engine.journal.updates)
+        return destroyed(journal.updates)

@@ -278,7 +278,7 @@ class GradientVisitor:
     def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run a block's forward for one micro-batch, and keep its activations if there is room for them."""
         segment_input = stream.next_input
-        before = [_tensor_ids(value) for value in segment_input.values]
+        before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
         blocks = self._head - index
         keep = index >= self._first and self._room.has_room(number, blocks)
@@ -368,7 +368,7 @@ class GradientVisitor:
         self, index: int, segment_input: _SegmentInput, nesting: TreeSpec, before: Sequence[object]
     ) -> None:
         """Refuse a block that passes tensors to later blocks other than by its output: their gradients would be lost."""
-        if nesting != segment_input.nesting or before != [_tensor_ids(value) for value in segment_input.values]:
+        if nesting != segment_input.nesting or before != [tensor_ids(value) for value in segment_input.values]:
             raise OptionError(
                 "model",
                 found=f"{self._layouts[index].name}, which passes tensors to later blocks besides its output",
@@ -383,7 +383,7 @@ def _storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
-def _tensor_ids(value: object) -> object:
+def tensor_ids(value: object) -> object:
     """Identify the tensors in another library's object, to see whether a block has changed which ones it holds."""
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, str | int | float):
         return None

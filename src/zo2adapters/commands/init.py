@@ -1,0 +1,82 @@
+"""``zo2 init``: write a recipe for a model and its data, with a reason for each choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+
+from zo2adapters.tasks.registry import AUTO
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.model_options import HeadName, RunModelOptions
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2core import OutputError
+from zo2core.errors import reason
+from zo2core.io.durable import create_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen."""
+
+    first_options: ClassVar = ("model", "data", "output", "evaluation", "prompt_template", "label_column", "memory")
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    data: Path
+    """File to train on, as for zo2 train."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("recipe.yaml")
+    """Recipe to write; it must not exist."""
+    evaluation: Path | None = None
+    """File to evaluate on. By default a tenth of the rows is held out, at most 500."""
+    objective: str = AUTO
+    """Objective to minimize, as for zo2 train."""
+    head: HeadName = "causal-lm"
+    """Head of the model, as for zo2 train."""
+    memory: str = "auto"
+    """Host memory that the run may use in total, such as 6GiB; auto uses what is free."""
+    seed: int = 0
+    """Seed of the run."""
+    rows: RowOptions = field(default_factory=RowOptions)
+
+    def run(self) -> None:
+        """Write the recipe, and print what its run would take and the command that starts it."""
+        from zo2adapters.trainers.initial_recipe import initial_recipe
+
+        if self.output.exists() or self.output.is_symlink():
+            raise self._in_use("a file")
+        recipe = initial_recipe(
+            TrainOptions(
+                model=self.model,
+                data=self.data,
+                output=_free_name(Path("run")),
+                evaluation=self.evaluation,
+                objective=self.objective,
+                seed=self.seed,
+                rows=self.rows,
+                model_options=RunModelOptions(head=self.head),
+                storage=Storage(memory=self.memory),
+            )
+        )
+        try:
+            with create_file(self.output) as file:
+                file.write(recipe.text().encode())
+        except OSError as error:
+            raise self._in_use(reason(error)) from error
+        print(f"{recipe.summary}\nnext: zo2 train {self.output}")
+
+    def _in_use(self, found: str) -> OutputError:
+        return OutputError(
+            self.output, found=found, expected="a path that does not exist", remedy="pass -o with another path"
+        )
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first one with a number after it that does not exist."""
+    number = 2
+    free = path
+    while free.exists() or free.is_symlink():
+        free, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return free

@@ -1,0 +1,151 @@
+"""What a run and its alternative would take, in a few plain words before the run starts. All numbers are those of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from zo2adapters.tasks.registry import is_differentiable
+from zo2adapters.trainers.first_order import FirstOrder, block_update
+from zo2adapters.trainers.first_order_plan import plan_first_order_run
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
+from zo2adapters.trainers.run_inputs import RunInputs
+from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
+from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
+from zo2core.types import shown_bytes
+
+LORA_RANK = 8  # of the adapter that a run of first-order steps is planned with
+_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lomo": "LOMO", "adalomo": "AdaLOMO", "badam": "BAdam"}
+_COMPARED_FROM = 10.0  # seconds of a run; shorter ones need no advice on their cost
+_CLEARLY_LESS = 0.8  # share of a first-order run's memory below which zeroth-order steps are worth a line
+
+
+class Outlook(NamedTuple):
+    """What a run is expected to take."""
+
+    plan: RunPlan
+    summary: str  # method, steps and time
+    alternative: str | None  # what the other method would take; None: there is nothing to say
+
+    def lines(self, storage: str) -> list[str]:
+        """What to print before the run.
+
+        Args:
+            storage: What the run uses of memory and disk, in words.
+        """
+        return [f"{self.summary} {storage}", *([] if self.alternative is None else [self.alternative])]
+
+
+def plan_of(inputs: RunInputs) -> RunPlan:
+    """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
+
+    Raises:
+        ZO2Error: of the kind that fits, if no plan fits.
+    """
+    options = inputs.options
+    given: Any = {
+        "memory": options.storage.memory,
+        "steps": options.steps,
+        "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
+    }
+    method = options.first_order.method
+    if method is not None:
+        weight_decay, further = options.optimization.weight_decay, options.first_order.optimizer_options
+        update = (
+            None
+            if options.model_options.trains_adapter
+            else block_update(method, weight_decay=weight_decay, optimizer_options=further)
+        )
+        return plan_first_order_run(inputs.model, inputs.shapes(), update=update, scratch=options.output, **given)
+    return plan_run(
+        inputs.model,
+        inputs.shapes(),
+        replace(options.optimization, lr=Optimization().lr, warmup_steps=0),  # which no cost depends on
+        write_back=WriteBackPolicy(directory=options.output, terabytes_per_1000_steps=options.storage.write_limit_tb),
+        **given,
+    )
+
+
+def outlook_of(inputs: RunInputs) -> Outlook | None:
+    """What a run, and one by the other method, would take.
+
+    Args:
+        inputs: What the run has read. Its model must not have an open engine.
+
+    Returns:
+        The outlook; None for a run on a GPU, whose time is not predicted, and where no plan fits, which the engine reports.
+    """
+    options = inputs.options
+    if options.storage.device != "cpu":
+        return None
+    try:
+        plan = plan_of(inputs)
+    except ZO2Error:
+        return None
+    finally:
+        release_probe(inputs.model)
+    evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
+    rows = options.batching.batch_size
+    summary = (
+        f"{method_words(options)}: {options.steps} steps of {rows} rows{evaluations}, about {duration(plan.run_seconds)}."
+    )
+    return Outlook(plan, summary, _alternative(inputs, plan) if plan.run_seconds >= _COMPARED_FROM else None)
+
+
+def method_words(options: TrainOptions) -> str:
+    """Which steps change what, as the beginning of a sentence."""
+    adapter, method = options.model_options.adapter_name, options.first_order.method
+    trained = "all parameters" if adapter is None else f"the adapter {adapter}" if options.model_options.adapter else adapter
+    if method is not None:
+        return f"{_NAMES[method]} trains {trained}"
+    return f"Zeroth-order steps train {trained}"
+
+
+def _alternative(inputs: RunInputs, plan: RunPlan) -> str | None:
+    return _with_gradients(inputs, plan) if inputs.options.first_order.method is None else _without_gradients(inputs, plan)
+
+
+def _with_gradients(inputs: RunInputs, plan: RunPlan) -> str | None:
+    """What a first-order run would take in place of a zeroth-order one; None if the model or the objective allows none."""
+    options = inputs.options
+    if not is_differentiable(options.objective, inputs.data.format):
+        return None
+    command = "--method adamw"
+    if not options.model_options.trains_adapter:
+        model_options = replace(options.model_options, lora_rank=LORA_RANK, precision="auto", dtype="auto")
+        options = replace(options, model_options=model_options)
+        command = f"{command} --lora-rank {LORA_RANK}"
+    options = replace(
+        options,
+        first_order=FirstOrder(method="adamw"),
+        optimization=Optimization(lr="auto"),
+        storage=Storage(memory=options.storage.memory),
+    )
+    try:
+        other = plan_of(inputs.reopened(options))
+    except MemoryBudgetError:
+        return f"Steps by gradients ({command}) would not fit in memory."
+    except ZO2Error:  # no peft, or a model that it has no adapter for
+        return None
+    return (
+        f"By gradients ({command} --lr auto) a step would take about {duration(other.seconds)} instead of "
+        f"{duration(plan.seconds)}, and the run {shown_bytes(other.host_plan.nbytes)} instead of "
+        f"{shown_bytes(plan.host_plan.nbytes)} of memory; it usually needs far fewer steps."
+    )
+
+
+def _without_gradients(inputs: RunInputs, plan: RunPlan) -> str | None:
+    """What zeroth-order steps would take in place of first-order ones; None if they need about as much memory."""
+    options = replace(inputs.options, first_order=FirstOrder(), optimization=Optimization())
+    try:
+        other = plan_of(inputs.reopened(options))
+    except ZO2Error:
+        return None
+    if other.host_plan.nbytes > _CLEARLY_LESS * plan.host_plan.nbytes:
+        return None
+    return (
+        f"Zeroth-order steps (without --method) would take {shown_bytes(other.host_plan.nbytes)} instead of "
+        f"{shown_bytes(plan.host_plan.nbytes)} of memory and about {duration(other.seconds)} instead of "
+        f"{duration(plan.seconds)} each, but usually hundreds of them are needed."
+    )

@@ -1,0 +1,92 @@
+"""What a run reads before it starts: its model's headers, its tokenizer and its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.registry import MODEL_LOSS
+from zo2adapters.tasks.row_files import EvaluationRows, Rows
+from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.worker_options import settled_alike
+from zo2core import Workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Model, tokenizer and rows of a run."""
+
+    options: TrainOptions  # with the values that were chosen for this machine
+    directory: Path  # of the model
+    model: HFBlockModel
+    tokenizer: PreTrainedTokenizerBase
+    pad: int  # token id at padded positions
+    length: int  # most tokens of a row
+    data: Rows
+    evaluation: EvaluationRows | None  # None: the run does not evaluate
+
+    @classmethod
+    def read(cls, options: TrainOptions, workers: Workers | None = None) -> Self:
+        """Open the model, and read and tokenise the rows.
+
+        Args:
+            options: The run's options.
+            workers: Processes that work on the run; None: this process works alone.
+
+        Raises:
+            ZO2Error: of the kind that fits, if model or data cannot be read.
+        """
+        directory = resolve_directory(options.model)
+        model, options = settled_alike(options, workers, lambda options: options.opened(directory))
+        tokenizer = load_tokenizer(directory)
+        length = options.batching.length_for(model)
+        labelled_for = model.config if options.takes_labels else None
+        data, evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+        return cls(
+            options=options,
+            directory=directory,
+            model=model,
+            tokenizer=tokenizer,
+            pad=pad_token_id(tokenizer),
+            length=length,
+            data=data,
+            evaluation=evaluation,
+        )
+
+    def reopened(self, options: TrainOptions) -> Self:
+        """The same rows for a run with other options of model and method.
+
+        Args:
+            options: The other run's options.
+        """
+        model = options.opened(self.directory)
+        return replace(self, options=options.settled(model), model=model)
+
+    @property
+    def files(self) -> list[EvaluationRows]:
+        """The rows of each file."""
+        return [self.data, *([] if self.evaluation is None else [self.evaluation])]
+
+    def tokens(self) -> dict[str, object]:
+        """Padding token, and number and digest of the tokens of each data file."""
+        tokens: dict[str, object] = {"padding": self.pad}
+        for name, dataset in (("data", self.data), ("evaluation", self.evaluation)):
+            if dataset is not None:
+                tokens[f"{name} tokens"] = dataset.tokens
+                tokens[f"{name} sha256"] = dataset.digest()
+        return tokens
+
+    def shapes(self) -> RowShapes:
+        """The shapes of the run's batches."""
+        given: Any = {"seed": self.options.seed}
+        if self.options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES:
+            given["trained"] = lambda row: [row.sequences[row.answer]]
+        return RowShapes.of_rows(self.options.batching, self.data, self.evaluation, **given)

@@ -1,0 +1,246 @@
+"""``zo2 init``: a recipe for a model and its data, with reasons, that runs with nothing else."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_lines import Ended, make_place, refusal, run_here, write_rows
+from models import WORDS, save_model, small_config
+from transformers import Gemma3nTextConfig
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.commands.parsing import option_names
+from zo2adapters.commands.train import Train
+from zo2adapters.trainers.first_order_plan import hands_over_tensors
+from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
+from zo2core.planning.host_plan import HostPlan, plan_host
+
+peft: Any = pytest.importorskip("peft")
+
+CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+ROWS = 30
+MOODS = [("the cat", "yes"), ("the dog", "no")]
+PAIRS = [{"prompt": f"the cat {word}", "completion": f" {other} {word}"} for word in WORDS[4:9] for other in WORDS[5:]]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base that has a chat template, and files of rows."""
+    folder = make_place(tmp_path_factory.mktemp("init"))
+    settings = folder / "base" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
+    write_rows(folder / "pairs.jsonl", PAIRS)
+    write_rows(folder / "few.jsonl", PAIRS[:4])
+    with (folder / "labels.csv").open("w", newline="") as file:
+        written = csv.writer(file)
+        written.writerows([("prompt", "completion"), *(MOODS[i % 2] for i in range(ROWS))])
+    with (folder / "moods.csv").open("w", newline="") as file:
+        written = csv.writer(file)
+        written.writerows([("id", "tweet", "mood"), *((f"{i}", *MOODS[i % 2]) for i in range(ROWS))])
+    write_rows(folder / "texts.jsonl", [{"text": f"the cat {WORDS[5 + i % 6]} the dog"} for i in range(ROWS)])
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    write_rows(folder / "chat.jsonl", [{"messages": chat}] * ROWS)
+    alpaca = [{"instruction": f"the {WORDS[5 + i % 6]}", "output": f"cat {i % 7} {WORDS[5 + i % 5]}"} for i in range(ROWS)]
+    write_rows(folder / "alpaca.json", alpaca)
+    preferred = [{"prompt": "the cat", "chosen": " sat", "rejected": " ran"}] * ROWS
+    write_rows(folder / "preferred.jsonl", preferred)
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def done(*arguments: object) -> Ended:
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def written(data: str, *more: object) -> dict[str, Any]:
+    """The recipe for a file, which has been written."""
+    done("init", "--model", "base", "--data", data, *more)
+    values: dict[str, Any] = yaml.safe_load(Path("recipe.yaml").read_text())
+    return values
+
+
+CASES: list[tuple[str, dict[str, object], str]] = [
+    ("pairs.jsonl", {"samples": 2}, "prompts with completions"),
+    ("labels.csv", {"label_column": "completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
+    ("moods.csv", {"label_column": "mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"}, "2 labels"),
+    ("texts.jsonl", {}, "texts, of which every token is learned"),
+    ("chat.jsonl", {}, "conversations, of which the assistant's answers are learned"),
+    ("alpaca.json", {"prompt_column": "instruction", "completion_column": "output"}, "prompts with completions"),
+    ("preferred.jsonl", {}, "prompts with a chosen and a rejected completion"),
+]
+
+
+@pytest.mark.parametrize(("data", "expected", "kind"), CASES, ids=[case[0] for case in CASES])
+def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
+    here: Path, data: str, expected: dict[str, object], kind: str
+) -> None:
+    values = written(data)
+    assert {key: values.get(key) for key in expected} == expected
+    common = {"method": "adamw", "lora_rank": 8, "lora_targets": "all-linear", "lr": "auto", "output": "run"}
+    assert {key: values[key] for key in common} == common
+    assert values["eval_split"] == 0.1
+    assert values.keys() <= set(option_names(Train))
+    assert kind in Path("recipe.yaml").read_text()
+    said = done("train", "recipe.yaml", "--steps", 8).err
+    assert ("accuracy" in said) == ("label_column" in expected or data == "preferred.jsonl")
+    assert Path("run/model/adapter_model.safetensors").exists()
+
+
+def test_each_choice_has_a_reason_of_one_or_two_lines(here: Path) -> None:
+    written("labels.csv")
+    text = Path("recipe.yaml").read_text()
+    for group in text.split("\n\n")[1:]:
+        comment = [line for line in group.splitlines() if line.startswith("# ")]
+        assert 1 <= len(comment) <= 2, group
+        assert len(group.splitlines()) > len(comment), group
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) -> None:
+    said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
+    steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
+    line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
+    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: negligible", said[0])
+    assert said[1:] == ["next: zo2 train other.yaml"]
+
+
+def test_numbers_follow_from_the_rows(here: Path) -> None:
+    values = written("labels.csv")
+    text = Path("recipe.yaml").read_text()
+    assert values["batch_size"] == 16
+    assert values["steps"] == 50, "two steps pass all rows"
+    assert values["sequence_length"] >= 2
+    assert "micro_batch_size" not in values
+    assert "3 rows are evaluated on" in text
+    assert "50 steps of 16 rows pass the 27 rows 29.6 times" in text
+    Path("recipe.yaml").unlink()
+    few = written("few.jsonl")
+    assert few["batch_size"] == 4
+    assert "eval_split" not in few
+    assert "4 rows are too few" in Path("recipe.yaml").read_text()
+
+
+def test_an_objective_without_a_gradient_gets_zeroth_order_steps(here: Path) -> None:
+    values = written("labels.csv", "--objective", "accuracy")
+    assert values.keys().isdisjoint({"method", "lora_rank", "rank"})
+    assert (values["lr"], values["steps"], values["objective"]) == ("auto", 1000, "accuracy")
+    assert "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy" in Path(
+        "recipe.yaml"
+    ).read_text().replace("\n# ", " ")
+    assert "Zeroth-order steps train all parameters" in done("train", "recipe.yaml", "--steps", 2).err
+
+
+def test_a_model_without_an_adapter_gets_zeroth_order_steps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.hands_over_tensors", lambda model: True)
+    assert "method" not in written("labels.csv")
+    assert "hand tensors to later blocks" in Path("recipe.yaml").read_text().replace("\n# ", " ")
+
+
+def test_blocks_that_hand_over_tensors_are_found_before_a_run(tmp_path: Path) -> None:
+    sizes: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
+    config = Gemma3nTextConfig(
+        **sizes,
+        num_hidden_layers=3,
+        head_dim=8,
+        intermediate_size=32,
+        vocab_size_per_layer_input=40,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0],
+        num_kv_shared_layers=1,
+        laurel_rank=4,
+    )
+    save_model(tmp_path / "gemma3n", config, torch.float32)
+    save_model(tmp_path / "llama", small_config("llama"), torch.float32)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    found = [
+        hands_over_tensors(open_checkpoint(tmp_path / name, adapter=Adapter(config=lora))) for name in ("gemma3n", "llama")
+    ]
+    assert found == [True, False]
+
+
+def test_a_model_larger_than_memory_streams_and_zeroth_order_steps_then_only_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*args: Any, **kwargs: Any) -> HostPlan:
+        return replace(plan_host(*args, **kwargs), buckets=1)
+
+    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    values = written("pairs.jsonl")
+    assert values["method"] == "adamw"
+    assert "samples" not in values, "each token takes a pass over the disk"
+    assert "The model is larger: blocks are streamed from disk" in Path("recipe.yaml").read_text().replace("\n# ", " ")
+    Path("recipe.yaml").unlink()
+    values = written("labels.csv", "--objective", "accuracy")
+    assert values["rank"] == 8
+    done("train", "recipe.yaml", "--steps", 2)
+
+
+def test_little_memory_makes_micro_batches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe._ACTIVATIONS", 1e-9)
+    values = written("chat.jsonl")
+    assert values["micro_batch_size"] == 1
+    done("train", "recipe.yaml", "--steps", 2)
+
+
+def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe._UNCUT", 4)
+    rows = [{"text": "the cat sat"}] * 199 + [{"text": "the cat sat " * 20}]
+    write_rows(here / "long.jsonl", rows)
+    assert written("long.jsonl")["sequence_length"] == 12, "the longest that the model takes"
+    assert "1 longer ones are shortened or left out" in Path("recipe.yaml").read_text()
+    assert "1 rows were cut" in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01").err
+
+
+def test_options_of_the_user_are_kept(here: Path) -> None:
+    more = ["--prompt-template", "{tweet} is", "--label-column", "mood", "--evaluation", "moods.csv", "--memory", "8GB"]
+    values = written("moods.csv", *more, "--seed", 3)
+    expected = {"prompt_template": "{tweet} is", "evaluation": "moods.csv", "memory": "8GB", "seed": 3}
+    assert {key: values[key] for key in expected} == expected
+    assert "eval_split" not in values
+    done("train", "recipe.yaml", "--steps", 2)
+
+
+def test_a_directory_that_is_in_use_is_not_the_runs(here: Path) -> None:
+    Path("run").mkdir()
+    assert written("labels.csv")["output"] == "run-2"
+
+
+def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
+    write_rows(here / "odd.jsonl", [{"a": f"the {i}", "b": f"cat {i}"} for i in range(ROWS)])
+    said = refusal("init", "--model", "base", "--data", "odd.jsonl")
+    assert "found the columns 'a', 'b'" in said
+    assert "--prompt-template" in said
+    assert not Path("recipe.yaml").exists()
+    Path("recipe.yaml").write_text("mine")
+    assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")
+    assert Path("recipe.yaml").read_text() == "mine"
+    assert "nowhere" in refusal("init", "--model", "nowhere", "--data", "labels.csv", "-o", "new.yaml")
+
+
+def test_values_of_any_text_survive_the_file() -> None:
+    template = '{text}\\nIt\'s "#: - yes":'
+    recipe = InitialRecipe(
+        choices=[Choice("prompt_template", template, "Why."), Choice(None, None, "Only this.")], summary=""
+    )
+    assert yaml.safe_load(recipe.text()) == {"prompt_template": template}
+    assert recipe.text().startswith("# Why.\nprompt_template: ")

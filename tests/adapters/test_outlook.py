@@ -1,0 +1,84 @@
+"""The first lines of a run: method, time, memory and disk from its plan, and what the other method would take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from command_lines import make_place, run_here
+
+from zo2adapters.trainers import outlook
+
+pytest.importorskip("peft")
+
+SIZE = r"[0-9.]+ [kMG]B"
+TIME = r"[0-9.e-]+ s"
+FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("outlook"))
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def lines(*more: object) -> list[str]:
+    """What a run prints about itself."""
+    where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2, "--batch-size", 3]
+    ended = run_here(*where, *more)
+    assert ended.status == 0, ended.err
+    return ended.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("more", "begins"),
+    [
+        (["--lr", 1e-3], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
+        (["--lr", 1e-3, "--lora-rank", 2], "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about "),
+        (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
+        ([*FIRST_ORDER, "--eval-split", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
+    ],
+    ids=str,
+)
+def test_the_first_line_has_method_time_memory_and_disk(here: Path, more: list[object], begins: str) -> None:
+    [first, *_] = lines(*more)
+    assert first.startswith(begins)
+    assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} free[.] Disk writes: negligible", first)
+
+
+def test_memory_that_is_limited_is_called_so(here: Path) -> None:
+    assert re.search(f"Memory: {SIZE} of 8.00 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
+
+
+def test_a_zeroth_order_run_says_what_gradients_would_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("By gradients" in line for line in lines("--lr", 1e-3)), "which a run of no time need not know"
+    shutil.rmtree("run")
+    monkeypatch.setattr(outlook, "_COMPARED_FROM", 0.0)
+    expected = (
+        rf"By gradients \(--method adamw --lora-rank 8 --lr auto\) a step would take about {TIME} instead of {TIME}, and "
+        rf"the run {SIZE} instead of {SIZE} of memory"
+    )
+    assert re.match(expected, lines("--lr", 1e-3)[1])
+    shutil.rmtree("run")
+    assert not any("By gradients" in line for line in lines("--lr", 1e-3, "--objective", "exact-match")), "it has none"
+
+
+def test_a_first_order_run_says_what_saves_much_memory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlook, "_COMPARED_FROM", 0.0)
+    monkeypatch.setattr(outlook, "_CLEARLY_LESS", 0.0)
+    assert not any("without --method" in line for line in lines(*FIRST_ORDER))
+    shutil.rmtree("run")
+    monkeypatch.setattr(outlook, "_CLEARLY_LESS", 2.0)
+    expected = rf"Zeroth-order steps \(without --method\) would take {SIZE} instead of {SIZE} of memory and about {TIME} "
+    assert re.match(expected, lines(*FIRST_ORDER)[1])
