@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import SECONDS
+from gguf_models import save_gguf
 from models import WORDS, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file
 from transformers import MistralConfig
@@ -72,6 +73,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(save_model(folder / "model", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)))
     settings = folder / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
+    save_gguf(folder / "model.gguf", "llama", {"token_embd": "Q8_0", "": "Q4_0"})
     mistral = MistralConfig(
         vocab_size=17,
         hidden_size=8,

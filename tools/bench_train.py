@@ -4,10 +4,12 @@
     python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
     python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --micro-rows 2
+    python tools/bench_train.py /tmp/opt-350m --method lomo --full --rows 4 --tokens 256
+    python tools/bench_train.py /tmp/opt-13b --method badam --full --stream --memory 8GiB --tokens 64 --steps 2
 
 With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
-trained by gradients. Prints a table and JSON: the time of steps, bytes read and
-written, and the ratio of each step to its slowest lane. The peak is the kernel's count of this process's resident memory.
+trained by gradients, and with ``--full`` all parameters. Prints a table and JSON: the time of steps, bytes read and written,
+and the ratio of each step to its slowest lane. The peak is the kernel's count of this process's resident memory.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bench_overlap import spread
 from peft import LoraConfig
@@ -33,11 +35,21 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
-from zo2adapters.trainers.first_order import METHODS
+from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
 from zo2adapters.trainers.first_order_run import gradient_bytes
+from zo2adapters.trainers.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import BackpropEngine, MemoryPolicy, WriteBackPolicy, ZOEngine
+from zo2core import (
+    BackpropEngine,
+    BAdam,
+    FullBackpropEngine,
+    MemoryPolicy,
+    RunRecord,
+    StreamedBAdamEngine,
+    WriteBackPolicy,
+    ZOEngine,
+)
 from zo2core.planning.host_budget import resident_memory
 from zo2core.types import Lane
 
@@ -56,7 +68,10 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         lora().save_pretrained(str(run / "lora"))
         batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens)]
         batching += [] if options.micro_rows is None else ["--micro-batch-size", str(options.micro_rows)]
-        batching += ["--method", options.method, "--adapter", str(run / "lora" / "adapter_config.json")]
+        batching += ["--method", options.method]
+        batching += (
+            ["--precision", options.precision] if options.full else ["--adapter", str(run / "lora/adapter_config.json")]
+        )
     command = [
         "plan",
         "--model",
@@ -79,9 +94,18 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
-def first_order_engine(options: argparse.Namespace, model: HFBlockModel) -> BackpropEngine:
-    """An engine that trains an adapter by gradients, with memory as ``zo2 train`` reserves it."""
+def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> BackpropEngine | FullBackpropEngine:
+    """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
     activations, _ = gradient_bytes(model, options.rows, options.tokens, options.micro_rows)
+    if options.full:
+        activations += tied_gradient_bytes(model, -(-options.rows // options.micro_rows) if options.micro_rows else 1)
+        memory = MemoryPolicy(host=options.memory, activations=activations)
+        update = block_update(options.method, weight_decay=0.0)
+        if options.stream:
+            assert isinstance(update, BAdam), "other methods do not stream"
+            record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
+            return StreamedBAdamEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
+        return FullBackpropEngine(model, update, lr=1e-6, memory=memory, micro_batch_size=options.micro_rows)
     memory = MemoryPolicy(host=options.memory, activations=activations)
     return BackpropEngine(
         model, partial(METHODS[options.method], lr=1e-4), memory=memory, micro_batch_size=options.micro_rows
@@ -92,8 +116,11 @@ def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Plan, open and run first-order steps; return bytes and seconds."""
     keep_freed_memory(SMALL)
     plan = planned(options, run)
-    model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
-    with first_order_engine(options, model) as engine:
+    if options.full:
+        model = open_checkpoint(options.directory, precision=options.precision)
+    else:
+        model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
+    with first_order_engine(options, model, run) as engine:
         assert engine.host_plan is not None
         host_plan = engine.host_plan
         layouts = [layout for layout in model.layouts if not layout.resident]
@@ -107,6 +134,7 @@ def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         streamed = stored * max(len(layouts) - (host_plan.buckets or len(layouts)), 0) / len(layouts)
         return {
             "method": options.method,
+            "all_parameters": options.full,
             "directory": options.directory.name,
             "rows": options.rows,
             "tokens": options.tokens,
@@ -217,7 +245,11 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default they are full-rank")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
-    parser.add_argument("--method", choices=sorted(METHODS), default=None, help="train a LoRA adapter by this optimizer")
+    parser.add_argument(
+        "--method", choices=get_args(MethodName), default=None, help="train a LoRA adapter by this optimizer"
+    )
+    parser.add_argument("--full", action="store_true", help="with --method: train all parameters")
+    parser.add_argument("--stream", action="store_true", help="with badam and --full: stream blocks from disk")
     parser.add_argument("--micro-rows", type=int, default=None, help="with --method: rows that run at a time")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")

@@ -112,8 +112,10 @@ class RunOptions:
     workers: Workers | None = None  # None: a run of one process
     method: Mapping[str, Any] | None = None  # options of a first-order method, for the journal; None: no first-order steps
     trained_copies: int = 0  # copies of trained parameters that first-order steps keep, with gradients and optimizer state
-    update_bytes: int = 0  # gradients and optimizer state of first-order steps that change weights where they are stored
+    gradient_bytes: int = 0  # of one segment, in first-order steps that change weights where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state in such steps, in host memory
     stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    streams: bool = False  # whether blocks have to be streamed, though memory may have room for all
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal, since it has an estimator or a first-order method."""
@@ -190,8 +192,10 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
-            update_bytes=options.update_bytes,
+            gradient_bytes=options.gradient_bytes,
+            optimizer_bytes=options.optimizer_bytes,
             stays_in_memory=options.stays_in_memory,
+            streams=options.streams,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):

@@ -605,7 +605,7 @@ def test_dropout_is_never_silent(here: Path) -> None:
 
 def test_an_adapter_of_which_nothing_is_trained_is_refused(here: Path) -> None:
     told = refusal(*train("run", "--adapter-frozen", "lora_A", "lora_B"))
-    assert "--adapter-frozen: found ['lora_A', 'lora_B'], which each parameter's name has" in told
+    assert "--adapter-frozen: found ['lora_A', 'lora_B'], which every parameter's name contains" in told
     assert not Path("run").exists()
 
 

@@ -24,6 +24,8 @@ from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.trainers.first_order import MethodName, block_update
 from zo2core import BAdam, Journal
 from zo2core.checkpoint import Snapshots
+from zo2core.io.direct_file import whole_pages
+from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6
 LR = 1e-2
@@ -190,8 +192,8 @@ def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
 
 def test_verbs_know_runs_of_all_parameters(here: Path) -> None:
     done(*train("run", "--snapshot-every", 2))
-    evaluated = [done("evaluate", "--run", "run", "--at", at, "--data", "rows.jsonl").out for at in (0, 4)]
-    base, after = (float(re.findall(r"[0-9.]+", told)[0]) for told in evaluated)
+    told = done("evaluate", "--run", "run", "--at", 4, "--data", "rows.jsonl").out
+    base, after = map(float, re.findall(r"[0-9.]+", next(line for line in told.splitlines() if line.startswith("loss"))))
     assert after < base
     done("export", "--run", "run", "--at", 4, "--output", "early")
     journal = Journal("run/journal.jsonl")
@@ -320,3 +322,96 @@ def test_tune_finds_a_rate_and_its_run_goes_on(here: Path) -> None:
     assert told.startswith("lr 0.01: mean loss")
     steps = json.loads(Path("tuned/tune.json").read_text())["results"][0]["steps"]
     done("train", "--resume", "tuned/lr-0.01", "--steps", steps + 2)
+
+
+STREAMED = ("--stream-blocks",)
+SCRATCH, MANIFEST = "zo2core.sources.scratch", "zo2core.io.record_log"
+TURN_PLACES = {
+    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "a commit is durable, and the turn is not written": (JOURNAL, "Journal", "append", 4, "after"),
+    "before a block is written": (SCRATCH, "Scratch", "write", 2, "before"),
+    "a block is written, and not named": (MANIFEST, "RecordFile", "append", 8, "before"),
+    "a block is written and named": (SCRATCH, "Scratch", "write", 2, "after"),
+    "between two updates": ("zo2core.optimizers.badam", "BAdam", "apply", 5, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+
+
+@pytest.fixture(scope="module")
+def in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """The outcome of a run of BAdam with all blocks in memory."""
+    folder = tmp_path_factory.mktemp("in-memory") / "here"
+    shutil.copytree(prepared, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done(*train("run", "--evaluation", "rows.jsonl", "--evaluate-every", 2, method="badam"))
+    return outcome(folder / "run")
+
+
+@pytest.mark.parametrize("place", TURN_PLACES)
+def test_a_streamed_run_killed_at_any_place_ends_as_one_in_memory(
+    place: str, here: Path, apart: Apart, in_memory: dict[str, object]
+) -> None:
+    command = train("run", "--evaluation", "rows.jsonl", "--evaluate-every", 2, *STREAMED, method="badam")
+    ended = apart.run(*command, patch=strike(here, *TURN_PLACES[place]))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    assert outcome("run")["model"] == in_memory["model"]
+    assert outcome("run")["journal"] == in_memory["journal"]
+    assert {path.name for path in Path("run").glob("scratch*")} == {"scratch.bin", "scratch.jsonl"}
+
+
+def test_a_streamed_run_killed_at_every_call_that_writes_ends_as_one_in_memory(
+    here: Path, apart: Apart, in_memory: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    kills = 0
+    command = train("run", "--evaluation", "rows.jsonl", "--evaluate-every", 2, *STREAMED, method="badam")
+    for at in range(1, 60) if request.config.getoption("--long") else (9, 17, 21):
+        shutil.rmtree("run", ignore_errors=True)
+        ended = apart.run(*command, patch=strike(here, "os", "", "fsync", at, "after"))
+        kills += ended.status == -9
+        is_begun = Path("run/options.json").exists()
+        done(*(("train", "--resume", "run") if is_begun else command))
+        assert outcome("run")["model"] == in_memory["model"], at
+    assert kills >= 2
+
+
+def test_a_streamed_run_goes_on_and_says_what_it_writes(here: Path) -> None:
+    ended = done(*train("run", *STREAMED, method="badam"))
+    assert "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, " in ended.err
+    done("train", "--resume", "run", "--steps", STEPS + 3)
+    done(*train("whole", method="badam"), "--steps", STEPS + 3)
+    assert outcome("run")["model"] == outcome("whole")["model"]
+    assert "no snapshot of step" in refusal("export", "--run", "run", "--at", 4, "--output", "no")
+
+
+def test_plan_counts_what_turns_write(here: Path) -> None:
+    common = ("plan", "--model", "base", "--method", "badam", "--data", "rows.jsonl", "--stream-blocks", "--switch-every", 2)
+    planned = json.loads(done(*common, "--json").out)
+    model = open_checkpoint("base")
+    sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)]
+    assert planned["host_plan"]["buckets"] == 2
+    assert planned["written_bytes"] == round(sum(sizes) / len(sizes) / 2)
+    assert planned["snapshot_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            ("--keep-best", "--evaluation", "rows.jsonl", "--evaluate-every", 2),
+            "--keep-best: found True with --stream-blocks",
+        ),
+        (("--snapshot-every", 2), "--snapshot-every: found 2 with --stream-blocks"),
+        (("--write-limit-tb", 1e-9), "--write-limit-tb: found 1e-09, and turns of 2 steps, which write "),
+        (("--method", "lomo", "--switch-every", 2), "found 2 with --method lomo; expected --method badam"),
+    ],
+)
+def test_what_does_not_go_with_streamed_blocks_is_refused(more: tuple[object, ...], told: str, here: Path) -> None:
+    assert told in refusal(*train("run", *STREAMED, *more, method="badam"))
+    assert not Path("run").exists()
+
+
+def test_only_badam_streams(here: Path) -> None:
+    assert "--stream-blocks: found it with --method lomo" in refusal(*train("run", *STREAMED, method="lomo"))
+    assert "--stream-blocks: found True; expected --method badam" in refusal("plan", "--model", "base", *STREAMED)

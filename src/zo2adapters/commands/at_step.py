@@ -28,7 +28,8 @@ class AtStep:
     """A base model, or a run at any of its steps."""
 
     model: str | None = None
-    """Directory of the base model, with safetensors weights, or a hub id. By default the base that --adapter names."""
+    """The base model: a directory with safetensors weights, a GGUF file, or a hub id. By default the base that --adapter
+    names."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
@@ -108,7 +109,7 @@ class AtStep:
         return base
 
     def base(self) -> Path:
-        """The base model's directory."""
+        """The base model's directory or GGUF file."""
         from zo2adapters.models.checkpoint import resolve_directory
 
         assert self.model is not None, "resolved() was called"

@@ -41,7 +41,7 @@ class Chat:
     run_directory: tyro.conf.Positional[Path | None] = None
     """Directory of a run, instead of --model."""
     model: str | None = None
-    """Directory of the model, with safetensors weights, or a hub id. By default the base that --adapter names."""
+    """The model: a directory, a GGUF file, or a hub id. By default the base that --adapter names."""
     adapters: Annotated[tuple[Path, ...], tyro.conf.arg(name="adapter")] = ()
     """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
     or its run, and /adapter none to the model alone."""

@@ -1,10 +1,11 @@
-"""``zo2 export``: write the model of any step as a directory that ``from_pretrained`` loads."""
+"""``zo2 export``: write the model of any step as a directory that ``from_pretrained`` or llama.cpp loads."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.trainers.model_options import DtypeName
@@ -15,13 +16,19 @@ from zo2core.checkpoint import require_unused
 
 @dataclass(frozen=True, kw_only=True)
 class Export(AtStep):
-    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout."""
+    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file."""
 
     output: Path
     """Directory to write; it must not exist, or be empty."""
     output_dtype: DtypeName = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the
     base's."""
+    format: Literal["huggingface", "gguf"] = "huggingface"
+    """huggingface is a directory that from_pretrained loads. gguf is a directory with a GGUF file for llama.cpp, the merged
+    model or a run's LoRA adapter, and a Modelfile for ollama."""
+    gguf_type: Literal["auto", "F32", "F16", "BF16", "Q8_0"] = "auto"
+    """Type of the matrices in a GGUF file; vectors are F32. auto is the dtype in which the run stores weights, or decodes
+    them."""
     as_adapter: bool = False
     """Write what a run with --rank learned as a LoRA adapter in the format of peft instead of a whole model."""
 
@@ -42,6 +49,7 @@ class Export(AtStep):
         from zo2adapters.trainers.progress_bar import export_bar
 
         require_unused(self.output)
+        self._require_format()
         if self.as_adapter and self.output_dtype != "auto":
             expected = "auto for an adapter, which is float32"
             raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="leave it out")
@@ -59,7 +67,33 @@ class Export(AtStep):
             )
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
+            elif self.format == "gguf":
+                from zo2adapters.models.gguf_export import export_gguf
+                from zo2adapters.tasks.tokenizer import load_tokenizer
+
+                base, kind = at.base(), self.gguf_type
+                export_gguf(engine, model, self.output, base=base, tokenizer=load_tokenizer, kind=kind, files={CARD: card})
             else:
                 with export_bar(model) as progress:
                     engine.export(self.output, files={CARD: card}, progress=progress)
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")
+
+    def _require_format(self) -> None:
+        """Refuse options of the other format.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if self.format == "huggingface" and self.gguf_type != "auto":
+            remedy = "pass --format gguf as well, or leave it out"
+            raise OptionError("gguf_type", found=self.gguf_type, expected="auto without --format gguf", remedy=remedy)
+        if self.format == "gguf" and self.as_adapter:
+            raise OptionError(
+                "as_adapter",
+                found="norms and embeddings, which a run with --rank changes, too",
+                expected="a merged model, since llama.cpp's adapters change linear layers alone",
+                remedy="leave it out",
+            )
+        if self.format == "gguf" and self.output_dtype != "auto":
+            expected = "auto with --format gguf"
+            raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="pass --gguf-type instead")

@@ -14,7 +14,7 @@ from zo2adapters.trainers.first_order import MethodName, block_update, require_m
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due, require_eval_split
-from zo2core import OptionError, SequentialNoise, WriteBackPolicy
+from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
 
@@ -34,7 +34,7 @@ class Plan:
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
 
     model: str
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     transfer_dtype: TransferName = "stored"
     """Dtype in which blocks are transferred to a GPU, as in zo2 train."""
@@ -55,6 +55,10 @@ class Plan:
     method: MethodName | None = None
     """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
     zeroth-order."""
+    stream_blocks: bool = False
+    """With --method badam: plan a run whose blocks stream from disk, as in zo2 train."""
+    switch_every: int | None = None
+    """With --method badam: steps for which one block is trained, as in zo2 train."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
@@ -110,6 +114,10 @@ class Plan:
         require_at_least("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
+        for option in ("stream_blocks", "switch_every"):
+            if getattr(self, option) not in (None, False) and self.method != "badam":
+                expected = "--method badam beside it"
+                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
 
     def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
         """The plan of a run of zeroth-order steps, on the CPU or on a GPU."""
@@ -168,8 +176,9 @@ class Plan:
             memory=self.memory,
             steps=self.steps,
             evaluations=self._evaluations,
-            update=None if self.adapter_options.trains_adapter else block_update(method, weight_decay=0.0),
+            update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
+            streams=self.stream_blocks,
         )
 
     @property
@@ -197,6 +206,9 @@ class Plan:
             **options,
         )
         return model, directory
+
+    def _update(self, method: MethodName) -> BlockUpdate:
+        return block_update(method, weight_decay=0.0, switch_every=self.switch_every)
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""

@@ -67,7 +67,7 @@ class Train(RunOptions):
     )
 
     model: str | None = None
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path | None = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of the hub. Each row has
     text, or prompt and completion (loss on the completion only), or messages. With --task it is the directory with the

@@ -35,7 +35,7 @@ class Tune(RunOptions):
     )
 
     model: str
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path
     """File to train on, as for zo2 train."""
     output: Path

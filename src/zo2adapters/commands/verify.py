@@ -23,7 +23,7 @@ class Verify:
     """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
 
     model: str
-    """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     method: MethodName | None = None
     """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,

@@ -65,8 +65,8 @@ def segment_layouts(
         formats: How the parameters are stored, transferred and computed.
 
     Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
-            head or several layers that is encoded.
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of several layers that is
+            encoded.
     """
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -75,12 +75,12 @@ def segment_layouts(
         users, spec = sorted(aliases), _stored(model, name, index, formats)
         is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
         in_layers = not {0, blocks + 1} & set(users)
-        if spec.encoding is not None and (is_common or not in_layers):
+        if spec.encoding is not None and is_common:
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight in {spec.encoding.name} that several layers share, or that belongs to embedding or head",
-                expected="quantised weights in one layer each",
-                remedy="quantise the checkpoint's layers alone, not its embedding and head",
+                found=f"a weight in {spec.encoding.name} that several layers share",
+                expected="quantised weights in one layer each, or in embedding and head",
+                remedy="use the unquantised checkpoint",
             )
         is_resident = is_common or (name in formats.resident and in_layers)
         if formats.transfer_dtype is not None and len(spec.shape) > 1 and in_layers and not is_resident:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -27,6 +27,7 @@ from zo2adapters.models.companions import (
 )
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.derivation import derive_architecture
+from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel
@@ -42,7 +43,7 @@ from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
 from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
-from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors
+from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
 from zo2core.types import Encoding, SavedForm
 
 ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
@@ -74,7 +75,8 @@ def open_checkpoint(
 
     Args:
         path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
-            cache and used from there.
+            cache and used from there; or a GGUF file, of a split model the first one, whose blocks are decoded when they are
+            used.
         dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards in another dtype; a dtype or its
             name converts them. In mixed precision, the dtype of computation; "auto" takes the fastest on this machine.
         precision: ``"exact"`` uses one dtype, in which small updates of 16-bit weights are rounded away as in MeZO;
@@ -109,25 +111,21 @@ def open_checkpoint(
         _require_adapter_options(precision, transfer_dtype, export_dtype)
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
-    config, quantization = _read_config(directory)
-    _refuse_pickled(directory)
-    entries, encoded = find_tensors(directory), dict[str, EncodedTensor]()
-    checkpoint_dtype = _dtype("auto", config, entries)
-    if quantization is not None:
-        entries, encoded = without_encodings(entries, quantization, checkpoint_dtype)
+    files: ModelFiles = GGUFModel(directory) if is_gguf(directory) else _DirectoryFiles(directory)
+    config = files.config
+    if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
-    chosen = choose_precision(
-        precision, _dtype(dtype, config, entries), is_given=dtype != "auto", transfer_dtype=transfer_dtype
-    )
+    chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
     model_class: type[HFBlockModel] = (
         HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
     )
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, chosen, model_class, where=f"model type {config.model_type}, head {head}")
-    skeleton = _build(directory, config, chosen.stored, kind, Bounds.of(entry.shape for entry in entries.values()))
+    skeleton = _build(files, chosen.stored, kind)
+    entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
     matched = match_tensors(directory, entries, skeleton, architecture)
-    if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
+    if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
         require_dtype(matched.parameters, skeleton, chosen.stored)
     stored_differently = matched.stored_differently(skeleton.base_model_prefix)
     pieces, encodings = encodings_of(matched.parameters, encoded)
@@ -137,12 +135,12 @@ def open_checkpoint(
         opened = inject(skeleton, adapter, adapter_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
         architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
+    exported = files.dtype if chosen.autocast is not None else chosen.stored
     if export_dtype != "auto":
-        exported = _dtype(export_dtype, config, entries)
+        exported = _dtype(export_dtype, files)
     rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
     parts = {name: tuple(piece.saved_part for piece in those) for name, those in stored_differently.items()}
-    reader: TensorReader = SafetensorsReader(pieces)
+    reader = files.reader(pieces)
     options: dict[str, Any] = {
         "formats": _formats(chosen, encodings, pieces, opened),
         "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
@@ -155,7 +153,7 @@ def open_checkpoint(
     if opened is not None:
         make, leading = opened.kind.model_classes[model_class], [opened, *leading]
         reader = AdapterReader(reader, opened)
-    return make(*leading, skeleton, architecture, reader, _companions(directory, skeleton, exported), **options)
+    return make(*leading, skeleton, architecture, reader, files.companions(skeleton, exported), **options)
 
 
 def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
@@ -240,13 +238,13 @@ def _formats(
 
 
 def resolve_directory(path: Path | str) -> Path:
-    """Find a model directory; download a model of the hub into the hub's cache.
+    """Find a model directory or a GGUF file; download a model of the hub into the hub's cache.
 
     Raises:
         CheckpointError: if there is neither.
     """
     directory = Path(path)
-    if directory.is_dir():
+    if directory.is_dir() or is_gguf(directory):
         return directory
     text = str(path)
     if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():
@@ -293,24 +291,24 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
     return config, Quantization.of(directory / "config.json", quantization)
 
 
-def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: Head, bounds: Bounds) -> PreTrainedModel:
+def _build(files: ModelFiles, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
-        return build_skeleton(config, dtype, head, bounds=bounds)
+        return build_skeleton(files.config, dtype, head, bounds=Bounds.of(files.shapes))
     except ZO2Error:
         raise
     except OversizedError as error:
         raise CheckpointError(
-            directory / "config.json",
+            files.described_in,
             found=f"the config of a model with {error}",
             expected="the sizes of the weights",
-            remedy="use the config.json that belongs to these shards",
+            remedy="use the config that belongs to these weights",
         ) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
-            directory / "config.json",
+            files.described_in,
             found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
             expected=f"the config of a model with a head for {head.name}",
-            remedy="use the config.json that belongs to these shards, or another head",
+            remedy="use the config that belongs to these weights, or another head",
         ) from error
 
 
@@ -329,11 +327,9 @@ def _refuse_pickled(directory: Path) -> None:
         )
 
 
-def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[str, TensorEntry]) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str, files: ModelFiles) -> torch.dtype:
     if dtype == "auto":
-        config_dtype = getattr(config, "dtype", None)
-        first = next((entry.torch_dtype for entry in entries.values() if entry.torch_dtype is not None), torch.float32)
-        return config_dtype if isinstance(config_dtype, torch.dtype) else first
+        return files.dtype
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
         raise OptionError(
@@ -346,6 +342,74 @@ def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
     if precision.autocast is None:
         return None
     return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _MIN_CHUNK)
+
+
+class ModelFiles(Protocol):
+    """What a model's files say before the model is built."""
+
+    config: PretrainedConfig
+    described_in: Path  # the file that has the config
+    converts: bool  # whether tensors may have another dtype than the model's, to which they are converted
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The checkpoint's dtype."""
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Shapes of all tensors."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether there are tensors that have to be decoded."""
+
+    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+        """All tensors as if none were encoded, and the encoded ones, by name."""
+
+    def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
+        """A reader of the parameters that consist of these pieces."""
+
+    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
+        """Files to write beside exported weights of this dtype."""
+
+
+class _DirectoryFiles:
+    """A directory in the Hugging Face layout."""
+
+    converts = False
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self.described_in = directory, directory / "config.json"
+        self.config, quantization = _read_config(directory)
+        _refuse_pickled(directory)
+        self._entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
+        self.is_encoded = quantization is not None
+        if quantization is not None:
+            self._entries, self._encoded = without_encodings(self._entries, quantization, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The config's dtype, else that of the first tensor."""
+        found = (entry.torch_dtype for entry in self._entries.values() if entry.torch_dtype is not None)
+        in_config = getattr(self.config, "dtype", None)
+        return in_config if isinstance(in_config, torch.dtype) else next(found, torch.float32)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all tensors."""
+        return [entry.shape for entry in self._entries.values()]
+
+    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+        """All tensors as if none were encoded, and the encoded ones, by name."""
+        return self._entries, self._encoded
+
+    def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
+        """A reader of the parameters that consist of these pieces."""
+        return SafetensorsReader(pieces)
+
+    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
+        """The files beside the weights."""
+        return _companions(self._directory, skeleton, dtype)
 
 
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:

@@ -8,22 +8,29 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters.models.companions import companion_files
+from zo2adapters.models.gguf_model import gguf_tokenizer
 from zo2core import DataError
+from zo2core.checkpoint import is_gguf
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load a model directory's tokenizer, without running remote code.
+    """Load the tokenizer of a model directory or of a GGUF file, without running remote code.
 
     Raises:
         DataError: if there is no tokenizer, or it cannot be loaded.
         CheckpointError: if a file is a link that leads out of the directory.
     """
-    companion_files(directory)  # refuses links that lead out of the directory
-    for path in directory.iterdir():
-        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
-            raise _unusable(directory, f"{path.name} is not a regular file")
+    if not is_gguf(directory):
+        companion_files(directory)  # refuses links that lead out of the directory
+        for path in directory.iterdir():
+            if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
+                raise _unusable(directory, f"{path.name} is not a regular file")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer: Any = (
+            gguf_tokenizer(directory)
+            if is_gguf(directory)
+            else AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        )
     except (KeyboardInterrupt, SystemExit):
         raise
     # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an Exception.

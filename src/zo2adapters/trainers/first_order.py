@@ -46,6 +46,9 @@ class FirstOrder:
     """With --method, for all parameters: largest absolute value of a gradient's elements; larger ones are cut to it."""
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
+    stream_blocks: bool = False
+    """With --method badam: stream blocks from disk, for a model that is larger than memory. A block is written once, when
+    its turn ends, and from there a run resumes."""
     betas: tuple[float, float] | None = None
     """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
     eps: float | None = None
@@ -86,8 +89,8 @@ class FirstOrder:
         self._require_optimizer_options()
         if self.method is None:
             expected = "--method beside it; the steps without it have --clip-grad"
-            for option in ("max_grad_norm", "max_grad_value", "switch_every"):
-                if (value := getattr(self, option)) is not None:
+            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks"):
+                if (value := getattr(self, option)) not in (None, False):
                     raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
             return
         require_method(self.method, options.model_options)
@@ -101,6 +104,8 @@ class FirstOrder:
                 found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
                 raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
             require_at_least("switch_every", self.switch_every, 1)
+        if self.stream_blocks:
+            self._require_streamable(options)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
@@ -115,6 +120,24 @@ class FirstOrder:
             require_positive("max_grad_norm", self.max_grad_norm)
         if storage.snapshot_every is not None:
             require_at_least("snapshot_every", storage.snapshot_every, 1)
+
+    def _require_streamable(self, options: RunOptions) -> None:
+        """Refuse what does not go with blocks that stream and change."""
+        if self.method != "badam":
+            found, expected = f"it with --method {self.method}", "--method badam, which changes one block at a time"
+            raise OptionError("stream_blocks", found=found, expected=expected, remedy="leave it out, or pass --method badam")
+        for option, value, default in (
+            ("keep_best", options.keep_best, False),
+            ("snapshot_every", options.storage.snapshot_every, None),
+            ("device", options.storage.device, "cpu"),
+        ):
+            if value != default:
+                raise OptionError(
+                    option,
+                    found=f"{value} with --stream-blocks",
+                    expected=f"{default}: only weights at the end of a turn are kept, and blocks are computed on in memory",
+                    remedy="leave one of the two out",
+                )
 
     def _require_optimizer_options(self) -> None:
         """Refuse options of another optimizer than the method's, and numbers out of range."""

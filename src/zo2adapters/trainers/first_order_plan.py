@@ -13,7 +13,6 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.first_order_run import gradient_bytes
-from zo2adapters.trainers.full_run import FORWARDS as FULL_FORWARDS
 from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
@@ -25,13 +24,15 @@ from zo2adapters.trainers.run_plan import (
     measured_forward_seconds,
 )
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
-from zo2core import BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2adapters.trainers.streamed_turns_run import written_bytes
+from zo2core import BAdam, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import update_bytes
+from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import scratch_bytes
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_visitor import tensor_ids
@@ -52,6 +53,7 @@ def plan_first_order_run(
     evaluations: int = 0,
     update: BlockUpdate | None = None,
     scratch: Path = Path(),
+    streams: bool = False,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -63,6 +65,7 @@ def plan_first_order_run(
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
         scratch: Directory on the disk that snapshots are written to.
+        streams: Whether blocks stream from disk, with badam.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -80,41 +83,46 @@ def plan_first_order_run(
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations),
         trained_copies=TRAINED_COPIES if update is None else 0,
-        update_bytes=0 if update is None else update_bytes(update, model.layouts),
-        stays_in_memory=update is not None,
+        gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
+        optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
+        stays_in_memory=update is not None and not streams,
+        streams=streams,
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
     layouts, host_plan = spec.layouts, spec.host_plan
     forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
-    graph = measured_graph_bytes(model, longest)
+    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
     kept = min(host_plan.spare // max(graph, 1), blocks)
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
-    read = 2 * streamed_bytes(layouts, host_plan.buckets)
+    moving = host_plan.buckets if host_plan.buckets is None or not streams else host_plan.buckets - 1  # one stays
+    read = 2 * streamed_bytes(layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     decoding = decoding_seconds(layouts)
     evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
     arithmetic, snapshot, written = 2 * decoding, 0, 0.0
-    if update is None:
-        forwards = 1 + measured_backward(model, shapes.step, shapes.micro_rows)
-    else:
-        forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
+    if update is not None:
+        arithmetic = measured_update_seconds(model, update)
+    if streams:
+        assert isinstance(update, BAdam), "other methods were refused"
+        written = written_bytes(layouts, update)
+    elif update is not None:
         snapshot = snapshot_bytes(model, update)
-        bound = max((forwards - kept / blocks) * forward + arithmetic, read_seconds)
+        bound = max((times + 1 - kept / blocks) * forward + arithmetic, read_seconds)
         written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
-        scratch_bytes=0,
+        scratch_bytes=scratch_bytes(layouts) if streams else 0,
         read_bytes=read,
         written_bytes=round(written),
         terabytes_per_1000_steps=written / 1e9,
         snapshot_bytes=snapshot,
-        forward_seconds=(forwards - kept / blocks) * forward,
+        forward_seconds=(times + 1 - kept / blocks) * forward,
         update_seconds=arithmetic,
         disk_seconds=read_seconds,
         steps=steps,
@@ -149,7 +157,7 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
     """Measure a block's forward with its backward, as a multiple of its forward alone.
 
     Args:
-        model: The model, with its adapter; an engine binds its modules anew.
+        model: The model; an engine binds its modules anew.
         shape: Shape of the batch.
         running: Rows that run at a time; None: all.
     """

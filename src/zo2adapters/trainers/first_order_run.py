@@ -66,7 +66,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         return self.forwards * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
 
     def losses(self, journal: Journal) -> list[float]:
-        """Those of its commits. See the contract."""
+        """The losses of the journal's commits. See the contract."""
         return [commit.loss for commit in journal.commits]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:

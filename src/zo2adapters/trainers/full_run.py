@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order import block_update
+from zo2adapters.trainers.first_order import MethodName, block_update
 from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
-from zo2adapters.trainers.options import Order
+from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
@@ -18,14 +19,26 @@ from zo2core.types import divide_tied, packed_bytes
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
 
+_LEARNING_RATES: Mapping[MethodName, Sequence[float]] = {
+    "lomo": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "adalomo": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "adamw": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
+    "badam": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
+}
+
 
 class FullRun(GradientRun[FullBackpropEngine]):
     """First-order steps of all parameters. See ``RunMethod``."""
 
-    learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
-    few_learning_rates = (1e-6, 1e-5, 1e-4)
     snapshot_of = "weights and optimizer"
     exported = "model"
+
+    def __init__(self, options: TrainOptions) -> None:
+        super().__init__(options)
+        assert options.first_order.method is not None, "it is what chose this class"
+        self.learning_rates = _LEARNING_RATES[options.first_order.method]
+        self.few_learning_rates = self.learning_rates[1:-1]
 
     @property
     def forwards(self) -> int:
@@ -62,15 +75,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def engine(self, opening: Opening) -> FullBackpropEngine:
         """An engine at the last snapshot. See the contract."""
         options, execution = self.options, opening.execution
-        if opening.workers is not None:
-            raise OptionError(
-                "method",
-                found=f"{options.first_order.method} of all parameters, and {opening.workers.size} workers",
-                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
-                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
-            )
-        if execution.replay != "auto":
-            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        self._require_alone(opening)
         update = self.update
         self._policy.least = self._least_interval(opening.model, update)
         engine = FullBackpropEngine(
@@ -92,6 +97,22 @@ class FullRun(GradientRun[FullBackpropEngine]):
             engine.close()
             raise
         return engine
+
+    def _require_alone(self, opening: Opening) -> None:
+        """Refuse other workers, and a replay.
+
+        Raises:
+            OptionError: naming the method, or the option.
+        """
+        if opening.workers is not None:
+            raise OptionError(
+                "method",
+                found=f"{self.options.first_order.method} of all parameters, and {opening.workers.size} workers",
+                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
+                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
+            )
+        if opening.execution.replay != "auto":
+            raise self._refusal("replay", opening.execution.replay, "none: nothing is replayed")
 
     def _least_interval(self, model: HFBlockModel, update: BlockUpdate) -> int:
         """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes.

@@ -18,6 +18,7 @@ from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.metrics import row_of
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
+from zo2core.checkpoint import is_gguf
 from zo2core.types import Commit
 
 CARD = "README.md"
@@ -198,7 +199,8 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
         yield "from peft import PeftModel"
         yield f"from transformers import {loader}"
         yield ""
-        yield f'base = {loader}.from_pretrained("{name}")'
+        named = f'"DIRECTORY_OF_THE_FILE", gguf_file="{name}"' if is_gguf(name) else f'"{name}"'
+        yield f"base = {loader}.from_pretrained({named})"
         yield 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME_OF_THIS_ADAPTER")'
     else:
         yield f"from transformers import {loader}, AutoTokenizer"

@@ -249,7 +249,7 @@ class TrainOptions(RunOptions):
     """All options of a fine-tuning run."""
 
     model: str
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path
     """File of rows, each of which has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
@@ -324,7 +324,7 @@ class TrainOptions(RunOptions):
         values = dataclasses.asdict(self)
         del values["output"]
         values |= values.pop("model_options")  # on the top level, as in the first version
-        if Path(self.model).is_dir():
+        if Path(self.model).exists():
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation"):
             values[key] = None if values[key] is None else saved_path(Path(values[key]))

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from zo2adapters.models.gguf_model import tokenizer_values
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DataError, OptionError
+from zo2core.checkpoint import is_gguf, read_gguf
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 
@@ -44,7 +46,7 @@ def provenance(
 
     Args:
         options: The run's options.
-        base: The model's directory, which has the tokenizer's files.
+        base: The model's directory, which has the tokenizer's files, or its GGUF file.
         tokens: Padding token, number and digest of the tokens of each data file. See ``RunDirectory``.
         sequence_length: Length of the longest row that is not cut.
         devices: Kinds of devices that compute the run.
@@ -159,8 +161,12 @@ def _schedule(options: TrainOptions) -> dict[str, Any]:
 
 
 def tokenizer_sha256(base: Path) -> str:
-    """SHA-256 over the names and bytes of a model directory's tokenizer files."""
+    """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
     digest = hashlib.sha256()
+    if is_gguf(base):
+        for value in tokenizer_values(read_gguf(base)):
+            digest.update(repr(value).encode())
+        return digest.hexdigest()
     for name in _TOKENIZER_FILES:
         if (base / name).exists():
             digest.update(f"{name} {file_sha256(base / name)}\n".encode())

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.gguf_model import load_whole
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
@@ -145,13 +146,13 @@ def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapte
     loaded = head_of(head).class_of(model.config)
     if adapter is None:
         stored = model.layouts[0].parameters[0].dtype
-        return loaded.from_pretrained(directory, dtype=stored, trust_remote_code=False)
+        return load_whole(loaded, directory, stored)
     config = peft_config(adapter).config
     if config.is_prompt_learning:
         expected = "an adapter whose modules stand in the model, as LoRA's"
         raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
     dtype = torch.float32 if model.autocast is not None else model.config.dtype
-    whole = loaded.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    whole = load_whole(loaded, directory, dtype)
     optional_package("peft", install="zo2core[peft]").inject_adapter_in_model(config, whole)
     for parameter in whole.parameters():
         # What is mapped from a file lies unaligned, and products round otherwise there.

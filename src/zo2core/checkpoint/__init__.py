@@ -1,5 +1,11 @@
-"""Safetensors checkpoints: read by range, written as a stream."""
+"""Checkpoints in safetensors or GGUF: read by range, written as a stream."""
 
+from zo2core.checkpoint.gguf import GGUFFile as GGUFFile
+from zo2core.checkpoint.gguf import Scalar as Scalar
+from zo2core.checkpoint.gguf import StoredArray as StoredArray
+from zo2core.checkpoint.gguf import StoredText as StoredText
+from zo2core.checkpoint.gguf import is_gguf as is_gguf
+from zo2core.checkpoint.gguf import read_gguf as read_gguf
 from zo2core.checkpoint.reader import Piece as Piece
 from zo2core.checkpoint.reader import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint.reader import TensorEntry as TensorEntry

@@ -82,6 +82,37 @@ class FullBackpropEngine(StoredRunner):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
+        options = RunOptions(
+            device=device,
+            memory=memory,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            overlap=overlap,
+            stays_in_memory=True,
+        )
+        self._open(model, update, lr, GradientClipping(value=clip_value, norm=clip_norm), run, options)
+        if run is None:
+            return
+        try:
+            self.snapshots = Snapshots(run.directory, self.journal.chain, self.journal.require_version)
+            self.snapshots.clear_partial()
+            newest = self.snapshots.newest()
+            if newest is not None:
+                self.load_state_dict(newest.state)
+        except BaseException:
+            self._close_refused()
+            raise
+
+    def _open(
+        self,
+        model: DifferentiableModel,
+        update: BlockUpdate,
+        lr: float | Callable[[int], float],
+        clipping: GradientClipping,
+        run: RunRecord | None,
+        options: RunOptions,
+    ) -> None:
+        """Build the parts of the run that the options name, and the method."""
         if not isinstance(model, DifferentiableModel):
             raise OptionError(
                 "model",
@@ -89,18 +120,11 @@ class FullBackpropEngine(StoredRunner):
                 expected="a DifferentiableModel",
                 remedy="add the method, or use ZOEngine",
             )
-        clipping = GradientClipping(value=clip_value, norm=clip_norm)
-        options = RunOptions(
-            device=device,
-            memory=memory,
-            micro_batch_size=micro_batch_size,
-            trace=trace,
-            overlap=overlap,
-            update_bytes=update_bytes(update, model.layouts),
-            stays_in_memory=True,
+        options = dataclasses.replace(
+            options, gradient_bytes=gradient_bytes(model.layouts), optimizer_bytes=update.state_bytes(model.layouts)
         )
         if run is not None:
-            method = {**update.options, "clip_value": clip_value, "clip_norm": clip_norm}
+            method = {**update.options, "clip_value": clipping.value, "clip_norm": clipping.norm}
             options = dataclasses.replace(options, journal=run.journal, provenance=run.provenance, method=method)
         parts = build(model, None, options)
         super().__init__(model, parts)
@@ -124,20 +148,15 @@ class FullBackpropEngine(StoredRunner):
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
-                micro_batch_size=micro_batch_size,
+                micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(
                     blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
                     budget=parts.activation_bytes,
                     spare=parts.spare_bytes,
                 ),
+                versions_are_steps=options.streams,
             )
-            if run is not None:
-                self.snapshots = Snapshots(run.directory, self.journal.chain, self.journal.require_version)
-                self.snapshots.clear_partial()
-                newest = self.snapshots.newest()
-                if newest is not None:
-                    self.load_state_dict(newest.state)
         except BaseException:
             self._close_refused()
             raise
@@ -223,15 +242,13 @@ class FullBackpropEngine(StoredRunner):
             record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))
 
 
-def update_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
-    """Host memory for a step's gradients, of the largest segment, and for the optimizer's state.
+def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Memory for the gradients of the largest segment.
 
     Args:
-        update: The optimizer.
         layouts: Segments in visiting order.
     """
-    largest = max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
-    return _GRADIENT_COPIES * largest + update.state_bytes(layouts)
+    return _GRADIENT_COPIES * max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
 
 
 def _constant(lr: float) -> Callable[[int], float]:

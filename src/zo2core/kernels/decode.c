@@ -27,20 +27,6 @@ INLINE float from_e4m3(uint8_t code) {
     return number((magnitude == 0x7f ? 0x7fc00000 : bits(finite)) | (uint32_t)(code & 0x80) << 24);
 }
 
-/* Round floats and store them; bfloat16, which most models compute in, takes one pass. */
-CLONES static void put(int dtype, void *out, uint64_t place, float *restrict x, size_t count) {
-    uint16_t *restrict halves = (uint16_t *)out + place;
-    if (dtype == BFLOAT16) {
-        for (size_t i = 0; i < count; i++) {
-            const uint32_t u = bits(x[i]), near = u + 0x7fff + (u >> 16 & 1);
-            halves[i] = (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : near >> 16);
-        }
-        return;
-    }
-    round_all(dtype, x, count);
-    store(dtype, (char *)out + place * (dtype == FLOAT32 ? 4 : 2), x, count);
-}
-
 /* A scale a row; `unit` is what a code of 1 at a scale of 1 is worth. */
 CLONES PUBLIC void zo2core_decode_int8(
     int dtype, void *out, const int8_t *codes, const void *scales, float unit, uint64_t rows, uint64_t columns) {

@@ -1,8 +1,8 @@
-"""Matrices of 8 and 4 bits a weight: decoded into the memory a forward reads, and encoded for a checkpoint.
+"""Matrices of 8 bits a weight and less: decoded into the memory a forward reads, and encoded for a checkpoint.
 
-A weight is decoded by float32 operations, in the order of bitsandbytes and of transformers, and rounded once: a model whose
-weights were decoded beforehand computes the same bits. Encoded weights are never trained: they are encoded once, when a
-checkpoint is made.
+A weight is decoded by float32 operations, in the order of bitsandbytes, of transformers and of llama.cpp's gguf package, and
+rounded once: a model whose weights were decoded beforehand computes the same bits. Encoded weights are never trained: they
+are encoded once, when a checkpoint is made. Those of GGUF files are only decoded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import accumulate
 
 import torch
 
-from zo2core.kernels import native
-from zo2core.types import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, ParameterSpec
+from zo2core.kernels import gguf, native
+from zo2core.types import EncodedPart, Encoding, Float8Blocks, GGUFRows, Int8Rows, NF4Blocks, ParameterSpec
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
 INT8_UNIT = 7.874015718698502e-3  # value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
@@ -66,6 +66,9 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
 
 def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
     """Decode some rows with a compiled kernel. With NF4, whose blocks ignore rows, the first row has to begin a block."""
+    if isinstance(encoding, GGUFRows):
+        native.decode_gguf(matrix, parts.bytes["codes"], encoding, first, last)
+        return
     out, start, codes = matrix[first:last], first * matrix.shape[1], parts.bytes["codes"]
     if isinstance(encoding, NF4Blocks):
         native.decode_nf4(out, parts.bytes, encoding, start)
@@ -77,6 +80,9 @@ def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: 
 
 def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
     """Decode a matrix with torch operations: the reference."""
+    if isinstance(encoding, GGUFRows):
+        _decode_gguf(encoding, parts["codes"], matrix)
+        return
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
@@ -92,6 +98,14 @@ def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
         matrix[first:last] = weights
 
 
+def _decode_gguf(encoding: GGUFRows, codes: torch.Tensor, matrix: torch.Tensor) -> None:
+    order = gguf.row_order(encoding, len(matrix), matrix.device)
+    step = max(1, _DECODED_AT_ONCE // matrix.shape[1])
+    for first in range(0, len(matrix), step):
+        weights = gguf.decode_rows(encoding, codes[first : first + step])
+        matrix[order[first : first + step]] = weights.to(matrix.dtype)
+
+
 def decoded(spec: ParameterSpec, stored: torch.Tensor) -> torch.Tensor:
     """A matrix's decoded weights in its dtype: 1-D, on the device of ``stored``."""
     out = torch.empty(spec.numel, dtype=spec.dtype, device=stored.device)
@@ -104,11 +118,12 @@ def encode(weights: torch.Tensor, encoding: Encoding) -> tuple[Encoding, Mapping
 
     Args:
         weights: (rows, columns), finite, of a floating-point dtype.
-        encoding: Encoding to use. The offset of a double-quantised ``NF4Blocks`` is computed from the matrix.
+        encoding: Encoding to use, none of GGUF's. The offset of double-quantised ``NF4Blocks`` is computed from the matrix.
 
     Returns:
         The encoding, and its parts by role.
     """
+    assert not isinstance(encoding, GGUFRows), "blocks of GGUF files are only decoded"
     exact = weights.float()
     if isinstance(encoding, Int8Rows):
         scales = exact.abs().amax(dim=1)

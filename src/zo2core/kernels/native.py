@@ -1,4 +1,4 @@
-"""The compiled kernels of native.c, twister.c, decode.c and forming.c, through ctypes: CPU tensors of 32 and 16 bits.
+"""The compiled kernels, the C files beside this one, through ctypes: CPU tensors of 32 and 16 bits.
 
 The library is built when the package is installed. Where that was not possible, everything runs on the reference, with the
 same bits.
@@ -19,12 +19,13 @@ import torch
 
 from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
-from zo2core.types import Distribution, NF4Blocks, Perturb, Program
+from zo2core.types import GGUF_BLOCKS, Distribution, GGUFRows, NF4Blocks, Perturb, Program
 
-_REVISION = 8  # of native.c, twister.c, decode.c and forming.c
+_REVISION = 9  # of the C files
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
+_GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}  # the order of gguf.c's enum
 _CPU = torch.device("cpu")
 
 
@@ -102,6 +103,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_int8": (*matrix, real, u64, u64),
         "decode_float8": (*matrix, u64, u64, u64, u64, u64),
         "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
+        "decode_gguf": (integer, pointer, pointer, integer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
     }.items():
@@ -273,6 +275,22 @@ def decode_nf4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], encoding: N
     addresses = (parts[role].data_ptr() if role in parts else None for role in roles)
     blocks = (encoding.nested_block or 0, encoding.offset, encoding.block)
     functions().zo2core_decode_nf4(DTYPES[out.dtype], out.data_ptr(), *addresses, *blocks, first, out.numel())
+
+
+def decode_gguf(out: torch.Tensor, codes: torch.Tensor, encoding: GGUFRows, first: int, last: int) -> None:
+    """Decode the stored rows ``first`` to ``last`` of a matrix in the blocks of a GGUF file.
+
+    Args:
+        out: Memory for the whole matrix, (rows, columns), contiguous.
+        codes: The whole matrix's bytes, at any address.
+        encoding: Encoding of the matrix.
+        first: The first row, as they are stored.
+        last: The end of the last row.
+    """
+    rows, columns = out.shape
+    kind, row_bytes = _GGUF_KINDS[encoding.name], codes.numel() // rows
+    memory = DTYPES[out.dtype], out.data_ptr(), codes.data_ptr()
+    functions().zo2core_decode_gguf(*memory, kind, encoding.heads, rows, columns, row_bytes, first, last)
 
 
 def encode_float8(

@@ -100,10 +100,10 @@ class _Measuring:
         self._norms = norms
         self._update = update
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms. See the contract."""
-        self._norms.add(_converted(gradients, self._update), 0)
-        return {}
+        _convert(gradients, self._update)
+        self._norms.add(gradients, 0)
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
         """Change nothing. See the contract."""
@@ -143,19 +143,20 @@ class _Updating:
         self._lr = lr
         self.changed = 0  # segments that are changed, or were being changed when it failed
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms, and clip. See the contract."""
-        gradients = _converted(gradients, self._update)
+        _convert(gradients, self._update)
         if self._total is None:
             self._norms.add(gradients, self.changed)
-        value, norm = self._clipping.value, self._clipping.norm
-        if value is not None:
-            gradients = {name: gradient.clamp(-value, value) for name, gradient in gradients.items()}
+        value, norm, scale = self._clipping.value, self._clipping.norm, None
         if norm is not None:
             total = self._norms.total(self._names) if self._total is None else self._total
             scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-            gradients = {name: gradient * scale for name, gradient in gradients.items()}
-        return gradients
+        for name in gradients:
+            if value is not None:
+                gradients[name] = gradients[name].clamp(-value, value)
+            if scale is not None:
+                gradients[name] = gradients[name] * scale
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
         """Change the weights. See the contract."""
@@ -164,10 +165,11 @@ class _Updating:
         return True
 
 
-def _converted(gradients: Mapping[str, torch.Tensor], update: BlockUpdate) -> Mapping[str, torch.Tensor]:
-    if not update.widens_gradients:
-        return gradients
-    return {name: widened(gradient) for name, gradient in gradients.items()}
+def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate) -> None:
+    """Convert 16-bit gradients to float32, if the optimizer wants them so."""
+    if update.widens_gradients:
+        for name in gradients:
+            gradients[name] = widened(gradients[name])
 
 
 class _Batches(NamedTuple):
@@ -193,6 +195,8 @@ class FusedBackprop:
         micro_batch_size: Rows of a micro-batch; None does not split batches.
         commit: Called with a step's loss and gradient norm when all segments are updated.
         memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
+        versions_are_steps: Whether the version of a segment is the number of steps after its last update, as where segments
+            are written back, and not the number of its updates.
     """
 
     def __init__(
@@ -208,6 +212,7 @@ class FusedBackprop:
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
         memory: GradientMemory,
+        versions_are_steps: bool = False,
     ) -> None:
         self.steps = 0
         self.broken_at: int | None = None  # the step that changed a part of the segments, and failed
@@ -223,6 +228,7 @@ class FusedBackprop:
         self._micro_batch_size = micro_batch_size
         self._commit = commit
         self._memory = memory
+        self._versions_are_steps = versions_are_steps
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``FullBackpropEngine.step``."""
@@ -254,7 +260,8 @@ class FusedBackprop:
 
     def _sweep(self, run: _Batches, work: SegmentStep, norms: _Norms) -> float:
         """Sweep forward and backward; returns the loss."""
-        self._parameters.expect(run.segments, work)
+        version = self.steps + 1 if self._versions_are_steps else None
+        self._parameters.expect(run.segments, work, version)
         [group] = self._memory.groups(run.forward, run.batches, together=True)
         visitor = self._visits.visitor(
             run.forward,

@@ -64,6 +64,11 @@ class BAdam:
         """Whether 16-bit gradients are converted to float32 first: yes."""
         return True
 
+    @property
+    def every(self) -> int:
+        """Steps for which a segment is trained. After a multiple of them nothing is kept from step to step."""
+        return self._every
+
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
         """The one segment whose turn it is. See the contract."""
         epoch, turn = divmod(step // self._every, len(trained))

@@ -41,6 +41,7 @@ def plan_host(
     perturbs_in_place: bool = True,
     further: Sequence[MemoryPart] = (),
     stays_in_memory: bool = False,
+    streams: bool = False,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
 
@@ -55,6 +56,7 @@ def plan_host(
             forward's weights are rounded.
         further: Further parts in host memory; empty ones are left out.
         stays_in_memory: Whether all blocks have to stay in memory.
+        streams: Whether they have to be streamed, with one bucket that keeps a block from sweep to sweep.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
@@ -94,6 +96,8 @@ def plan_host(
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
     if stays_in_memory:
         choices = [choice for choice in choices if choice[0] is None]
+    if streams:
+        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
     for buckets, keep_noise in choices:
         plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:

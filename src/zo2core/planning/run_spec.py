@@ -42,8 +42,10 @@ class RunRequest:
         overlap: Whether transfers and disk reads overlap with compute.
         trained_copies: Further copies of the trained parameters that a first-order method keeps: parameters, gradients and
             optimizer state.
-        update_bytes: Gradients and optimizer state of a first-order method that changes weights where they are stored.
+        gradient_bytes: Gradients of one segment, of a first-order method that changes weights where they are stored.
+        optimizer_bytes: Its optimizer's state, in host memory.
         stays_in_memory: Whether all blocks have to stay in memory.
+        streams: Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep.
     """
 
     layouts: Sequence[BlockLayout]
@@ -59,13 +61,15 @@ class RunRequest:
     replay: Replay = "auto"
     overlap: bool = True
     trained_copies: int = 0
-    update_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
     stays_in_memory: bool = False
+    streams: bool = False
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a first-order method's copies of the trained parameters."""
-        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts))
+        """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
+        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
 
     @property
     def changes_weights(self) -> bool:
@@ -141,10 +145,12 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             further=[
                 encoded,
                 *([factors] if machine.on_host else []),
-                *([trained_copies] if machine.in_place else []),
-                MemoryPart("trained parameters, gradients, optimizer", request.update_bytes),
+                MemoryPart(
+                    trained_copies.name, request.optimizer_bytes + (trained_copies.nbytes if machine.in_place else 0)
+                ),
             ],
             stays_in_memory=request.stays_in_memory,
+            streams=request.streams,
         )
     write_back = request.write_back if request.changes_weights and not machine.shares else None
     spec = RunSpec(

@@ -7,7 +7,7 @@ updates, or written back every few versions. Embedding and head stay in buckets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -118,6 +118,7 @@ class StreamedSource(SegmentSource):
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
         self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that holds it or that it is read into
+        self._pinned: frozenset[int] = frozenset()  # segments that stay in memory, and are not written
 
     @property
     def capacity(self) -> int:
@@ -155,9 +156,42 @@ class StreamedSource(SegmentSource):
                 self._change(memory, _Empty(_NO_READS))
             else:
                 self._change(memory, _Kept(bucket.segment, version))
-                pages = memory.pages[: whole_pages(self._layouts[bucket.segment].nbytes)]
-                self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
+                if bucket.segment not in self._pinned:
+                    pages = self._pages(bucket.segment, memory)
+                    self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
+
+    def pin(self, segments: Collection[int]) -> None:
+        """Keep segments in memory however often they change, and write back those that were kept so until now.
+
+        On return these are durable. No segment may be acquired.
+
+        Args:
+            segments: Fewer blocks than there are buckets.
+
+        Raises:
+            ScratchError: if a segment cannot be written.
+        """
+        with self._lock:
+            self._require_open()
+            unpinned, self._pinned = self._pinned.difference(segments), frozenset(segments)
+            blocks = sum(not self._layouts[segment].resident for segment in segments)
+            assert blocks < len(self._ring), "other blocks need a bucket"
+            for segment in unpinned:
+                memory = self._holding.get(segment)
+                if memory is not None and isinstance(memory.state, _Kept):
+                    version = memory.state.version
+                    self._write_back.start_if_due(segment, self._pages(segment, memory), version, then=self._read_ahead)
+        for segment in unpinned:
+            self._write_back.wait(segment)
+        self._write_back.check()
+
+    def written_version(self, segment: int) -> int:
+        """Version of a segment's bytes on disk; 0 for those of the base."""
+        return self._write_back.version(segment)
+
+    def _pages(self, segment: int, memory: _BucketMemory) -> torch.Tensor:
+        return memory.pages[: whole_pages(self._layouts[segment].nbytes)]
 
     def _free_memory(self) -> None:
         self._ring.clear()
@@ -202,6 +236,8 @@ class StreamedSource(SegmentSource):
             if isinstance(state, _Empty):
                 if state.reads.done():
                     return memory
+            elif state.segment in self._pinned:
+                continue
             elif isinstance(state, _Kept) or (isinstance(state, _Ahead) and state.loading.done()):
                 rank = self._order.rank(state.segment)
                 if rank > latest and not self._write_back.busy(state.segment):
@@ -216,7 +252,11 @@ class StreamedSource(SegmentSource):
 
         if segment in self._resident:
             return self._resident[segment]
-        return max((memory for memory in self._ring if not isinstance(memory.state, _Acquired)), key=rank)
+        return max((memory for memory in self._ring if not self._stays(memory.state)), key=rank)
+
+    def _stays(self, state: _State) -> bool:
+        """Whether a memory may not be given to another segment."""
+        return isinstance(state, _Acquired) or (not isinstance(state, _Empty) and state.segment in self._pinned)
 
     def _evict(self, memory: _BucketMemory, before: _State) -> None:
         """Wait until reads into memory and writes from it have ended, dropping its content."""

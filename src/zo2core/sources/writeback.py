@@ -57,8 +57,17 @@ class WriteBack:
             version: Version of the bytes.
             then: Called in the writing thread when the segment is written.
         """
-        if self._scratch is None or self.every is None or version - self._scratch.version(segment) < self.every:
+        if self.every is None or version - self.version(segment) < self.every:
             return
+        self.start(segment, pages, version, then)
+
+    def version(self, segment: int) -> int:
+        """Version of a segment's bytes on disk; 0 if it was not written."""
+        return 0 if self._scratch is None else self._scratch.version(segment)
+
+    def start(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
+        """Start writing a segment, and return at once. See ``start_if_due``."""
+        assert self._scratch is not None, "there are files to write to"
         future = self._pool.submit(self._write, self._scratch, segment, pages, version)
         self._writes[segment] = future
         future.add_done_callback(lambda _: then())

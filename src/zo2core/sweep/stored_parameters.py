@@ -19,15 +19,13 @@ from zo2core.types import BlockLayout, ParameterSpec
 class SegmentStep(Protocol):
     """What a sweep does with the gradients of each segment."""
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Check a segment's gradients, and clip and convert them as need be. If it raises, nothing has changed.
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
+        """Check a segment's gradients, and clip and convert them as need be. If it raises, no weight has changed.
 
         Args:
             segment: Index of the segment.
-            gradients: The gradients of its own parameters by name, contiguous; only read.
-
-        Returns:
-            The gradients to update the segment by.
+            gradients: The gradients of its own parameters by name, contiguous. They may share memory with other tensors, so
+                they are replaced, not changed in place, one at a time: there is memory for two of each.
         """
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
@@ -63,12 +61,13 @@ class StoredParameters:
         self._names = {
             segment: [one.spec.name for one in owned if one.segment == segment] for segment in {one.segment for one in owned}
         }
-        self._versions: dict[int, int] = {}  # updates that each segment has had in this process
+        self._versions: dict[int, int] = {}  # that segments have to have; 0 if there is none
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # those whose gradients have memory of their own
-        self._completed: Mapping[str, torch.Tensor] = {}  # gradients of the segment that is updated next
+        self._completed: dict[str, torch.Tensor] = {}  # gradients of the segment that is updated next
         self._updated: Collection[int] = ()
         self._step: SegmentStep | None = None
+        self._next: int | None = None  # version after the next update; None: the next number
 
     @property
     def names(self) -> Collection[str]:
@@ -89,14 +88,23 @@ class StoredParameters:
         """Segments that are updated in the backward pass of the present sweep."""
         return self._updated
 
-    def expect(self, updated: Collection[int], step: SegmentStep) -> None:
+    def expect(self, updated: Collection[int], step: SegmentStep, version: int | None = None) -> None:
         """Say what the next sweep does.
 
         Args:
             updated: The segments whose own parameters get gradients.
             step: What is done with them.
+            version: Version of a segment after its update; None: the next one of each.
         """
-        self._updated, self._step = updated, step
+        self._updated, self._step, self._next = updated, step, version
+
+    def begin_at(self, versions: Mapping[int, int]) -> None:
+        """Expect the versions that segments have on disk.
+
+        Args:
+            versions: By segment; 0 for those of the base.
+        """
+        self._versions = dict(versions)
 
     def begin_sweep(self) -> None:
         """Forget the gradients of a sweep that failed."""
@@ -111,9 +119,9 @@ class StoredParameters:
         if version != self._versions.get(index, 0):
             raise ClosedError(
                 self._layouts[index].name,
-                found="the weights of the base, after an update that was interrupted",
-                expected=f"weights after {self._versions[index]} updates",
-                remedy="open the run again: it resumes from its last snapshot",
+                found=f"weights of version {version}: an update was interrupted, or written bytes are damaged",
+                expected=f"version {self._versions.get(index, 0)}",
+                remedy="open the run again, which resumes from what was saved whole; if this is repeated, begin it anew",
             )
         return version
 
@@ -135,7 +143,8 @@ class StoredParameters:
             assert self._step is not None, "a sweep with gradients has a step"
             names = [name for name in self._names[index] if name in self._gradients]
             self._summed.difference_update(names)
-            self._completed = self._step.complete(index, {name: self._gradients.pop(name) for name in names})
+            self._completed = {name: self._gradients.pop(name) for name in names}
+            self._step.complete(index, self._completed)
 
     @torch.no_grad()
     def update(self, index: int, store: Store, version: int) -> int:
@@ -146,7 +155,7 @@ class StoredParameters:
         weights = {name: self._shaped(name, store) for name in self._names[index]}
         gradients, self._completed = self._completed, {}
         if self._step.update(index, weights, gradients):
-            version += 1
+            version = version + 1 if self._next is None else self._next
             self._versions[index] = version
         return version
 

@@ -1,6 +1,15 @@
 """The values that the parts of the library exchange."""
 
-from zo2core.types.encodings import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, encoded_bytes
+from zo2core.types.encodings import (
+    GGUF_BLOCKS,
+    EncodedPart,
+    Encoding,
+    Float8Blocks,
+    GGUFRows,
+    Int8Rows,
+    NF4Blocks,
+    encoded_bytes,
+)
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
 from zo2core.types.layouts import (
     ALIGNMENT,
@@ -30,6 +39,7 @@ from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Commit, Evaluation, Ro
 __all__ = [
     "ALIGNMENT",
     "COMPUTE",
+    "GGUF_BLOCKS",
     "HALVES",
     "LARGEST",
     "MAX_SEED",
@@ -45,6 +55,7 @@ __all__ = [
     "EvaluationResult",
     "Event",
     "Float8Blocks",
+    "GGUFRows",
     "GradientStepResult",
     "Int8Rows",
     "Lane",

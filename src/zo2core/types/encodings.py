@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -87,7 +88,53 @@ class NF4Blocks:
         return codes, EncodedPart("scales", torch.uint8, (blocks,)), table, nested, nested_table
 
 
-Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks
+class GGUFBlock(NamedTuple):
+    """Some weights of a row that are coded together."""
+
+    weights: int
+    nbytes: int
+
+
+GGUF_BLOCKS: Mapping[str, GGUFBlock] = MappingProxyType(  # by the names of ggml's types
+    {
+        "F32": GGUFBlock(1, 4),
+        "F16": GGUFBlock(1, 2),
+        "BF16": GGUFBlock(1, 2),
+        "Q4_0": GGUFBlock(32, 18),
+        "Q4_1": GGUFBlock(32, 20),
+        "Q5_0": GGUFBlock(32, 22),
+        "Q5_1": GGUFBlock(32, 24),
+        "Q8_0": GGUFBlock(32, 34),
+        "Q2_K": GGUFBlock(256, 84),
+        "Q3_K": GGUFBlock(256, 110),
+        "Q4_K": GGUFBlock(256, 144),
+        "Q5_K": GGUFBlock(256, 176),
+        "Q6_K": GGUFBlock(256, 210),
+    }
+)
+
+
+@dataclass(frozen=True)
+class GGUFRows:
+    """Rows of blocks as llama.cpp's GGUF files have them, each block with its scales.
+
+    Args:
+        name: The type of ggml, one of ``GGUF_BLOCKS``.
+        heads: Attention heads whose rows are stored in pairs, as llama.cpp rotates them: stored row 2 i + j of a head is row
+            j * half + i of the weight, where half is half of the head's rows. 0: rows are stored in the weight's order.
+    """
+
+    name: str
+    heads: int = 0
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """What a matrix of (rows, columns) is stored as."""
+        rows, columns = shape
+        block = GGUF_BLOCKS[self.name]
+        return (EncodedPart("codes", torch.uint8, (rows, columns // block.weights * block.nbytes)),)
+
+
+Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | GGUFRows
 
 
 def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:

@@ -1,0 +1,126 @@
+"""How llama.cpp names and orders a model's tensors, as transformers' reader of GGUF files knows it, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+from zo2adapters.optional_package import optional_package
+from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.kernels.gguf import row_order
+from zo2core.types import GGUFRows
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # llama.cpp's names of what is tested
+GGUF_EXTRA = "zo2core[gguf]"
+
+
+class LlamaCppLayout:
+    """Names, order of rows and values of a model's tensors in GGUF files.
+
+    Args:
+        architecture: llama.cpp's name of the architecture, one of ``ARCHITECTURES``.
+        config: The model's config.
+    """
+
+    def __init__(self, architecture: str, config: PretrainedConfig) -> None:
+        self.architecture = architecture
+        self._config = config
+
+    @cached_property
+    def _processor(self) -> Any:
+        """Transformers' reader of tensors, which undoes what llama.cpp did to them."""
+        kind: Any = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
+        return kind(config=self._config.to_dict())
+
+    def names(self, parameters: Iterable[str]) -> dict[str, str]:
+        """A model's names of parameters by llama.cpp's, of those that llama.cpp has.
+
+        Args:
+            parameters: Names in the model.
+        """
+        gguf = optional_package("gguf", install=GGUF_EXTRA)
+        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture)
+        known, names = gguf.get_tensor_name_map(number, self._config.num_hidden_layers), dict[str, str]()
+        for name in parameters:
+            path, _, leaf = name.rpartition(".")
+            found = known.get_name(path)
+            if found is not None:
+                names[f"{found}.{leaf}"] = name
+        return names
+
+    def heads(self, name: str, shape: tuple[int, ...]) -> int:
+        """Heads whose rows are stored in pairs; 0 for vectors, and if the rows of a matrix are in the model's order.
+
+        Args:
+            name: llama.cpp's name of the tensor.
+            shape: The tensor's shape.
+
+        Raises:
+            UnsupportedModelError: if transformers' reader does anything else to the matrix.
+        """
+        if len(shape) != 2:
+            return 0
+        rows = shape[0]
+        probe = np.arange(rows, dtype=np.float32)[:, None]
+        result = self._processed(name, probe.copy())
+        if result.weights is not None and result.name == name and np.shape(result.weights) == probe.shape:
+            if np.array_equal(result.weights, probe):
+                return 0
+            for heads in {self._config.num_attention_heads, self._config.num_key_value_heads} - {0}:
+                if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
+                    return int(heads)
+        raise UnsupportedModelError(
+            name,
+            found="a matrix whose values transformers' reader changes",
+            expected="matrices that are stored row by row",
+            remedy="use the model in the Hugging Face layout",
+        )
+
+    def changes(self, name: str, length: int) -> bool:
+        """Whether a vector's values in a file are not those in the model."""
+        probe = torch.arange(length, dtype=torch.float32)
+        return not self.read(name, probe).equal(probe)
+
+    def read(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """A vector's values in the model, of those in a file, float32."""
+        processed = self._processed(name, stored.numpy().copy()).weights
+        return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
+
+    def _processed(self, name: str, values: Any) -> Any:
+        """What transformers' reader makes of a tensor.
+
+        Raises:
+            CheckpointError: if its shape does not go with the config.
+        """
+        try:
+            return self._processor.process(weights=values, name=name)
+        except (ValueError, ArithmeticError, TypeError) as error:
+            raise CheckpointError(
+                name,
+                found=f"{len(values)} rows, and metadata that do not go with them ({error})",
+                expected="as many rows as the heads of the metadata have",
+                remedy="download the file again",
+            ) from error
+
+    def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+        """A tensor's values in a file, of those in the model, float32: the inverse of what reading does."""
+        if len(weights.shape) == 2:
+            heads = self.heads(name, tuple(weights.shape))
+            return weights[_order(len(weights), heads)] if heads else weights
+        zeros = torch.zeros_like(weights)
+        added = self.read(name, zeros)
+        if not added.equal(zeros):  # Gemma's norms
+            return weights - added
+        places = self.read(name, torch.arange(len(weights), dtype=torch.float32)).long()
+        return torch.empty_like(weights).index_copy_(0, places, weights)
+
+
+def _order(rows: int, heads: int) -> torch.Tensor:
+    """The row of the model that each stored row is."""
+    return row_order(GGUFRows("F32", heads), rows, torch.device("cpu"))

@@ -1,0 +1,338 @@
+"""A model in a GGUF file, llama.cpp's format: config, names and order of rows by transformers' own reader of such files.
+
+Matrices stay in the file's blocks, which are decoded at each visit. llama.cpp stores the rows of rotated heads in pairs, and
+Gemma's norms plus 1. Transformers' reader itself is asked what it does to values and rows, which is done when weights are
+decoded or read. Settings that this reader ignores are refused by name where they change the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from zo2adapters.models.gguf_layout import ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
+from zo2adapters.models.quantized import EncodedTensor
+from zo2adapters.optional_package import optional_package
+from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
+from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
+from zo2core.types import GGUFRows
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
+_LARGE_GEMMA2 = 46  # layers of the Gemma 2 whose attention is scaled otherwise, as llama.cpp knows by this number
+
+
+class GGUFModel:
+    """What a GGUF file says of its model, before the model is built.
+
+    Args:
+        path: The file, of a split model the first one.
+
+    Raises:
+        CheckpointError: if a file is missing or malformed.
+        UnsupportedModelError: for an architecture, a type of tensors or a setting that is not supported.
+        MissingPackageError: without the gguf package.
+    """
+
+    converts = True  # norms are float32 in every file
+
+    def __init__(self, path: Path) -> None:
+        self.where = self.described_in = path
+        self.file = read_gguf(path)
+        self._architecture = str(self.file.metadata.get("general.architecture"))
+        if self._architecture not in ARCHITECTURES:
+            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(ARCHITECTURES)}")
+        optional_package("gguf", install=GGUF_EXTRA)
+        self._require_known_settings()
+        self.config = self._read_config()
+        self.layout = LlamaCppLayout(self._architecture, self.config)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all tensors."""
+        return [entry.shape for entry in self.file.tensors.values()]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether there are tensors in blocks of codes, or of rows in another order."""
+        return not all(entry.dtype in _FLOATS for entry in self.file.tensors.values()) or self._has_pairs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
+        found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1}
+        return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+
+    @property
+    def _has_pairs(self) -> bool:
+        return any(self.layout.heads(name, entry.shape) for name, entry in self.file.tensors.items())
+
+    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+        """All tensors as if none were encoded, and the encoded ones, by their names in a model.
+
+        Raises:
+            CheckpointError: for a tensor that the model does not have.
+        """
+        names = self.layout.names(skeleton.state_dict())
+        entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
+        plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
+        self._processed: dict[str, TensorEntry] = {}
+        for entry in self.file.tensors.values():
+            if entry.name == _ROTARY_FACTORS:
+                continue
+            if entry.name not in names:
+                raise CheckpointError(
+                    f"{entry.path}: {entry.name}",
+                    found=f"a tensor that transformers' {type(skeleton).__name__} does not have",
+                    expected="the tensors of this model",
+                    remedy="use a file that llama.cpp's converter made of a model of this kind",
+                )
+            name = names[entry.name]
+            entries[name] = entry._replace(name=name)
+            heads = self.layout.heads(entry.name, entry.shape)
+            if entry.dtype in _FLOATS and heads == 0:
+                if len(entry.shape) == 1 and self.layout.changes(entry.name, entry.shape[0]):
+                    self._processed[name] = entry
+                continue
+            if len(entry.shape) != 2:
+                raise self._refused(f"{entry.name} in {entry.dtype}, of shape {list(entry.shape)}", "matrices in codes")
+            entries[name] = entries[name]._replace(dtype=plain)
+            encoded[name] = EncodedTensor(GGUFRows(entry.dtype, heads), entry.shape, (entry,))
+        return entries, encoded
+
+    def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
+        """A reader of the parameters that consist of these pieces."""
+        base = SafetensorsReader(pieces)
+        vectors = {
+            name: self._processed[piece.entry.name]
+            for name, (piece, *_) in pieces.items()
+            if piece.entry.name in self._processed
+        }
+        return _GGUFReader(base, vectors, self.layout) if vectors else base
+
+    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
+        """The files beside weights that are exported in the Hugging Face layout: config and tokenizer."""
+        config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
+        config["architectures"] = [type(skeleton).__name__]
+        return _Companions(json.dumps(config, indent=2).encode() + b"\n", self.where)
+
+    def _read_config(self) -> PretrainedConfig:
+        try:
+            with TemporaryDirectory() as directory:
+                (Path(directory) / "model.gguf").write_bytes(_excerpt(self.file))
+                options: Any = {"gguf_file": "model.gguf", "trust_remote_code": False}
+                config: PretrainedConfig = AutoConfig.from_pretrained(directory, **options)
+        except Exception as error:  # any: metadata of wrong types or ranges lead transformers to all kinds of errors
+            first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise self._refused(
+                f"metadata that transformers cannot read ({first})", "the metadata of such a model"
+            ) from error
+        config.tie_word_embeddings = "output.weight" not in self.file.tensors  # transformers saw no tensors
+        config.name_or_path = ""
+        factors = self.file.tensors.get(_ROTARY_FACTORS)
+        if factors is not None:
+            config.rope_parameters = self._scaled_rotary(config, factors)
+        return config
+
+    def _require_known_settings(self) -> None:
+        """Refuse settings that change the model's forward, and that transformers' reader passes over."""
+        metadata, architecture = self.file.metadata, self._architecture
+        scaling, factor = (metadata.get(f"{architecture}.rope.scaling.{key}") for key in ("type", "factor"))
+        if scaling not in (None, "none") or factor not in (None, 0.0, 1.0):
+            raise self._refused(
+                f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}", "no scaled rotary tables"
+            )
+        if metadata.get(f"{architecture}.expert_count"):
+            raise self._refused("a mixture of experts", "a dense model")
+        width, heads = (metadata.get(f"{architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
+        rotated = metadata.get(f"{architecture}.rope.dimension_count")
+        if (
+            architecture == "phi3"
+            and isinstance(width, int)
+            and isinstance(heads, int)
+            and rotated not in (None, width // heads)
+        ):
+            raise self._refused(f"rope.dimension_count {str(rotated)[:40]}", f"{width // heads}, a whole head")
+        if architecture == "gemma2" and metadata.get("gemma2.block_count") == _LARGE_GEMMA2:
+            raise self._refused(
+                "Gemma 2 of 27 billion parameters", "a smaller one, whose attention is scaled by its head's size"
+            )
+
+    def _scaled_rotary(self, config: PretrainedConfig, entry: TensorEntry) -> dict[str, Any]:
+        """The rotary settings that have these factors: those of Llama 3.1 and 3.2, whose files have nothing else of them."""
+        plain = dict(config.rope_parameters or {})
+        values = torch.empty(entry.shape[0])
+        with contextlib.closing(SafetensorsReader({"factors": entry})) as reader:
+            reader.read_into("factors", values)
+        scaled: dict[str, Any] = {
+            "rope_type": "llama3",
+            "rope_theta": plain.get("rope_theta"),
+            "factor": float(values.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        if bool((values == 1).all()):
+            return plain
+        head = config.head_dim or config.hidden_size // config.num_attention_heads
+        if values.isfinite().all() and scaled["factor"] > 1 and scaled["rope_theta"] and 2 * len(values) == head:
+            config.rope_parameters = scaled
+            found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+            base = 1.0 / scaled["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
+            if torch.allclose(found * values, base, rtol=1e-5, atol=0.0):
+                return scaled
+        raise self._refused(
+            f"{_ROTARY_FACTORS} of other factors than Llama 3.1's", "rotary tables that follow from the config"
+        )
+
+    def _refused(self, found: str, expected: str) -> UnsupportedModelError:
+        remedy = "use the model in the Hugging Face layout"
+        return UnsupportedModelError(self.where, found=found, expected=expected, remedy=remedy)
+
+
+def _excerpt(file: GGUFFile) -> bytes:
+    """A GGUF file of the single values of another one's metadata, and of the vocabulary's size.
+
+    Transformers takes seconds to read a vocabulary, which says nothing of the config beside its size.
+    """
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    values: dict[str, Scalar | str] = {}
+    if isinstance(tokens, StoredArray):
+        values[f"{file.metadata['general.architecture']}.vocab_size"] = tokens.length
+    values |= {key: value for key, value in file.metadata.items() if isinstance(value, (int, float, bool, str))}
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
+    return header + b"".join(_text(key) + _coded(value) for key, value in values.items())
+
+
+def _coded(value: Scalar | str) -> bytes:
+    """The number of a value's type, and the value, as GGUF has them."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    return struct.pack("<Iq", 11, value) if isinstance(value, int) else struct.pack("<Id", 12, value)
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+class _GGUFReader:
+    """Reads parameters as ``SafetensorsReader``, but for some vectors whose values are computed of those in the file.
+
+    Args:
+        base: Reads the file.
+        vectors: The vectors to compute, by parameter.
+        layout: Computes them, of float32 values.
+    """
+
+    def __init__(self, base: SafetensorsReader, vectors: Mapping[str, TensorEntry], layout: LlamaCppLayout) -> None:
+        self._base = base
+        self._vectors = vectors
+        self._layout = layout
+        self.close, self.itemsize, self.origin = base.close, base.itemsize, base.origin
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of what is in the file."""
+        return self._base.fingerprint
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """None for what is computed. See the contract."""
+        return None if spec.name in self._vectors else self._base.page_offset(spec)
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of one parameter. See the contract."""
+        entry = self._vectors.get(parameter)
+        if entry is None:
+            self._base.read_into(parameter, out, start)
+            return
+        values = torch.empty(entry.shape[0])
+        self._base.read_into(parameter, values)
+        out.copy_(self._layout.read(entry.name, values)[start : start + out.numel()])
+
+
+class _Companions(Mapping[str, Path | bytes]):
+    """Config and tokenizer files; the tokenizer is read only if its files are asked for."""
+
+    def __init__(self, config: bytes, path: Path) -> None:
+        self._config = config
+        self._path = path
+
+    @cached_property
+    def _files(self) -> dict[str, Path | bytes]:
+        with TemporaryDirectory() as written:
+            gguf_tokenizer(self._path).save_pretrained(written)
+            tokenizer = {path.name: path.read_bytes() for path in Path(written).iterdir()}
+        return {**tokenizer, "config.json": self._config}
+
+    def __getitem__(self, name: str) -> Path | bytes:
+        return self._config if name == "config.json" else self._files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A directory that holds a link to a GGUF file and nothing else, and the further arguments of ``from_pretrained``.
+
+    Transformers would read other files beside it, too, such as a tokenizer's config.
+    """
+    with TemporaryDirectory() as directory:
+        link = Path(directory) / "model.gguf"
+        link.symlink_to(path.resolve())
+        yield Path(directory), {"gguf_file": link.name}
+
+
+def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> Any:
+    """The model of a directory or a GGUF file, whole and decoded, as transformers loads it.
+
+    Args:
+        auto_class: One of transformers' auto classes.
+        path: The directory or the file.
+        dtype: The weights' dtype.
+    """
+    with contextlib.ExitStack() as stack:
+        directory, options = stack.enter_context(alone(path)) if is_gguf(path) else (path, {})
+        return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False, **options)
+
+
+def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a GGUF file describes, by transformers' own reader.
+
+    Raises:
+        Exception: of any kind, as transformers raises them for what it cannot read.
+    """
+    with alone(path) as (directory, options):
+        # The auto class reads the vocabulary twice, once for a config that decides nothing here.
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
+    return tokenizer
+
+
+def tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
+    """Yield what a file says of its tokenizer, by key: numbers, texts, and the elements of arrays one after the other."""
+    for key in sorted(file.metadata):
+        if key.startswith("tokenizer."):
+            value = file.metadata[key]
+            if isinstance(value, (int, float, bool, str)):
+                yield key, value
+            elif isinstance(value, StoredArray):
+                for element in file.array(key):
+                    yield key, element
+            else:
+                yield key, file.text(key)

@@ -1,0 +1,353 @@
+"""Read GGUF files, llama.cpp's checkpoints: first the header, which is checked, then tensors by range, as of safetensors.
+
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian: ``GGUF``, a version, the numbers of
+tensors and of metadata values; the values, each with a key and a type; for each tensor its name, its sizes (of a row first),
+its type and its offset in the data, which begin at the next multiple of the alignment. A model may be split into files
+named ``NAME-00001-of-0000N.gguf``, each with a header of its own; the first has the metadata.
+
+Nothing that a header claims is believed before it is compared with the file's size. Long values stay in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeAlias
+
+from zo2core.checkpoint.reader import TensorEntry, require_own_file
+from zo2core.errors import CheckpointError, UnsupportedModelError, reason
+from zo2core.io.durable import open_regular
+from zo2core.types import GGUF_BLOCKS
+
+SUFFIX = ".gguf"
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_KEY_BYTES = (1 << 16) - 1  # of a metadata key, the format's own limit
+_NAME_BYTES = 1 << 10  # of a tensor's name; llama.cpp writes at most 63
+_SHORT = 1 << 16  # bytes of a string that is kept in memory; longer ones stay in the file
+_MOST_VALUES, _MOST_TENSORS, _MOST_FILES = 1 << 12, 1 << 16, 1 << 10  # far above those of any model
+_MOST_SIZES = 4  # axes of a tensor, ggml's limit
+_LARGEST_ALIGNMENT = 1 << 20
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # by the type's number
+_IMPORTANCE_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS")
+_TYPES = (  # names of ggml's types, by their numbers
+    {0: "F32", 1: "F16", 30: "BF16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
+    | {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+    | dict(enumerate(_IMPORTANCE_TYPES, start=16))
+    | {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+)
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+
+
+class StoredText(NamedTuple):
+    """A long string of the metadata, which stays in the file."""
+
+    start: int  # byte offset in the file
+    nbytes: int
+
+
+class StoredArray(NamedTuple):
+    """An array of the metadata, which stays in the file."""
+
+    kind: int  # the number of its elements' type
+    length: int  # elements
+    start: int  # byte offset in the file
+
+
+Scalar: TypeAlias = int | float | bool
+Value: TypeAlias = Scalar | str | StoredText | StoredArray
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A GGUF model's metadata and tensors.
+
+    Args:
+        path: The file, of several the first.
+        metadata: Values by key.
+        kinds: The numbers of the values' types by key.
+        tensors: Location of each tensor by its name in the file, in the order of the headers. Shapes are torch's, rows
+            first; the dtype of a tensor in blocks is the name of its type, such as "Q4_K".
+    """
+
+    path: Path
+    metadata: Mapping[str, Value]
+    kinds: Mapping[str, int]
+    tensors: Mapping[str, TensorEntry]
+
+    def text(self, key: str) -> str | None:
+        """A string of the metadata, wherever it is; None if there is none.
+
+        Raises:
+            CheckpointError: if the value is none, or cannot be read.
+        """
+        value = self.metadata.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, StoredText):
+            raise _malformed(f"{self.path}: {key}", f"{str(value)[:80]}", "a string")
+        with _opened(self.path) as cursor:
+            cursor.file.seek(value.start)
+            return _decoded(cursor, value.nbytes, key)
+
+    def array(self, key: str) -> Iterator[Scalar | str]:
+        """Yield the elements of an array of the metadata; none if there is no such key.
+
+        Raises:
+            CheckpointError: if the value is no array, or cannot be read.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return
+        if not isinstance(value, StoredArray):
+            raise _malformed(f"{self.path}: {key}", f"{str(value)[:80]!r}", "an array")
+        with _opened(self.path) as cursor:
+            cursor.file.seek(value.start)
+            for _ in range(value.length):
+                yield _string(cursor, key) if value.kind == _STRING else cursor.scalar(_SCALARS[value.kind])
+
+
+def is_gguf(path: Path | str) -> bool:
+    """Whether a path is that of a GGUF file, by its ending."""
+    return str(path).endswith(SUFFIX)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read and check the header of a GGUF file and, if its model is split, those of its other files. Data are not read.
+
+    Args:
+        path: The file, of a split model the first one.
+
+    Raises:
+        CheckpointError: if a file is missing, truncated or malformed, or the path is that of another file than the first.
+        UnsupportedModelError: for a version or a type of tensors that is not known.
+    """
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return first
+    named = _SPLIT_NAME.fullmatch(path.name)
+    if not isinstance(count, int) or not 1 < count <= _MOST_FILES or named is None or int(named["count"]) != count:
+        expected = f"a file NAME-00001-of-N.gguf of N files, 2 to {_MOST_FILES}, as its header says"
+        raise _malformed(path, f"this name, and split.count {str(count)[:40]}", expected, remedy="keep the files' own names")
+    tensors = dict(first.tensors)
+    for number in range(count):
+        if number == 0:
+            part = first
+        else:
+            sibling = path.with_name(f"{named['stem']}-{number + 1:05}-of-{count:05}{SUFFIX}")
+            require_own_file(sibling, path.parent)
+            part = _read_file(sibling)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            found = f"split.no {str(part.metadata.get('split.no'))[:40]}, counted from 0"
+            remedy = "pass the path of the file 00001, with all others beside it"
+            raise _malformed(part.path, found, f"file {number} of {count}, as its name says", remedy=remedy)
+        twice = sorted(tensors.keys() & part.tensors.keys()) if number else []
+        if twice:
+            raise _malformed(f"{part.path}: {twice[0]}", "a tensor that an earlier file has", "each tensor in one file")
+        tensors |= part.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise _malformed(path, f"{len(tensors)} tensors in {count} files", f"{str(total)[:40]}, as split.tensors.count says")
+    metadata = {key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS}
+    return GGUFFile(path, metadata, first.kinds, tensors)
+
+
+class _Cursor:
+    """Reads a file from front to back, and nothing behind its end."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Refuse a length that is longer than the rest of the file."""
+        rest = self.size - self.file.tell()
+        if nbytes > rest:
+            raise _malformed(self.path, f"{what} of {nbytes} bytes, where {rest} are left", "a header that lies in the file")
+
+    def bytes(self, nbytes: int, what: str) -> bytes:
+        self.require(nbytes, what)
+        content = self.file.read(nbytes)
+        if len(content) != nbytes:
+            raise _malformed(self.path, f"{what} that ends early", "a file that stays as it is while it is read")
+        return content
+
+    def scalar(self, kind: str) -> Scalar:
+        layout = struct.Struct(f"<{kind}")
+        (value,) = layout.unpack(self.bytes(layout.size, "a value"))
+        return value  # type: ignore[no-any-return]
+
+    def integer(self, kind: str = "Q") -> int:
+        return int(self.scalar(kind))
+
+    def skip(self, nbytes: int, what: str) -> None:
+        self.require(nbytes, what)
+        self.file.seek(nbytes, os.SEEK_CUR)
+
+
+class _opened:  # noqa: N801 - used as a function
+    """A context with a cursor on a file. What the system refuses is a ``CheckpointError``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> _Cursor:
+        try:
+            self._file = open_regular(self._path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return _Cursor(self._path, self._file)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._file.close()
+        if isinstance(error, OSError):
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        expected = "a readable GGUF file"
+        return CheckpointError(self._path, found=reason(error), expected=expected, remedy="check the path")
+
+
+def _read_file(path: Path) -> GGUFFile:
+    with _opened(path) as cursor:
+        if cursor.size < 24 or cursor.bytes(4, "the magic") != _MAGIC:
+            raise _malformed(path, "another beginning than GGUF's", "a GGUF file")
+        version = cursor.integer("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            found = "a file for big-endian machines" if swapped else f"version {version} of the format"
+            raise UnsupportedModelError(
+                path,
+                found=found,
+                expected="version 2 or 3, little endian",
+                remedy="convert the model with a recent llama.cpp",
+            )
+        tensors, values = cursor.integer(), cursor.integer()
+        for count, most, what in ((tensors, _MOST_TENSORS, "tensors"), (values, _MOST_VALUES, "metadata values")):
+            if count > most:
+                raise _malformed(path, f"{count} {what}", f"at most {most}")
+        metadata, kinds = dict[str, Value](), dict[str, int]()
+        for _ in range(values):
+            key = _string(cursor, "a key", _KEY_BYTES)
+            if key in metadata:
+                raise _malformed(f"{path}: {key[:80]}", "a key that occurs twice", "each key once")
+            kinds[key] = cursor.integer("I")
+            metadata[key] = _value(cursor, kinds[key], key)
+        alignment = metadata.get("general.alignment", 32)
+        if not (type(alignment) is int and 0 < alignment <= _LARGEST_ALIGNMENT and alignment & (alignment - 1) == 0):
+            raise _malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
+        entries = [_tensor(cursor) for _ in range(tensors)]
+        start = -(-cursor.file.tell() // alignment) * alignment
+        return GGUFFile(path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment))
+
+
+def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int) -> dict[str, TensorEntry]:
+    """Check where tensors lie, of which ``start`` says where their data begin, and give them their places in the file."""
+    placed: dict[str, TensorEntry] = {}
+    for entry in entries:
+        where = f"{path}: {entry.name}"
+        if entry.name in placed:
+            raise _malformed(where, "a name that occurs twice", "each tensor once")
+        if entry.start % alignment:
+            raise _malformed(where, f"data at offset {entry.start}", f"a multiple of {alignment}, the file's alignment")
+        if start + entry.start + entry.nbytes > size:
+            found = f"{entry.nbytes} bytes at {start + entry.start} in a file of {size}"
+            raise _malformed(where, found, "data that lie in the file")
+        placed[entry.name] = entry._replace(start=start + entry.start)
+    end = 0
+    for entry in sorted(placed.values(), key=lambda entry: entry.start):
+        if entry.start < end:
+            raise _malformed(
+                f"{path}: {entry.name}", f"data at byte {entry.start}", f"{end}, where the tensor before it ends"
+            )
+        end = entry.start + entry.nbytes
+    return placed
+
+
+def _tensor(cursor: _Cursor) -> TensorEntry:
+    """Read what the header says of a tensor. Its start is counted from the beginning of the data."""
+    name = _string(cursor, "a tensor's name", _NAME_BYTES)
+    where, axes = f"{cursor.path}: {name}", cursor.integer("I")
+    if not 1 <= axes <= _MOST_SIZES:
+        raise _malformed(where, f"{axes} axes", f"1 to {_MOST_SIZES}")
+    shape = tuple(reversed([cursor.integer() for _ in range(axes)]))
+    number, offset = cursor.integer("I"), cursor.integer()
+    kind = _TYPES.get(number, f"type {number}")
+    if kind not in GGUF_BLOCKS:
+        raise UnsupportedModelError(
+            where,
+            found=f"a tensor in {kind}",
+            expected=f"one of {', '.join(GGUF_BLOCKS)}",
+            remedy="use a file in one of these types; llama-quantize makes one",
+        )
+    block = GGUF_BLOCKS[kind]
+    if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block.weights:
+        expected = f"sizes of at least 1, and rows of whole blocks of {block.weights}, in {kind}"
+        raise _malformed(where, f"shape {list(shape)}", expected)
+    return TensorEntry(name, kind, shape, cursor.path, offset, math.prod(shape) // block.weights * block.nbytes)
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Value:
+    """Read a metadata value, or pass over one that stays in the file."""
+    if kind in _SCALARS:
+        return cursor.scalar(_SCALARS[kind])
+    if kind == _STRING:
+        length = cursor.integer()
+        if length <= _SHORT:
+            return _decoded(cursor, length, key)
+        start = cursor.file.tell()
+        cursor.skip(length, "a string")
+        return StoredText(start, length)
+    if kind != _ARRAY:
+        raise _malformed(f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12")
+    element, count = cursor.integer("I"), cursor.integer()
+    start = cursor.file.tell()
+    if element in _SCALARS:
+        cursor.skip(count * struct.calcsize(f"<{_SCALARS[element]}"), "an array")
+    elif element == _STRING:
+        cursor.require(8 * count, "an array of strings")
+        for _ in range(count):
+            cursor.skip(cursor.integer(), "a string")
+    else:
+        raise _malformed(f"{cursor.path}: {key[:80]}", f"an array of type {element}", "numbers or strings")
+    return StoredArray(element, count, start)
+
+
+def _string(cursor: _Cursor, what: str, most: int | None = None) -> str:
+    length = cursor.integer()
+    if most is not None and length > most:
+        raise _malformed(cursor.path, f"{what} of {length} bytes", f"at most {most}")
+    return _decoded(cursor, length, what)
+
+
+def _decoded(cursor: _Cursor, length: int, what: str) -> str:
+    try:
+        return cursor.bytes(length, what).decode()
+    except UnicodeDecodeError as error:
+        raise _malformed(f"{cursor.path}: {what[:80]}", f"bytes that are not UTF-8 ({error.reason})", "text") from error
+
+
+def _malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
+    return CheckpointError(where, found=found, expected=expected, remedy=remedy)

@@ -1,0 +1,172 @@
+/* Weights in the blocks of GGUF files, decoded (multiplied as floats, rounded once). gguf.py is the reference, and gives the
+ * same bits, which are those of llama.cpp's gguf package; native.c says what that asks of the compiler. Blocks may lie at any
+ * address, as they do in a file. */
+
+#include "floats.h"
+
+enum { CHUNK = 1024 }; /* weights, worked on while they are in the first cache; a multiple of all blocks */
+
+/* By the order of the names in native.py. */
+enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+
+INLINE float half_at(const uint8_t *bytes) { return from_half((uint16_t)(bytes[0] | bytes[1] << 8)); }
+
+/* ---- Blocks of 32 weights: the lower halves of 16 bytes, then the higher ones ---- */
+
+#define EACH(i, count) /* whole loops are vectorised, unrolled ones are not */ \
+    _Pragma("GCC unroll 1") for (int i = 0; i < (count); i++)
+
+/* d * code or, where `least` is not NULL, d * code + *least. */
+INLINE float weight(float d, int code, const float *least) { return least ? d * (float)code + *least : d * (float)code; }
+
+INLINE void nibbles(float *restrict x, const uint8_t *restrict q, float d, int zero, const float *least) {
+    EACH(i, 16) x[i] = weight(d, (q[i] & 15) - zero, least);
+    EACH(i, 16) x[i + 16] = weight(d, (q[i] >> 4) - zero, least);
+}
+
+INLINE void nibbles_and_bits(
+    float *restrict x, const uint8_t *restrict q, uint32_t high, float d, int zero, const float *least) {
+    EACH(i, 16) x[i] = weight(d, (int)((q[i] & 15) | (high >> i & 1) << 4) - zero, least);
+    EACH(i, 16) x[i + 16] = weight(d, (int)(q[i] >> 4 | (high >> (i + 16) & 1) << 4) - zero, least);
+}
+
+INLINE uint32_t word_at(const uint8_t *bytes) {
+    return bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 | (uint32_t)bytes[3] << 24;
+}
+
+INLINE void block_q4_0(float *x, const uint8_t *b) { nibbles(x, b + 2, half_at(b), 8, NULL); }
+
+INLINE void block_q4_1(float *x, const uint8_t *b) {
+    const float least = half_at(b + 2);
+    nibbles(x, b + 4, half_at(b), 0, &least);
+}
+
+INLINE void block_q5_0(float *x, const uint8_t *b) { nibbles_and_bits(x, b + 6, word_at(b + 2), half_at(b), 16, NULL); }
+
+INLINE void block_q5_1(float *x, const uint8_t *b) {
+    const float least = half_at(b + 2);
+    nibbles_and_bits(x, b + 8, word_at(b + 4), half_at(b), 0, &least);
+}
+
+INLINE void block_q8_0(float *restrict x, const uint8_t *restrict b) {
+    const float d = half_at(b);
+    EACH(i, 32) x[i] = (float)(int8_t)b[i + 2] * d;
+}
+
+/* ---- Blocks of 256 weights, whose groups of 16 or 32 have scales in 4, 6 or 8 bits themselves ---- */
+
+INLINE void block_q2_k(float *restrict x, const uint8_t *restrict b) {
+    const uint8_t *q = b + 16;
+    const float d = half_at(b + 80), least = half_at(b + 82);
+    for (int group = 0; group < 16; group++) {
+        const float scale = d * (float)(b[group] & 15), m = least * (float)(b[group] >> 4);
+        const uint8_t *from = q + group / 8 * 32 + group % 2 * 16;
+        const int shift = group % 8 / 2 * 2;
+        EACH(i, 16) x[group * 16 + i] = scale * (float)(from[i] >> shift & 3) - m;
+    }
+}
+
+INLINE void block_q3_k(float *restrict x, const uint8_t *restrict b) {
+    const uint8_t *q = b + 32, *scales = b + 96;
+    const float d = half_at(b + 108);
+    for (int group = 0; group < 16; group++) {
+        const int low = group < 8 ? scales[group] & 15 : scales[group - 8] >> 4;
+        const int high = scales[8 + group % 4] >> group / 4 * 2 & 3;
+        const float scale = d * (float)((low | high << 4) - 32);
+        const uint8_t *from = q + group / 8 * 32 + group % 2 * 16, *mask = b + group % 2 * 16;
+        const int shift = group % 8 / 2 * 2, bit = group / 2;
+        EACH(i, 16) /* a bit that is set stands for no 4 to subtract */
+            x[group * 16 + i] = scale * (float)((from[i] >> shift & 3) - (mask[i] >> bit & 1 ? 0 : 4));
+    }
+}
+
+/* The scale and the minimum of a group of 32, 6 bits each. */
+INLINE void scale_and_least(const uint8_t *s, int group, float d, float least, float *scale, float *m) {
+    const int i = group % 4;
+    const int code = group < 4 ? s[i] & 63 : (s[i + 8] & 15) | (s[i] >> 2 & 48);
+    const int least_code = group < 4 ? s[i + 4] & 63 : s[i + 8] >> 4 | (s[i + 4] >> 2 & 48);
+    *scale = d * (float)code;
+    *m = least * (float)least_code;
+}
+
+INLINE void block_q4_k(float *restrict x, const uint8_t *restrict b) {
+    const float d = half_at(b), least = half_at(b + 2);
+    for (int group = 0; group < 8; group++) {
+        float scale, m;
+        scale_and_least(b + 4, group, d, least, &scale, &m);
+        const uint8_t *from = b + 16 + group / 2 * 32;
+        const int shift = group % 2 * 4;
+        EACH(i, 32) x[group * 32 + i] = scale * (float)(from[i] >> shift & 15) - m;
+    }
+}
+
+INLINE void block_q5_k(float *restrict x, const uint8_t *restrict b) {
+    const float d = half_at(b), least = half_at(b + 2);
+    for (int group = 0; group < 8; group++) {
+        float scale, m;
+        scale_and_least(b + 4, group, d, least, &scale, &m);
+        const uint8_t *from = b + 48 + group / 2 * 32, *high = b + 16;
+        const int shift = group % 2 * 4;
+        EACH(i, 32)
+            x[group * 32 + i] = scale * (float)((from[i] >> shift & 15) | (high[i] >> group & 1) << 4) - m;
+    }
+}
+
+INLINE void block_q6_k(float *restrict x, const uint8_t *restrict b) {
+    const uint8_t *high = b + 128;
+    const float d = half_at(b + 208);
+    for (int group = 0; group < 16; group++) {
+        const float scale = d * (float)(int8_t)b[192 + group];
+        const int quarter = group % 8 / 2, at = group % 2 * 16;
+        const uint8_t *low = b + group / 8 * 64 + quarter % 2 * 32 + at, *top = high + group / 8 * 32 + at;
+        const int shift = quarter / 2 * 4, top_shift = quarter * 2;
+        EACH(i, 16)
+            x[group * 16 + i] = scale * (float)(((low[i] >> shift & 15) | (top[i] >> top_shift & 3) << 4) - 32);
+    }
+}
+
+/* ---- Matrices ---- */
+
+#define BLOCKS(decode, weights, nbytes)                                                              \
+    for (size_t i = 0; i < count; i += (weights)) decode(x + i, from + i / (weights) * (nbytes));     \
+    break
+
+CLONES static void decode_blocks(int kind, float *restrict x, const uint8_t *restrict from, size_t count) {
+    switch (kind) {
+        case Q4_0: BLOCKS(block_q4_0, 32, 18);
+        case Q4_1: BLOCKS(block_q4_1, 32, 20);
+        case Q5_0: BLOCKS(block_q5_0, 32, 22);
+        case Q5_1: BLOCKS(block_q5_1, 32, 24);
+        case Q8_0: BLOCKS(block_q8_0, 32, 34);
+        case Q2_K: BLOCKS(block_q2_k, 256, 84);
+        case Q3_K: BLOCKS(block_q3_k, 256, 110);
+        case Q4_K: BLOCKS(block_q4_k, 256, 144);
+        case Q5_K: BLOCKS(block_q5_k, 256, 176);
+        case Q6_K: BLOCKS(block_q6_k, 256, 210);
+        case F16:
+            for (size_t i = 0; i < count; i++) x[i] = half_at(from + 2 * i);
+            break;
+        case BF16:
+            for (size_t i = 0; i < count; i++) x[i] = number((uint32_t)(from[2 * i] | from[2 * i + 1] << 8) << 16);
+            break;
+        default: memcpy(x, from, count * 4);
+    }
+}
+
+/* The stored rows `first` to `last` of a matrix of `rows`, of which each takes `row_bytes`, written where they belong. `heads`
+ * is as in GGUFRows. */
+PUBLIC void zo2core_decode_gguf(
+    int dtype, void *out, const uint8_t *codes, int kind, uint64_t heads, uint64_t rows, uint64_t columns,
+    uint64_t row_bytes, uint64_t first, uint64_t last) {
+    float x[CHUNK] __attribute__((aligned(64)));
+    const uint64_t head_rows = heads ? rows / heads : rows, half = head_rows / 2;
+    for (uint64_t row = first; row < last; row++) {
+        const uint64_t in_head = row % head_rows;
+        const uint64_t place = heads ? row - in_head + in_head % 2 * half + in_head / 2 : row;
+        for (uint64_t column = 0; column < columns; column += CHUNK) {
+            const size_t count = columns - column < CHUNK ? columns - column : CHUNK;
+            decode_blocks(kind, x, codes + row * row_bytes + row_bytes * column / columns, count);
+            put(dtype, out, place * columns + column, x, count);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+"""The blocks of GGUF files, decoded by torch operations: the reference of gguf.c, and what runs on devices.
+
+Operations are those of llama.cpp's gguf package, in its order, so that the bits are, too. NaNs are NaNs, with any payload.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zo2core.types import GGUF_BLOCKS, GGUFRows
+
+
+def decode_rows(encoding: GGUFRows, codes: torch.Tensor) -> torch.Tensor:
+    """Decode rows, which stay in the order in which they are stored.
+
+    Args:
+        encoding: The matrix's encoding.
+        codes: (rows, bytes of a row), uint8.
+
+    Returns:
+        (rows, columns), float32, on the same device.
+    """
+    block, rows = GGUF_BLOCKS[encoding.name], len(codes)
+    blocks = codes.reshape(-1, block.nbytes)
+    return _DECODERS[encoding.name](blocks).view(rows, -1)
+
+
+def row_order(encoding: GGUFRows, rows: int, device: torch.device) -> torch.Tensor:
+    """The row of the matrix that each stored row is."""
+    order = torch.arange(rows, device=device)
+    return order if encoding.heads == 0 else order.view(encoding.heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _numbers(blocks: torch.Tensor, start: int, stop: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Bytes of each block as numbers, in float32."""
+    return blocks[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype).float()
+
+
+def _shifted(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Codes of so many bits: of each ``group`` bytes first the lowest bits of all, then the next. (blocks, codes)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    parts = codes.reshape(len(codes), -1, 1, group) >> shifts[:, None]
+    return (parts & ((1 << bits) - 1)).reshape(len(codes), -1)
+
+
+def _scaled(scales: torch.Tensor, codes: torch.Tensor, least: torch.Tensor | None = None) -> torch.Tensor:
+    """Each group of a block's codes times its scale, less its minimum."""
+    weights = scales[:, :, None] * codes.view(*scales.shape, -1).float()
+    return (weights if least is None else weights - least[:, :, None]).view(len(codes), -1)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * (_shifted(blocks[:, 2:], 4, 16).to(torch.int8) - 8).float()
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * _shifted(blocks[:, 4:], 4, 16).float() + _numbers(blocks, 2, 4)
+
+
+def _five_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, start : start + 4, None] >> shifts & 1).reshape(len(blocks), 32)
+    return _shifted(blocks[:, start + 4 :], 4, 16) | high << 4
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * (_five_bits(blocks, 2).to(torch.int8) - 16).float()
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * _five_bits(blocks, 4).float() + _numbers(blocks, 2, 4)
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8).float() * _numbers(blocks, 0, 2)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _numbers(blocks, 80, 82) * (blocks[:, :16] & 15).float()
+    least = _numbers(blocks, 82, 84) * (blocks[:, :16] >> 4).float()
+    return _scaled(scales, _shifted(blocks[:, 16:80], 2, 32), least)
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    low, high = _shifted(blocks[:, 96:104], 4, 8), _shifted(blocks[:, 104:108], 2, 4)
+    scales = _numbers(blocks, 108, 110) * ((low | high << 4).to(torch.int8) - 32).float()
+    missing = (_shifted(blocks[:, :32], 1, 32) ^ 1) << 2  # a bit that is set stands for no 4 to subtract
+    return _scaled(scales, _shifted(blocks[:, 32:96], 2, 32).to(torch.int8) - missing.to(torch.int8))
+
+
+def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the minimum of each group of 32."""
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    codes = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
+    least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
+    return _numbers(blocks, 0, 2) * codes.float(), _numbers(blocks, 2, 4) * least.float()
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, least = _six_bit_scales(blocks)
+    return _scaled(scales, _shifted(blocks[:, 16:], 4, 32), least)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, least = _six_bit_scales(blocks)
+    return _scaled(scales, _shifted(blocks[:, 48:], 4, 32) | _shifted(blocks[:, 16:48], 1, 32) << 4, least)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _numbers(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8).float()
+    codes = _shifted(blocks[:, :128], 4, 64) | _shifted(blocks[:, 128:192], 2, 32) << 4
+    return _scaled(scales, codes.to(torch.int8) - 32)
+
+
+_DECODERS = {
+    "F32": lambda blocks: _numbers(blocks, 0, 4, torch.float32),
+    "F16": lambda blocks: _numbers(blocks, 0, 2),
+    "BF16": lambda blocks: _numbers(blocks, 0, 2, torch.bfloat16),
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

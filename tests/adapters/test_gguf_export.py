@@ -1,0 +1,223 @@
+"""GGUF files as exports: what was written is what transformers and this project read, in every type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from command_lines import refusal
+from gguf_models import BOS, MERGES, TOKENS, save_gguf, tiny_config
+from models import make_batch, random_model
+from peft import LoraConfig, PeftModel
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.gguf_export import export_gguf
+from zo2adapters.models.gguf_layout import ARCHITECTURES
+from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
+from zo2core.checkpoint import read_gguf
+
+MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}
+SPLITTERS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+
+
+def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt-2"], **changes: Any) -> Path:
+    """A model in the Hugging Face layout with a byte-level tokenizer."""
+    config = tiny_config(architecture, **changes)
+    random_model(config).save_pretrained(path)
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
+    backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=MERGES))
+    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[-2:]])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1])  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def loss(path: Path) -> float:
+    model = open_checkpoint(path, dtype=torch.float32, loss_chunk=None)
+    with Replayer(model) as engine:
+        return engine.evaluate([make_batch(model.config.vocab_size, [7, 5])]).loss
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    with Replayer(open_checkpoint(path, dtype=torch.float32)) as engine:
+        return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+def export(base: Path, output: Path, **options: Any) -> Path:
+    model = open_checkpoint(base)
+    with Replayer(model) as engine:
+        export_gguf(engine, model, output, base=base, tokenizer=load_tokenizer, **options)
+    return output / "model.gguf"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", architecture, MIXED)
+    written = export(base, tmp_path / "out", kind="F32")
+    expected = weights(base)
+    assert all(value.equal(expected[name]) for name, value in weights(written).items())
+    before, after = read_gguf(base), read_gguf(written)
+    assert list(after.array("tokenizer.ggml.tokens")) == list(before.array("tokenizer.ggml.tokens"))
+    differing = {key for key in before.metadata if before.kinds[key] != after.kinds[key]}
+    assert not differing
+    assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_directory_is_written_as_transformers_reads_it(architecture: str, tied: bool, tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", architecture, tie_word_embeddings=tied)
+    written = export(base, tmp_path / "out")
+    assert loss(written) == loss(base)
+    theirs = AutoModelForCausalLM.from_pretrained(written.parent, gguf_file=written.name, dtype=torch.float32)
+    state = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert all(value.equal(state[name]) for name, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_matrices_are_rounded_to_the_type(kind: Any, tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", "llama")
+    written = read_gguf(export(base, tmp_path / "out", kind=kind))
+    assert {entry.dtype for entry in written.tensors.values() if len(entry.shape) == 2} == {kind}
+    original = weights(base)["model.layers.0.mlp.down_proj.weight"].numpy()
+    expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind]).tobytes()
+    assert written.tensors["blk.0.ffn_down.weight"].read() == expected
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+def test_the_tokenizer_of_a_directory_is_written(name: str, tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", "llama", SPLITTERS[name])
+    written = export(base, tmp_path / "out", kind="Q8_0")
+    assert read_gguf(written).metadata["tokenizer.ggml.pre"] == name
+    theirs, ours = load_tokenizer(base), load_tokenizer(written)
+    text = "the cat is<|endoftext|> the cat"
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert ours.chat_template == theirs.chat_template
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused(tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", "llama", pre_tokenizers.Whitespace())
+    with pytest.raises(UnsupportedModelError, match="BPE over Whitespace"):
+        export(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    base = save_directory(tmp_path / "base", "qwen2", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="yarn"):
+        export(base, tmp_path / "out")
+
+
+def test_scaled_rotary_tables_are_written(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    base = save_directory(tmp_path / "base", "llama", rope_parameters={**rope, "original_max_position_embeddings": 8192})
+    written = export(base, tmp_path / "out")
+    assert "rope_freqs.weight" in read_gguf(written).tensors
+    assert loss(written) == loss(base)
+    again = export(written, tmp_path / "again")
+    assert loss(again) == loss(base)
+
+
+def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
+    model = open_checkpoint(base)
+    batch = make_batch(model.config.vocab_size, [7, 5])
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-3, perturb_in_place=False)
+    with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
+        for seed in range(3):
+            engine.step(batch, seed=seed)
+        expected = {name: value.clone() for name, value in engine.parameters_now()}
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+    found = weights(tmp_path / "out" / "model.gguf")
+    assert all(value.equal(expected[name]) for name, value in found.items())
+    assert not found["model.norm.weight"].equal(weights(base)["model.norm.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
+    options: Any = {"use_rslora": rslora, "rank_pattern": {"down_proj": 4}, "alpha_pattern": {"v_proj": 3}}
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], **options)
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    batch = make_batch(model.config.vocab_size, [7, 5])
+    with BackpropEngine(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)) as engine:
+        for _ in range(3):
+            engine.step(batch)
+        engine.export(tmp_path / "peft")
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+    assert f"FROM {base}\nADAPTER ./adapter.gguf\n" == (tmp_path / "out" / "Modelfile").read_text()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(whole, str(tmp_path / "peft")).merge_and_unload().state_dict()
+    reader = gguf.GGUFReader(tmp_path / "out" / "adapter.gguf")
+    alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
+    written = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(base).tensors}
+    assert len(written) == 2 * 2 * 4
+    for name in sorted(name.removesuffix(".lora_a") for name in written if name.endswith(".lora_a")):
+        down, up = written[f"{name}.lora_a"], written[f"{name}.lora_b"]
+        changed = gguf.dequantize(stored[name].data, stored[name].tensor_type) + alpha / len(down) * up @ down
+        path = (
+            f"model.layers.{name.split('.')[1]}."
+            + {
+                "attn_q": "self_attn.q_proj",
+                "attn_k": "self_attn.k_proj",
+                "attn_v": "self_attn.v_proj",
+                "ffn_down": "mlp.down_proj",
+            }[name.split(".")[2]]
+        )
+        heads = {"attn_q": 4, "attn_k": 2}.get(name.split(".")[2])
+        if heads is not None:  # rows are in pairs, as llama.cpp rotates them
+            changed = changed.reshape(heads, -1, 2, changed.shape[1]).swapaxes(1, 2).reshape(changed.shape)
+        np.testing.assert_allclose(changed, merged[f"{path}.weight"].numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), "DoRA"),
+        (LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]), "whole modules"),
+    ],
+)
+def test_an_adapter_that_llama_cpp_does_not_have_is_refused(config: LoraConfig, message: str, tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
+    model = open_checkpoint(base, adapter=Adapter(config=config))
+    with Replayer(model) as engine, pytest.raises(OptionError, match=message):
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+
+
+def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
+    base = str(save_gguf(tmp_path / "base.gguf", "llama", MIXED))
+    data, lora = tmp_path / "train.jsonl", tmp_path / "lora.json"
+    data.write_text('{"text": "the cat is the cat"}\n' * 8)
+    lora.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
+    common = ["train", "--model", base, "--data", str(data), "--steps", "2", "--lr", "1e-3"]
+    main([*common, "--output", str(tmp_path / "rank"), "--rank", "2"])
+    main([*common, "--output", str(tmp_path / "lora"), "--method", "adamw", "--adapter", str(lora)])
+    for run in ("rank", "lora"):
+        main(["export", "--run", str(tmp_path / run), "--format", "gguf", "--output", str(tmp_path / f"{run}-gguf")])
+    assert sorted(path.name for path in (tmp_path / "rank-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
+    assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
+    command = ["export", "--run", str(tmp_path / "rank"), "--output", str(tmp_path / "more")]
+    assert "--gguf-type" in refusal(*command, "--gguf-type", "F16")
+    assert "--as-adapter" in refusal(*command, "--format", "gguf", "--as-adapter")
+    assert "--output-dtype" in refusal(*command, "--format", "gguf", "--output-dtype", "float16")

@@ -1,0 +1,194 @@
+"""GGUF files: headers are read as llama.cpp's own package reads them; damaged ones are refused by name."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf_files import Tensor, damage, gguf_bytes, write_gguf
+
+from zo2core import CheckpointError, UnsupportedModelError, ZO2Error
+from zo2core.checkpoint import GGUFFile, read_gguf
+from zo2core.types import GGUF_BLOCKS
+
+METADATA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "general.alignment": 32,
+    "llama.block_count": 2,
+    "llama.rope.freq_base": 1e4,
+    "flag": True,
+    "tokenizer.ggml.tokens": [f"token {number}" for number in range(400)],
+    "tokenizer.ggml.token_type": [1] * 400,
+    "long": "x" * 100_000,
+}
+
+
+def tensor(name: str, shape: tuple[int, ...], kind: str = "F32", **options: Any) -> Tensor:
+    block = GGUF_BLOCKS[kind]
+    return Tensor(name, shape, kind, bytes(int(np.prod(shape)) // block.weights * block.nbytes), **options)
+
+
+TENSORS = [
+    tensor("token_embd.weight", (400, 64), "Q4_0"),
+    tensor("blk.0.attn_q.weight", (8, 256), "Q4_K"),
+    tensor("output_norm.weight", (64,)),
+    tensor("experts", (2, 3, 32), "F16"),
+]
+
+
+def read(tmp_path: Path, raw: bytes) -> GGUFFile:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw)
+    return read_gguf(path)
+
+
+def test_a_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 7)
+    writer.add_float32("llama.rope.freq_base", 5e5)
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    writer.add_string("tokenizer.chat_template", "é" * 50_000)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "ä", ""])
+    writer.add_array("scores", [0.5, -1.0])
+    rng = np.random.default_rng(0)
+    writer.add_tensor("a", rng.standard_normal((3, 64), dtype=np.float32))
+    packed = gguf.quantize(rng.standard_normal((5, 64), dtype=np.float32), gguf.GGMLQuantizationType.Q5_1)
+    writer.add_tensor("b", packed, raw_dtype=gguf.GGMLQuantizationType.Q5_1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    assert ours.metadata["llama.block_count"] == 7
+    assert ours.metadata["llama.rope.freq_base"] == 5e5
+    assert ours.metadata["tokenizer.ggml.add_bos_token"] is True
+    assert ours.text("tokenizer.chat_template") == "é" * 50_000
+    assert list(ours.array("tokenizer.ggml.tokens")) == ["a", "ä", ""]
+    assert list(ours.array("scores")) == [0.5, -1.0]
+    assert list(ours.array("absent")) == []
+    raw = path.read_bytes()
+    for found, expected in zip(ours.tensors.values(), theirs.tensors, strict=True):
+        assert (found.name, found.dtype) == (expected.name, expected.tensor_type.name)
+        assert found.shape == tuple(reversed(expected.shape.tolist()))
+        assert raw[found.start : found.start + found.nbytes] == expected.data.tobytes()
+
+
+def split(tmp_path: Path, count: int, *, numbers: list[int] | None = None) -> Path:
+    for number in range(count):
+        metadata = {"split.no": numbers[number] if numbers else number, "split.count": count, "split.tensors.count": count}
+        metadata |= METADATA if number == 0 else {}
+        write_gguf(
+            tmp_path / f"model-{number + 1:05}-of-{count:05}.gguf",
+            metadata,
+            [tensor(f"blk.{number}.ffn_up.weight", (2, 32))],
+        )
+    return tmp_path / f"model-00001-of-{count:05}.gguf"
+
+
+def test_the_files_of_a_split_model_are_one(tmp_path: Path) -> None:
+    model = read_gguf(split(tmp_path, 3))
+    assert [entry.path.name for entry in model.tensors.values()] == [f"model-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    assert not any(key.startswith("split.") for key in model.metadata)
+
+
+def test_a_split_model_is_opened_by_its_first_file(tmp_path: Path) -> None:
+    split(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="pass the path of the file 00001"):
+        read_gguf(tmp_path / "model-00002-of-00003.gguf")
+
+
+def test_a_missing_or_exchanged_file_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    path = split(tmp_path, 3, numbers=[0, 2, 1])
+    with pytest.raises(CheckpointError, match="counted from 0"):
+        read_gguf(path)
+    (tmp_path / "model-00002-of-00003.gguf").unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-00003"):
+        read_gguf(path)
+
+
+def test_a_file_of_a_split_model_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    path = split(tmp_path / "model", 2)
+    second = tmp_path / "model" / "model-00002-of-00002.gguf"
+    second.rename(tmp_path / "elsewhere.gguf")
+    second.symlink_to(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match="a link to"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "message"),
+    [
+        (b"", CheckpointError, "another beginning"),
+        (b"PK" + bytes(40), CheckpointError, "another beginning"),
+        (gguf_bytes(METADATA, TENSORS, version=1), UnsupportedModelError, "version 1"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(16), UnsupportedModelError, "big-endian"),
+        (gguf_bytes(METADATA | {"general.alignment": 24}, TENSORS), CheckpointError, "a power of 2"),
+        (gguf_bytes(METADATA, [Tensor("a", (256,), 20, b"")]), UnsupportedModelError, "IQ4_NL"),
+        (gguf_bytes(METADATA, [Tensor("a", (256,), 99, b"")]), UnsupportedModelError, "type 99"),
+        (gguf_bytes(METADATA, [Tensor("a", (2, 48), "Q4_0", bytes(54))]), CheckpointError, "whole blocks of 32"),
+        (gguf_bytes(METADATA, [Tensor("a", (0,), "F32", b"")]), CheckpointError, "sizes of at least 1"),
+        (gguf_bytes(METADATA, [Tensor("a", (1,) * 5, "F32", bytes(4))]), CheckpointError, "5 axes"),
+        (gguf_bytes(METADATA, [tensor("a", (8,)), tensor("a", (8,))]), CheckpointError, "a name that occurs twice"),
+        (
+            gguf_bytes(METADATA, [tensor("a", (16,)), tensor("b", (8,), offset=32)]),
+            CheckpointError,
+            "where the tensor before",
+        ),
+        (gguf_bytes(METADATA, [tensor("a", (8,), offset=16)]), CheckpointError, "a multiple of 32"),
+        (gguf_bytes(METADATA, [tensor("a", (8,), offset=2**40)]), CheckpointError, "data that lie in the file"),
+        (gguf_bytes(METADATA, TENSORS)[:-40], CheckpointError, "data that lie in the file"),
+        (gguf_bytes(METADATA, TENSORS)[:900], CheckpointError, "a header that lies in the file"),
+    ],
+)
+def test_a_wrong_file_is_refused(raw: bytes, error: type[ZO2Error], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        read(tmp_path, raw)
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    raw = gguf_bytes({"aaaa": 1, "bbbb": 2}, []).replace(b"bbbb", b"aaaa")
+    with pytest.raises(CheckpointError, match="occurs twice"):
+        read(tmp_path, raw)
+
+
+def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    whole = gguf_bytes(METADATA, TENSORS)
+    tables = whole.index(b"token_embd.weight") - 60  # the tensors' part of the header lies behind the long metadata
+    front = gguf_bytes({"general.architecture": "llama"}, TENSORS)
+    rng, refused, used, peak = random.Random(0), 0, 0, 0
+    path = tmp_path / "model.gguf"
+    for number in range(10_000 if pytestconfig.getoption("--long") else 2_000):
+        raw = whole[:tables] + damage(whole[tables:], rng) if number % 4 == 0 else damage((whole, front)[number % 2], rng)
+        path.write_bytes(raw)
+        try:
+            tracemalloc.start() if number % 50 == 0 else None
+            try:
+                model = read_gguf(path)
+            finally:
+                peak = max(peak, tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+            end = 0
+            for entry in sorted(model.tensors.values(), key=lambda entry: entry.start):
+                assert end <= entry.start
+                end = entry.start + entry.nbytes
+                assert end <= len(raw)
+                assert len(entry.read()) == entry.nbytes
+            for key in model.metadata:
+                if not isinstance(model.metadata[key], (int, float, bool, str)):
+                    use = model.text if key == "long" else model.array
+                    for _ in use(key) or ():
+                        pass
+            used += 1
+        except ZO2Error:
+            refused += 1
+    assert refused > used / 2
+    assert used > 50
+    assert 0 < peak < len(whole)

@@ -1,0 +1,96 @@
+"""GGUF files, written byte by byte so that tests can write wrong ones."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TYPE_NUMBERS: dict[str, int] = {
+    "F32": 0,
+    "F16": 1,
+    "BF16": 30,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+}
+HOSTILE = [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
+_KINDS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
+
+
+class Tensor(NamedTuple):
+    """A tensor to write: sizes in torch's order, and its bytes."""
+
+    name: str
+    shape: Sequence[int]
+    kind: str | int
+    content: bytes
+    offset: int | None = None  # None: behind the tensor before
+
+
+def text(value: str | bytes) -> bytes:
+    """A string as GGUF has it."""
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def scalar(value: Any) -> bytes:
+    """A value's type and the value."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    if isinstance(value, list):
+        kind, layout = {**_KINDS, str: (8, ""), int: (5, "i")}[type(value[0])]  # llama.cpp has signed ones in arrays
+        items = (text(item) if kind == 8 else struct.pack(f"<{layout}", item) for item in value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
+    kind, layout = _KINDS[type(value)]
+    return struct.pack(f"<I{layout}", kind, value)
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3, alignment: int = 32) -> bytes:
+    """A GGUF file."""
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    header += b"".join(text(key) + scalar(value) for key, value in metadata.items())
+    data = b""
+    for tensor in tensors:
+        offset = len(data) if tensor.offset is None else tensor.offset
+        number = tensor.kind if isinstance(tensor.kind, int) else TYPE_NUMBERS[tensor.kind]
+        sizes = struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
+        header += text(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes + struct.pack("<IQ", number, offset)
+        data += tensor.content + bytes(-len(tensor.content) % alignment)
+    return header + bytes(-len(header) % alignment) + data
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor]) -> Path:
+    """Write a GGUF file, and return its path."""
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    return path
+
+
+def damage(raw: bytes, rng: random.Random) -> bytes:
+    """Overwrite some numbers or bytes, or cut, repeat or take out a part; most of it in the header's ends."""
+    for _ in range(rng.randint(1, 3)):
+        end = max(len(raw), 1)
+        at = rng.randrange(min(300, end)) if rng.random() < 0.5 else rng.randrange(end)
+        kind = rng.randrange(6)
+        if kind == 0:
+            raw = raw[:at] + struct.pack("<Q", rng.choice(HOSTILE)) + raw[at + 8 :]
+        elif kind == 1:
+            raw = raw[:at] + struct.pack("<I", rng.choice(HOSTILE) & 0xFFFFFFFF) + raw[at + 4 :]
+        elif kind == 2:
+            raw = raw[:at] + rng.randbytes(rng.randint(1, 9)) + raw[at + 1 :]
+        elif kind == 3:
+            raw = raw[:at]
+        elif kind == 4:
+            raw = raw[: at + rng.randint(0, 40)] + raw[at:]
+        else:
+            raw = raw[:at] + raw[at + rng.randint(1, 40) :]
+    return raw

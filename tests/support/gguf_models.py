@@ -1,0 +1,173 @@
+"""Tiny models as GGUF files, written as llama.cpp's converter writes them: names, order of rows, norms, vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf_files import TYPE_NUMBERS, Tensor, gguf_bytes
+from models import random_model
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from zo2core.types import GGUF_BLOCKS
+
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
+TOKENS: list[str] = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), "<|bos|>", "<|endoftext|>"]  # type: ignore[no-untyped-call]
+BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+_KINDS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
+
+
+def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
+    """A config whose rows are whole blocks of 32, and that follows from what a GGUF file says."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(TOKENS),
+        "max_position_embeddings": 64,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        "tie_word_embeddings": False,
+    }
+    if architecture == "qwen3":
+        shape |= {"head_dim": 128}  # transformers' reader has no other
+    if architecture.startswith("gemma"):
+        shape |= {"tie_word_embeddings": True}
+    if architecture == "phi3":
+        del shape["head_dim"]
+    return _KINDS[architecture](**{**shape, **changes})
+
+
+def packed(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
+    """A matrix in blocks: encoded, or random codes where the gguf package has no encoder."""
+    block = GGUF_BLOCKS[kind]
+    if kind not in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"):
+        return gguf.quantize(values, gguf.GGMLQuantizationType[kind]).tobytes()
+    codes = rng.integers(0, 256, (values.size // block.weights, block.nbytes), dtype=np.uint8)
+    scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    for at in scales:
+        codes[:, at : at + 2] = rng.uniform(1e-4, 4e-4, (len(codes), 1)).astype("<f2").view(np.uint8)
+    return codes.tobytes()
+
+
+def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values: dict[str, Any] = {
+        "general.architecture": architecture,
+        "general.name": "tiny",
+        f"{architecture}.block_count": config.num_hidden_layers,
+        f"{architecture}.context_length": config.max_position_embeddings,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.feed_forward_length": config.intermediate_size,
+        f"{architecture}.attention.head_count": config.num_attention_heads,
+        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
+        f"{architecture}.attention.key_length": head,
+        f"{architecture}.attention.value_length": head,
+        f"{architecture}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{architecture}.rope.freq_base": 10000.0,
+        f"{architecture}.rope.dimension_count": head,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [1] * (len(TOKENS) - 2) + [3, 3],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.padding_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    if architecture.startswith("gemma"):
+        values[f"{architecture}.attention.sliding_window"] = config.sliding_window
+    return values
+
+
+def tensors(
+    architecture: str, model: PreTrainedModel, kind_of: Callable[[str], str], rng: np.random.Generator
+) -> list[Tensor]:
+    """A model's tensors, as llama.cpp's converter has them."""
+    config = model.config
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names, written = gguf.get_tensor_name_map(number, config.num_hidden_layers), []
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        place, values = f"{names.get_name(path)}.{leaf}", parameter.detach().float().numpy()
+        if architecture == "llama" and (".attn_q." in place or ".attn_k." in place):
+            heads = config.num_attention_heads if ".attn_q." in place else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        if architecture.startswith("gemma") and place.endswith("norm.weight"):
+            values = values + 1
+        kind = "F32" if values.ndim == 1 else kind_of(place)
+        content = packed(np.ascontiguousarray(values), kind, rng)
+        written.append(Tensor(place, values.shape, kind, content))
+    return written
+
+
+def save_gguf(
+    path: Path,
+    architecture: str = "llama",
+    kinds: str | Mapping[str, str] = "Q4_0",
+    *,
+    files: int = 1,
+    further: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a random model.
+
+    Args:
+        path: The file, or of a split model the first one's stem.
+        architecture: llama.cpp's name.
+        kinds: Type of all matrices, or types by part of a tensor's name, the first that fits, with "" for the rest.
+        files: Number of files.
+        further: Further metadata.
+        changes: Values of the config.
+
+    Returns:
+        The file to open.
+    """
+    config = tiny_config(architecture, **changes)
+    kinds = {"": kinds} if isinstance(kinds, str) else kinds
+    chosen = kinds
+
+    def kind_of(name: str) -> str:
+        return next(kind for part, kind in chosen.items() if part in name)
+
+    with torch.random.fork_rng(devices=[]):
+        model = random_model(config)
+    written = tensors(architecture, model, kind_of, np.random.default_rng(0))
+    values = {**metadata(architecture, config), **(further or {})}
+    assert {tensor.kind for tensor in written} <= TYPE_NUMBERS.keys()
+    if files == 1:
+        path.write_bytes(gguf_bytes(values, written))
+        return path
+    for number in range(files):
+        part = {"split.no": number, "split.count": files, "split.tensors.count": len(written)}
+        named = path.with_name(f"{path.stem}-{number + 1:05}-of-{files:05}.gguf")
+        named.write_bytes(gguf_bytes({**(values if number == 0 else {}), **part}, written[number::files]))
+    return path.with_name(f"{path.stem}-00001-of-{files:05}.gguf")
