@@ -96,6 +96,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
+    for name in ("reviews", "held-out"):
+        rows = (f"the {word},{'good' if number % 2 else 'bad'}\n" for number, word in enumerate(WORDS[2:] * 3))
+        (folder / f"{name}.csv").write_text("text,sentiment\n" + "".join(rows))
     datasets = importlib.import_module("datasets")
     tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))
     tweets.to_parquet(folder / "tweets.parquet")

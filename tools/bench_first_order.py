@@ -29,7 +29,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import BackpropEngine, HostPlan, MemoryPolicy
-from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
+from zo2core.sweep.gradient_memory import gradient_bytes
 
 WARM_UP = 2
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")  # of configs; checkpointing turns them on
@@ -44,7 +44,7 @@ def adapter(rank: int) -> peft.LoraConfig:
 def room_for_inputs(model: HFBlockModel, rows: int, tokens: int) -> int:
     """Bytes that one segment's graph and the inputs of all blocks take."""
     held = expected_held_bytes(model.config, rows, tokens)
-    return (len(model.layouts) - 2) * held + GRAPH_FORWARDS * forward_bytes(model.config, rows, tokens)
+    return gradient_bytes(held, forward_bytes(model.config, rows, tokens), len(model.layouts) - 2)
 
 
 class Resident:

@@ -26,7 +26,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import LOMO, BAdam, BlockUpdate, FullBackpropEngine, HostPlan, MemoryPolicy, TorchOptimizer
-from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
+from zo2core.sweep.gradient_memory import gradient_bytes
 
 WARM_UP = 2
 LR = 1e-6
@@ -62,8 +62,8 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
     probe = open_checkpoint(options.directory)
     batch = random_batch(probe.config.vocab_size, rows, tokens, seed=0)
     blocks = len(probe.layouts) - 2
-    graph = GRAPH_FORWARDS * forward_bytes(probe.config, rows, tokens)
-    rooms = {"inputs": blocks * expected_held_bytes(probe.config, rows, tokens) + graph, "graphs": 1 << 36}
+    held, running = expected_held_bytes(probe.config, rows, tokens), forward_bytes(probe.config, rows, tokens)
+    rooms = {"inputs": gradient_bytes(held, running, blocks), "graphs": 1 << 36}
     engines: dict[str, FullBackpropEngine] = {}
     for side in options.sides.split(","):
         method, _, kept = side.partition(":")

@@ -49,6 +49,9 @@ from zo2core.sources.scratch import Scratch
 from zo2core.sources.shared import SharedSource, shared_bytes
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
+from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.input_offload import InputOffload
+from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturber import Perturber, choose_perturber
 from zo2core.sweep.shared_perturber import SharedPerturber
@@ -91,6 +94,14 @@ class Parts(NamedTuple):
         """Bytes that the plan leaves over in the memory in which forwards run; 0 without a plan."""
         plan = self.host_plan if self.device_plan is None and self.device.in_place else self.device_plan
         return 0 if plan is None else plan.spare
+
+    @property
+    def host_limit(self) -> int | None:
+        """Resident bytes that the process may have; None where the plan of the host's memory does not say."""
+        if self.host_plan is None or not self.host_plan.parts or not self.device.in_place:
+            return None
+        # Blocks that workers share are resident in each of them, and planned in parts.
+        return None if isinstance(self.source, SharedSource) else self.host_plan.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +231,19 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             activations=ActivationOffload(run.device, allowed, spec.waiting_bytes, timeline=run.timeline),
             activation_bytes=spec.activation_bytes,
         )
+
+
+def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs:
+    """The inputs that blocks keep in first-order steps; closed with the run's parts.
+
+    Args:
+        parts: Parts of the run.
+        directory: Directory for inputs that have no room in host memory, if forwards run there.
+    """
+    device, timeline = parts.device, parts.timeline
+    inputs = KeptInputs(InputFile(Path(directory), timeline) if device.in_place else InputOffload(device, timeline))
+    parts.opened.callback(inputs.close)
+    return inputs
 
 
 def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options: RunOptions) -> Parts:

@@ -59,7 +59,7 @@ class MemoryBudgetError(ZO2Error):
 
 
 class ScratchError(ZO2Error):
-    """The file of written-back blocks cannot be read or written; the journal is intact."""
+    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is intact."""
 
 
 class WorkerError(ZO2Error):

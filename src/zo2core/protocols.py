@@ -276,9 +276,9 @@ class Wait(Enum):
     SENT = "a bucket is released only after the upload from it"
     COMPUTED = "activations are offloaded only after the forward that computed them"
     ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
-    STAGING_OFFLOADED = "activations are uploaded into a staging buffer only after the offload of what was in it"
+    STAGING_OFFLOADED = "a staging buffer, or freed memory, is used again only after the offload of what was in it"
     ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
-    STAGING_READ = "activations are uploaded into a staging buffer only after the forward that read what was in it"
+    STAGING_READ = "a staging buffer, or freed memory, is uploaded into only after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):

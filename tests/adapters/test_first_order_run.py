@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
+import signal
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,10 +31,12 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
-from zo2core import Journal, OptionError
+from zo2core import Journal, Machine, MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName
 from zo2core.io.record_log import from_line, to_line
 from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.memory_plan import MemoryPart
+from zo2core.sources.loader import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
 
@@ -234,6 +240,79 @@ def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
     assert Journal("run/journal.jsonl").version > 2
     done("train", "--resume", "run")
     assert outcome("run") == undisturbed
+
+
+PHASES = ("outside of a step", "step", "commit", "snapshot", "evaluation")
+MARKED = """
+import importlib, mmap
+file = open("phase", "r+b")
+phase = mmap.mmap(file.fileno(), 1)
+def mark(module, owner, name, number):
+    owner = getattr(importlib.import_module(module), owner)
+    real = getattr(owner, name)
+    def marked(*args, **kwargs):
+        before, phase[0] = phase[0], number
+        result = real(*args, **kwargs)
+        phase[0] = before
+        return result
+    setattr(owner, name, marked)
+mark("zo2core.engine.backprop_engine", "BackpropEngine", "step", 1)
+mark("zo2core.journal", "Journal", "append", 2)
+mark("zo2core.checkpoint.snapshots", "Snapshots", "write", 3)
+mark("zo2core.engine.runner", "Runner", "evaluate", 4)
+"""
+TIGHT = """
+import dataclasses, zo2core.planning.run_spec as spec
+plan_host = spec.plan_host
+def tight(*args, **kwargs):
+    plan = plan_host(*args, **kwargs)
+    return dataclasses.replace(plan, buckets=1, budget=plan.nbytes)
+spec.plan_host = tight
+"""
+PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "all in memory": ("", ()),
+    "blocks streamed, inputs on disk": (TIGHT, ("--activation-memory", 1, "--micro-batch-size", 1)),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kills" in metafunc.fixturenames:  # 200 in the long profile
+        metafunc.parametrize(
+            ("round_", "kills"), [(i, 10) for i in range(10)] if metafunc.config.getoption("--long") else [(0, 3)]
+        )
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_a_run_killed_at_random_again_and_again_ends_as_the_undisturbed_one(
+    placed: str, round_: int, kills: int, here: Path, apart: Apart
+) -> None:
+    patch, options = PLACED[placed]
+    rng = random.Random(f"{placed} {round_}")
+    patch = f"import os\nos.chdir({str(here)!r})\n{MARKED}{patch}"
+    Path("phase").write_bytes(b"\0")
+    command = train("run", *EVALUATED, *options)
+    began = time.perf_counter()
+    assert apart.run(*command, patch=patch).status == 0
+    seconds, undisturbed, hits, ends = time.perf_counter() - began, outcome("run"), Counter[str](), 0
+    shutil.rmtree("run")
+    while hits.total() < kills or not ends:
+        is_begun = Path("run/options.json").exists()
+        if not is_begun:
+            shutil.rmtree("run", ignore_errors=True)
+        Path("phase").write_bytes(b"\0")
+        apart.start(*(("train", "--resume", "run") if is_begun else command), patch=patch)
+        if hits.total() < kills:
+            time.sleep(rng.uniform(0, seconds))
+            apart.send(signal.SIGKILL)
+        ended = apart.finish()
+        assert ended.status in (0, -9), ended
+        if ended.status == -9:
+            hits[PHASES[Path("phase").read_bytes()[0]]] += 1
+        elif ended.status == 0:
+            assert outcome("run") == undisturbed
+            ends += 1
+            shutil.rmtree("run")
+    print(f"{placed}: {hits.total()} kills, {dict(hits)}, {ends} runs ended, one takes {seconds:.1f} s")
 
 
 def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
@@ -711,6 +790,41 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
     assert planned["read_bytes"] == planned["written_bytes"] == 0
     told = done(*common[:-1]).out
     assert "all in memory" in told
+
+
+def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zo2core.planning.host_plan.resident_memory", lambda: 0)
+    make_place(here, layers=8)
+    common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
+    parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
+    reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
+    smallest, memory = 0, 1 << 30
+    with suppress(MemoryBudgetError):
+        while True:
+            smallest = plan_host(
+                model.layouts,
+                laid_out_as_on_disk(model.layouts, model.weights),
+                Machine(),
+                memory=memory,
+                activation_bytes=reserved,
+                may_keep_noise=False,
+                further=[MemoryPart("trained", parts["trained parameters, gradients, optimizer"])],
+            ).nbytes
+            memory = smallest - 1
+    assert smallest
+    for missing in (100, 2000):
+        memory = smallest - missing
+        planned = json.loads(done(*common, "--memory", memory).out)
+        counted = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
+        assert sum(counted.values()) == planned["nbytes"] <= memory
+        [blocks] = [nbytes for name, nbytes in counted.items() if name.endswith("of 8 blocks") and "graphs" not in name]
+        more = blocks - blocks // planned["host_plan"]["buckets"]  # buckets to read ahead into come first
+        assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
+        assert planned["spilled_bytes"] == planned["written_bytes"] == missing + more
+        assert planned["read_bytes"] > planned["spilled_bytes"]
+        assert planned["terabytes_per_1000_steps"] == planned["spilled_bytes"] / 1e9
+    assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
+    assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])

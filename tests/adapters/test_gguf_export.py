@@ -217,6 +217,7 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
         main(["export", "--run", str(tmp_path / run), "--format", "gguf", "--output", str(tmp_path / f"{run}-gguf")])
     assert sorted(path.name for path in (tmp_path / "rank-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
     assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
+    assert 'llama-cli --model "base.gguf" --lora adapter.gguf' in (tmp_path / "lora-gguf" / "README.md").read_text()
     command = ["export", "--run", str(tmp_path / "rank"), "--output", str(tmp_path / "more")]
     assert "--gguf-type" in refusal(*command, "--gguf-type", "F16")
     assert "--as-adapter" in refusal(*command, "--format", "gguf", "--as-adapter")

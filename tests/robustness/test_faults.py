@@ -31,13 +31,14 @@ import torch
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     CheckpointError,
+    DurableBackpropEngine,
     JournalError,
     MemoryPolicy,
     OutputError,
@@ -549,6 +550,79 @@ def closed_while_failing(folder: Path) -> None:
             with contextlib.suppress(ZO2Error):
                 engine.step(BATCH, seed=PLAN.seeds[2])
         assert_resumable(storage, folder, run)
+
+
+UNNAMED = "(deleted)"  # in the path of the temporary file of inputs
+SMALL_BATCH = make_batch(len(WORDS), [4])
+
+
+def first_order(folder: Path, run: Path) -> DurableBackpropEngine:
+    """An engine whose inputs of blocks have no room in memory."""
+    peft: Any = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return DurableBackpropEngine(
+        open_checkpoint(folder / "base", adapter=Adapter(config=config, seed=1)),
+        partial(torch.optim.AdamW, lr=1e-2),
+        directory=run,
+        journal=run / "journal.jsonl",
+        method={"name": "adamw"},
+        lr=lambda step: 1e-2,
+        memory=MemoryPolicy(host=HostPlan((), budget=0, buckets=1, keep_noise=False), activations=1),
+    )
+
+
+def adapter_after(engine: DurableBackpropEngine, batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, bytes]:
+    for batch in batches:
+        engine.step(batch)
+    return {name: bits(value.detach()) for name, value in engine.parameters.items()}
+
+
+def inputs_fail(calls: Call, error: int, folder: Path) -> None:
+    """Inputs cannot be written, or read: the step is not taken, the run goes on with other batches, or is resumed."""
+    batches = [BATCH, SMALL_BATCH, BATCH]
+    run = fresh(folder)
+    run.mkdir()
+    with first_order(folder, run) as engine:
+        rule = Rule(calls, UNNAMED, NEVER)
+        expected = adapter_after(engine, batches)
+        count = rule.seen
+    clear()
+    assert count >= len(batches)
+    for nth in some(count):
+        run = fresh(folder)
+        run.mkdir()
+        with nothing_left():
+            with first_order(folder, run) as engine:
+                rule, errors = Rule(calls, UNNAMED, nth, error=error), list[ZO2Error]()
+                for taken, batch in enumerate(batches):
+
+                    def step(taken: int = taken, batch: dict[str, torch.Tensor] = batch) -> None:
+                        assert engine.steps == taken
+                        engine.step(batch)
+
+                    retried(errors, [ScratchError], step)
+                assert (len(errors), rule.hits) == (1, 1)
+                assert os.strerror(error) in str(errors[0])
+                assert ("the step was not taken" in str(errors[0])) is (calls is Call.WRITE)
+                assert adapter_after(engine, []) == expected
+            clear()
+            run = fresh(folder)
+            run.mkdir()
+            Rule(calls, UNNAMED, nth, EVER, error=error)  # the disk stays full
+            with first_order(folder, run) as engine, pytest.raises(ScratchError):
+                adapter_after(engine, batches)
+            clear()
+            with first_order(folder, run) as engine:  # no snapshot was taken: it begins anew, and compares its steps
+                assert adapter_after(engine, batches) == expected
+    assert not [path for path in run.iterdir() if path.name != "journal.jsonl"]
+
+
+for _name, _calls, _error in (
+    ("the disk is full", Call.WRITE, errno.ENOSPC),
+    ("writing fails", Call.WRITE, errno.EIO),
+    ("reading fails", Call.READ, errno.EIO),
+):
+    scenario(f"inputs of blocks on disk: {_name}", _calls, _error)(inputs_fail)
 
 
 # Whole runs, by the trainer.

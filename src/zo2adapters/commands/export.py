@@ -63,6 +63,7 @@ class Export(AtStep):
                 base=str(at.model),
                 head=at.model_options.head,
                 is_adapter=self.as_adapter or at.model_options.trains_adapter,
+                is_gguf_file=self.format == "gguf",
                 data=data,
             )
             if self.as_adapter:

@@ -12,7 +12,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.first_order_run import gradient_bytes
+from zo2adapters.trainers.first_order_run import reserved_bytes
 from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
@@ -64,24 +64,26 @@ def plan_first_order_run(
         steps: Steps of the run.
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
-        scratch: Directory on the disk that snapshots are written to.
+        scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
         streams: Whether blocks stream from disk, with badam.
 
     Raises:
         MemoryBudgetError: if no plan fits.
+        ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
+    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
-        activations += tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
+        tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
+        activations, least = activations + tied, least + tied
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
         noise=PhiloxNoise(),  # none is drawn
         perturb_in_place=False,
         takes_steps=False,
-        memory=MemoryPolicy(host=memory, activations=activations),
+        memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
         trained_copies=TRAINED_COPIES if update is None else 0,
         gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
         optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
@@ -94,13 +96,18 @@ def plan_first_order_run(
     forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
-    kept = min(host_plan.spare // max(graph, 1), blocks)
+    inputs = min(host_plan.spare, activations - spec.activation_bytes)
+    spilled = activations - spec.activation_bytes - inputs
+    kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
+    if inputs:
+        host_plan = replace(host_plan, parts=(*host_plan.parts, MemoryPart("inputs of blocks", inputs)))
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
     moving = host_plan.buckets if host_plan.buckets is None or not streams else host_plan.buckets - 1  # one stays
     read = 2 * streamed_bytes(layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
+    spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
     decoding = decoding_seconds(layouts)
     evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
     arithmetic, snapshot, written = 2 * decoding, 0, 0.0
@@ -118,13 +125,14 @@ def plan_first_order_run(
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
         scratch_bytes=scratch_bytes(layouts) if streams else 0,
-        read_bytes=read,
-        written_bytes=round(written),
-        terabytes_per_1000_steps=written / 1e9,
+        spilled_bytes=spilled,
+        read_bytes=read + spilled,
+        written_bytes=round(written) + spilled,
+        terabytes_per_1000_steps=(written + spilled) / 1e9,
         snapshot_bytes=snapshot,
         forward_seconds=(times + 1 - kept / blocks) * forward,
         update_seconds=arithmetic,
-        disk_seconds=read_seconds,
+        disk_seconds=read_seconds + spill_seconds,
         steps=steps,
         evaluations=evaluations,
         evaluation_seconds=evaluation,

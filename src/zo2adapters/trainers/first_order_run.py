@@ -37,7 +37,7 @@ from zo2core import (
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
 from zo2core.planning.host_budget import parse_size
-from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
+from zo2core.sweep.gradient_memory import gradient_bytes
 
 FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
@@ -73,7 +73,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         """Memory for the input of each block, and for one segment's graph. See the contract."""
         batching, given = self.options.batching, self.options.storage.activation_memory
         rows, tokens = batching.shape(batching.batch_size * sequences, longest)
-        kept, least = gradient_bytes(model, rows, tokens, batching.micro_batch_size)
+        kept, least = reserved_bytes(model, rows, tokens, batching.micro_batch_size)
         return kept if given is None else parse_size(given), least
 
     def first_step(self, journal: Journal) -> int:
@@ -134,7 +134,7 @@ class GradientRun(RunMethod[GradientEngineT]):
             host=stored.memory,
             device=stored.device_memory,
             activations=activations,
-            least_activations=None if stored.device == "cpu" else least,
+            least_activations=least,
         )
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
@@ -195,12 +195,12 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             parameters_at(engine.snapshots, step),
             micro_batch_size=self.options.batching.micro_batch_size,
             device=local_device(self.options.storage.device, None),
-            memory=self._memory(activations, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
         )
 
 
-def gradient_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
-    """Memory for the input of each block, and for one segment's graph.
+def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
+    """Memory for the inputs of blocks, and for one segment's graph.
 
     Args:
         model: The model, with its adapter.
@@ -209,14 +209,14 @@ def gradient_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int 
         micro_rows: Rows that run at a time; None: all of a batch.
 
     Returns:
-        Bytes for all rows of a batch, and for those that run at a time.
+        Bytes with the inputs of all blocks in memory, and without them.
     """
-    running = rows if micro_rows is None else min(rows, micro_rows)
+    micro_rows = rows if micro_rows is None else min(rows, micro_rows)
     blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
-    beside = model.adapter_bytes(running, 1) if isinstance(model, PeftBlockModel) else 0
-    graph = GRAPH_FORWARDS * forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk) + beside
-    held = partial(expected_held_bytes, model.config, tokens=tokens)
-    return blocks * held(rows) + graph, blocks * held(running) + graph
+    beside = model.adapter_bytes(micro_rows, 1) if isinstance(model, PeftBlockModel) else 0
+    held = expected_held_bytes(model.config, rows, tokens)
+    running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
+    return gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside
 
 
 def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:

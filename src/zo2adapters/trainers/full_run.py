@@ -142,7 +142,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             parameters_at(engine.snapshots, step),
             micro_batch_size=self.options.batching.micro_batch_size,
             device=local_device(self.options.storage.device, None),
-            memory=self._memory(activations, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
         )
 
 

@@ -34,6 +34,7 @@ def model_card(
     head: str = "causal-lm",
     is_adapter: bool = False,
     is_merged: bool = False,
+    is_gguf_file: bool = False,
     data: str | None = None,
 ) -> bytes:
     """Write the card of a model that a run has trained.
@@ -43,8 +44,9 @@ def model_card(
         version: Number of the run's steps that the model includes.
         base: Directory or hub id of the base model.
         head: The model's head, as in ``--head``.
-        is_adapter: Whether the export is an adapter in the format of peft.
+        is_adapter: Whether the export is an adapter.
         is_merged: Whether an adapter was trained, and is merged into the weights.
+        is_gguf_file: Whether the export is a GGUF file for llama.cpp; otherwise it is a directory for transformers or peft.
         data: The run's data, a file or the name of a dataset of the hub; None if it is not known.
 
     Returns:
@@ -84,7 +86,7 @@ def model_card(
         "",
         "## How to load it",
         "",
-        *_loading(name, causal=causal, is_adapter=is_adapter),
+        *(_llama_cpp(name, is_adapter=is_adapter) if is_gguf_file else _loading(name, causal=causal, is_adapter=is_adapter)),
         "",
         "## Options",
         "",
@@ -207,6 +209,13 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
         yield ""
         yield f'model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
         yield 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
+    yield "```"
+
+
+def _llama_cpp(name: str, *, is_adapter: bool) -> Iterator[str]:
+    yield "```sh"
+    yield f'llama-cli --model "{name}" --lora adapter.gguf' if is_adapter else "llama-cli --model model.gguf"
+    yield "ollama create NAME --file Modelfile"
     yield "```"
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class RunPlan:
     model_bytes: int
     write_back_every: int | None  # steps between two writes of a block; None: no block is written back
     scratch_bytes: int  # size of the scratch file once all blocks are written back
+    spilled_bytes: int = field(default=0, kw_only=True)  # size of the temporary file for inputs of blocks
     read_bytes: int  # bytes read per step
     written_bytes: int  # bytes written per step, on average
     terabytes_per_1000_steps: float  # terabytes that 1,000 steps write, by which disks wear out
@@ -91,6 +92,7 @@ class RunPlan:
             ("blocks", blocks),
             ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
             ("scratch file, at most", shown_bytes(self.scratch_bytes)),
+            *([("temporary file of inputs", shown_bytes(self.spilled_bytes))] if self.spilled_bytes else []),
             ("read per step", shown_bytes(self.read_bytes)),
             ("written per step", shown_bytes(self.written_bytes)),
             ("written per 1,000 steps", shown_bytes(1e12 * self.terabytes_per_1000_steps)),

@@ -140,7 +140,8 @@ class Trainer:
             self._samples = Samples(model, rows, options.samples, tokenizer, inputs.pad)
             generated.append(self._samples.shape)
         if options.storage.activation_memory is None:
-            activations += max((cache_bytes(model.config, *shape) for shape in generated), default=0)
+            cache = max((cache_bytes(model.config, *shape) for shape in generated), default=0)
+            activations, least = activations + cache, least + cache
         self._activations = activations
         tokens = inputs.tokens()
         self._run = RunDirectory(options, tokens, resume=resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2core.build import RunOptions, build
+from zo2core.build import RunOptions, build, kept_inputs
 from zo2core.engine.adapter_runner import AdapterRunner
 from zo2core.errors import OptionError
 from zo2core.methods.backprop import Backprop
@@ -21,8 +22,9 @@ from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
+from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.trained_parameters import TrainedParameters
-from zo2core.types import Batch, GradientStepResult, SegmentKind
+from zo2core.types import Batch, GradientStepResult
 from zo2core.workers import Workers
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -40,6 +42,8 @@ class BackpropEngine(AdapterRunner):
             ``torch.optim.Optimizer``: ``partial(torch.optim.AdamW, lr=2e-4)``. None: for a custom training loop, which
             calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
+            and backward. None: the system's directory for temporary files. On a GPU they are in host memory instead.
         device, memory, micro_batch_size, overlap, trace: As for ``Replayer``.
         workers: Processes that each compute the gradients of part of a step's rows; None: this process computes all.
 
@@ -56,6 +60,7 @@ class BackpropEngine(AdapterRunner):
         clip: float | None = None,
         device: Device | str = "cpu",
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        spill: Path | str | None = None,
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
@@ -70,10 +75,15 @@ class BackpropEngine(AdapterRunner):
             trained_copies=trained_copies(workers),
             workers=workers,
         )
-        self._open(model, optimizer, clip, options)
+        self._open(model, optimizer, clip, options, tempfile.gettempdir() if spill is None else spill)
 
     def _open(
-        self, model: DifferentiableModel, optimizer: OptimizerFactory | None, clip: float | None, options: RunOptions
+        self,
+        model: DifferentiableModel,
+        optimizer: OptimizerFactory | None,
+        clip: float | None,
+        options: RunOptions,
+        spill: Path | str,
     ) -> None:
         """Build the parts of the run and the method."""
         if not isinstance(model, DifferentiableModel):
@@ -85,6 +95,7 @@ class BackpropEngine(AdapterRunner):
             )
         parts = build(model, None, options)
         super().__init__(model, parts)
+        inputs = kept_inputs(parts, spill)
         try:
             row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, self._trained)
             parts.opened.callback(row_shards.close)
@@ -100,17 +111,15 @@ class BackpropEngine(AdapterRunner):
                     trained=self._trained,
                     leaves=_trained_leaves(model, self._trained),
                     weights=parts.work_buffer.bound,
+                    inputs=inputs,
+                    limit=MemoryLimit(parts.host_limit),
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
                 row_shards=row_shards,
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
-                memory=GradientMemory(
-                    blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    budget=parts.activation_bytes,
-                    spare=parts.spare_bytes,
-                ),
+                memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
             )
         except BaseException:
             self._close_refused()
@@ -148,6 +157,7 @@ class BackpropEngine(AdapterRunner):
             NonFiniteLossError: if the loss or a gradient is not finite.
             OptionError: if the loss has no gradient, or blocks are connected by more than their outputs.
             CheckpointError: if a block cannot be read.
+            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
             WorkerError: if another worker is silent, or has another batch.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken.

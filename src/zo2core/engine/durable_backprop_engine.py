@@ -27,7 +27,8 @@ class DurableBackpropEngine(BackpropEngine):
 
     Args:
         model, optimizer, clip, device, memory, micro_batch_size, overlap, trace, workers: As for ``BackpropEngine``.
-        directory: Directory of the run, with its snapshots.
+        directory: Directory of the run, with its snapshots. Inputs of blocks that have no room in memory are in a temporary
+            file there, without a name.
         journal: Journal of the run, or its path; a missing file is created.
         method: The optimizer and its options, as JSON values. The journal records them, and other values are refused.
         lr: Learning rate of a 0-based step, set in the optimizer before the step.
@@ -69,7 +70,7 @@ class DurableBackpropEngine(BackpropEngine):
             trained_copies=trained_copies(workers),
             workers=workers,
         )
-        self._open(model, optimizer, clip, options)
+        self._open(model, optimizer, clip, options, directory)
         self._lr = lr
         self.snapshots = Snapshots(directory, self.journal.chain, self.journal.require_version)
         try:

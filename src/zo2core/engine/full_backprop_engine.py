@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zo2core.build import RunOptions, build
+from zo2core.build import RunOptions, build, kept_inputs
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.commits import record
 from zo2core.engine.stored_runner import StoredRunner
@@ -20,7 +21,8 @@ from zo2core.profiling import Trace
 from zo2core.protocols import BlockUpdate, Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult, SegmentKind
+from zo2core.sweep.memory_limit import MemoryLimit
+from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
 _GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
 
@@ -58,6 +60,9 @@ class FullBackpropEngine(StoredRunner):
         clip_norm: Largest 2-norm of all gradients together; None does not clip it. Unless a single segment is trained, each
             step then sweeps twice: first to measure the norm.
         run: Where the run is kept, which resumes from its last snapshot; None keeps nothing.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
+            and backward. None: the directory of the run, or else the system's for temporary files. On a GPU they are in
+            host memory instead.
         device, memory, micro_batch_size, overlap, trace: As for ``Replayer``. All blocks have to fit into host memory.
 
     Raises:
@@ -78,6 +83,7 @@ class FullBackpropEngine(StoredRunner):
         run: RunRecord | None = None,
         device: Device | str = "cpu",
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        spill: Path | str | None = None,
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
@@ -111,6 +117,7 @@ class FullBackpropEngine(StoredRunner):
         clipping: GradientClipping,
         run: RunRecord | None,
         options: RunOptions,
+        spill: Path | str | None = None,
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
         if not isinstance(model, DifferentiableModel):
@@ -131,6 +138,9 @@ class FullBackpropEngine(StoredRunner):
         self._update = update
         self._lr = lr if callable(lr) else _constant(lr)
         self._is_recorded = run is not None
+        if spill is None:
+            spill = tempfile.gettempdir() if run is None else run.directory
+        inputs = kept_inputs(parts, spill)
         try:
             self._method = FusedBackprop(
                 update,
@@ -145,16 +155,14 @@ class FullBackpropEngine(StoredRunner):
                     trained=self._parameters,
                     leaves=[model.leaves(index) for index in range(len(model.layouts))],
                     weights=parts.work_buffer.bound,
+                    inputs=inputs,
+                    limit=MemoryLimit(parts.host_limit),
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
-                memory=GradientMemory(
-                    blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    budget=parts.activation_bytes,
-                    spare=parts.spare_bytes,
-                ),
+                memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
                 versions_are_steps=options.streams,
             )
         except BaseException:
@@ -188,6 +196,7 @@ class FullBackpropEngine(StoredRunner):
             NonFiniteLossError: if the loss or a gradient is not finite.
             OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
             CheckpointError: if a block cannot be read.
+            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
             JournalError: if the record cannot be written, or a repeated step differs from its record.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             The step was not taken, unless the message says that segments had been changed: then the engine is closed.

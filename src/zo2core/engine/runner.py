@@ -65,6 +65,11 @@ class Runner:
         return self._parts.host_plan
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations in the memory in which forwards run."""
+        return self._parts.activation_bytes
+
+    @property
     def device_plan(self) -> DevicePlan | None:
         """Plan of device memory; None if the device computes in host memory, or the caller passed the parts."""
         return self._parts.device_plan

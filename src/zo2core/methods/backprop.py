@@ -107,13 +107,13 @@ class Backprop:
         rows = self._row_shards.of_step(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
         prepared = list(self._sweeps.prepared(rows.batches, forward))
         outputs: list[torch.Tensor] = []
-        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
+        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
             visitor = self._visits.visitor(
                 forward,
                 prepared[start:stop],
                 weights=None if rows.weights is None else rows.weights[start:stop],
                 joint_loss=rows.joint_loss,
-                graph_bytes=graph_bytes,
+                kept_bytes=kept_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
         return rows.finish(outputs)

@@ -268,7 +268,7 @@ class FusedBackprop:
             run.batches,
             weights=run.rows.weights,
             joint_loss=run.rows.joint_loss,
-            graph_bytes=group.graph_bytes,
+            kept_bytes=group.kept_bytes,
         )
         norms.outputs = visitor.outputs[0]
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from zo2core.errors import OptionError
+from zo2core.io.process_memory import resident_memory as resident_memory
 
 _UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
     ("B", 1000), ("iB", 1024), ("", 1024)
@@ -49,11 +50,6 @@ def free_memory(*, root: Path = Path("/")) -> int:
         root: Directory of ``proc`` and ``sys``.
     """
     return min([psutil.virtual_memory().available, *_control_groups_free(root)])
-
-
-def resident_memory() -> int:
-    """Resident bytes of this process."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def _control_groups_free(root: Path) -> Iterator[int]:

@@ -41,6 +41,7 @@ def plan_host(
     perturbs_in_place: bool = True,
     further: Sequence[MemoryPart] = (),
     stays_in_memory: bool = False,
+    most_buckets: int | None = None,
     streams: bool = False,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
@@ -56,6 +57,7 @@ def plan_host(
             forward's weights are rounded.
         further: Further parts in host memory; empty ones are left out.
         stays_in_memory: Whether all blocks have to stay in memory.
+        most_buckets: Largest number of buckets if blocks stream, which leaves further memory free; None: as many as fit.
         streams: Whether they have to be streamed, with one bucket that keeps a block from sweep to sweep.
 
     Raises:
@@ -96,6 +98,8 @@ def plan_host(
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
     if stays_in_memory:
         choices = [choice for choice in choices if choice[0] is None]
+    if most_buckets is not None:
+        choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
     if streams:
         choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
     for buckets, keep_noise in choices:

@@ -31,8 +31,9 @@ class MemoryPolicy:
             is.
         activations: Memory reserved for activations and logits, in host memory on the CPU and in device memory on a GPU. It
             limits how many batches of an evaluation run in one sweep.
-        least_activations: Device memory for activations if ``activations`` does not fit: enough for the running streams,
-            while those of the others wait in host memory. None: all activations stay on the device.
+        least_activations: Memory for activations if ``activations`` does not fit: on a device with memory of its own enough
+            for the running streams, while those of the others wait in host memory; on the CPU, for first-order steps alone,
+            enough for what is not written to disk. None: all activations stay where forwards run.
 
     Raises:
         OptionError: if a value is not a size.
@@ -71,16 +72,18 @@ class MemoryPolicy:
         probes: int,
         is_low_bit: bool,
         further: Sequence[MemoryPart],
+        spills: bool,
     ) -> DevicePlan | None:
         """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute.
 
-        ``overlap`` says whether transfers overlap with compute. ``plan_device_memory`` documents the other arguments.
+        ``overlap`` says whether transfers overlap with compute, and ``spills`` whether activations in host memory may be
+        written to disk. ``plan_device_memory`` documents the other arguments.
 
         Raises:
             OptionError: if a size was given that would have no effect.
             MemoryBudgetError: if the device is too small for any plan.
         """
-        if machine.in_place and self.least_activations is not None:
+        if machine.in_place and self.least_activations is not None and not spills:
             raise OptionError(
                 "memory.least_activations",
                 found=f"{self.least_activations!r} on a device that computes in host memory",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from zo2core.errors import MemoryBudgetError
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
 from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart
@@ -65,6 +67,11 @@ class RunRequest:
     optimizer_bytes: int = 0
     stays_in_memory: bool = False
     streams: bool = False
+
+    @property
+    def spills(self) -> bool:
+        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
+        return self.trained_copies > 0 or self.stays_in_memory or self.streams
 
     @property
     def trained_bytes(self) -> int:
@@ -129,17 +136,18 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         probes=request.directions,
         is_low_bit=low_bit is not None,
         further=[trained_copies] if machine.on_host else [factors, trained_copies],
+        spills=request.spills,
     )
     activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
     if not isinstance(host_plan, HostPlan):
-        host_plan = plan_host(
+        plan_with = partial(
+            plan_host,
             layouts,
             request.on_disk,
             machine,
             memory=host_plan,
-            activation_bytes=memory.activation_bytes if machine.in_place else waiting,
             may_keep_noise=not isinstance(noise, CounterNoise),
             perturbs_in_place=request.perturb_in_place,
             further=[
@@ -152,6 +160,14 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             stays_in_memory=request.stays_in_memory,
             streams=request.streams,
         )
+        least = memory.least_activation_bytes
+        try:
+            host_plan = plan_with(activation_bytes=memory.activation_bytes if machine.in_place else waiting)
+        except MemoryBudgetError:
+            if not machine.in_place or least is None:
+                raise
+            activation_bytes = min(least, activation_bytes)
+            host_plan = plan_with(activation_bytes=activation_bytes, most_buckets=MOST_USEFUL_BUCKETS)
     write_back = request.write_back if request.changes_weights and not machine.shares else None
     spec = RunSpec(
         layouts=layouts if host_plan.buckets is None else request.on_disk,

@@ -5,13 +5,13 @@ In the backward pass a segment's forward runs again from its kept input, and res
 latter. The bits are those of autograd on the whole model: the same operations run on the same numbers, and gradients are
 added in the same order. This is gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over
 blocks that are in memory one at a time. The last blocks keep their activations where memory allows, and need no second
-forward.
+forward. Inputs for which there is no room leave memory in between.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +24,10 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.graph_room import GraphRoom
+from zo2core.sweep.kept_inputs import KeptInputs
+from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Lane
 
@@ -42,6 +45,10 @@ class _SegmentInput:
         leaves = {index: self.values[index].detach().requires_grad_() for index in sorted(self.differentiable)}
         values = [leaves.get(index, value) for index, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
+
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """The storages of the values through which gradients flow, by address."""
+        return _storages(self.values[index] for index in self.differentiable)
 
 
 class _Pass(NamedTuple):
@@ -99,6 +106,8 @@ class GradientVisits:
     trained: TrainedWeights  # accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
+    inputs: KeptInputs
+    limit: MemoryLimit
     streams: Streams
     timeline: Timeline
 
@@ -109,7 +118,7 @@ class GradientVisits:
         *,
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        graph_bytes: int,
+        kept_bytes: int,
     ) -> GradientVisitor:
         """Make the visitor of one sweep.
 
@@ -119,11 +128,14 @@ class GradientVisits:
             weights: The weight of each micro-batch's loss in the step's loss. None: ``joint_loss`` computes the step's loss
                 from all outputs of the head, whose graphs are then in memory at the same time.
             joint_loss: Computes the step's loss, 0-d and differentiable, from the head's outputs for all micro-batches.
-            graph_bytes: Memory for graphs that blocks keep from their forward to their backward pass.
+            kept_bytes: Memory for what blocks keep from their forward to their backward pass: their inputs first, then
+                graphs.
         """
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
-        return GradientVisitor(self, forward, batches, weights, joint_loss, GraphRoom(graph_bytes, sizes))
+        inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
+        self.inputs.begin(inputs)
+        return GradientVisitor(self, forward, batches, weights, joint_loss, GraphRoom(kept_bytes - inputs, sizes))
 
 
 class GradientVisitor:
@@ -155,6 +167,9 @@ class GradientVisitor:
         self._weights = weights
         self._joint_loss = joint_loss
         self._room = room
+        self._inputs = visits.inputs
+        self._limit = visits.limit
+        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches)), 0)  # bytes of a backward, at most
         self._segment_weights = visits.weights
         uses = Counter(name for leaves in self._leaves for name in leaves)
         self._tied = {name for name, count in uses.items() if count > 1}
@@ -202,6 +217,7 @@ class GradientVisitor:
         """Run a segment's forwards, or compute its gradients in the backward pass."""
         started = self._queues.mark()
         self._load(index)
+        self._limit.make_room(self._running if index == self._head else 0)  # logits are the largest of all
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
@@ -220,8 +236,10 @@ class GradientVisitor:
 
     def finish(self) -> None:
         """Free inputs, graphs and sums, however the sweep ended."""
+        self._inputs.clear()
         self._streams.clear()
         self._tied_sums.clear()
+        self._limit.make_room(self._running)
 
     @torch.no_grad()
     def _load(self, index: int) -> None:
@@ -240,7 +258,12 @@ class GradientVisitor:
                 i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
             }
             values = [value.detach() if i in differentiable else value for i, value in enumerate(outputs)]
+            segment_input = stream.next_input if index > 0 else None
             stream.next_input = _SegmentInput(values, nesting, differentiable)
+            if segment_input is not None and index >= self._first:
+                needed = _storages(outputs)  # what later blocks get as well stays
+                own = [storage for address, storage in segment_input.storages().items() if address not in needed]
+                self._inputs.put(index, number, own)
 
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
@@ -273,9 +296,11 @@ class GradientVisitor:
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
+        self._inputs.end_departures()
         graphs = []
         for number, stream in enumerate(self._streams):
             activations, inputs = stream.next_input.with_leaves()
+            del stream.next_input
             with torch.enable_grad():
                 output = self._forward.head(stream.batch, activations)
             _require_gradient(output)
@@ -297,6 +322,8 @@ class GradientVisitor:
     def _run_backward(self, index: int) -> None:
         """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
+            if index > 0:
+                self._inputs.take(index, number)
             forward, graph, outputs, inputs = stream.passes.pop(index)
             graph.restore(forward)
             reached = [outputs[i] for i in stream.gradients]
@@ -348,6 +375,12 @@ class GradientVisitor:
                 expected="blocks that are connected by their outputs alone",
                 remedy="train this model with ZOEngine, whose steps need no gradient",
             )
+
+
+def _storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
+    """The storages of the tensors among values, by address."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def tensor_ids(value: object) -> object:

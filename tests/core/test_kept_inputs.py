@@ -1,0 +1,369 @@
+"""Inputs that blocks keep from forward to backward: they leave memory when it has no room, and no bit depends on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import make_batch, save_model, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
+from waits import SLOW
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2core import BackpropEngine, HostPlan, MemoryPolicy, ScratchError
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import Wait
+from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
+from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.input_offload import InputOffload
+from zo2core.sweep.kept_inputs import AHEAD, KeptInputs
+from zo2core.types import Lane
+
+peft: Any = pytest.importorskip("peft")
+BLOCKS = 6
+LENGTHS = [7, 5, 6, 4]
+
+
+class Departed:
+    """A transfer that happens when its result is asked for."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> None:
+        self._act()
+
+
+class Memory:
+    """A store that keeps bytes, and counts how many are in the storages of all inputs."""
+
+    def __init__(self) -> None:
+        self.away: dict[str, list[tuple[torch.UntypedStorage, bytes]]] = {}
+        self.sent: list[str] = []
+
+    def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> Departed:
+        self.sent.append(name)
+
+        def leave() -> None:
+            self.away[name] = [(storage, bytes(filled(storage).tolist())) for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+
+        return Departed(leave)
+
+    def bring(self, name: str) -> Departed:
+        left = self.away.pop(name)
+        for storage, content in left:
+            storage.resize_(len(content))
+
+        def arrive() -> None:
+            for storage, content in left:
+                filled(storage).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+        return Departed(arrive)
+
+    def clear(self) -> None:
+        self.away.clear()
+
+    def close(self) -> None:
+        pass
+
+
+def filled(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    blocks=st.integers(1, 6),
+    room=st.integers(0, 400),
+)
+def test_the_oldest_inputs_leave_and_all_are_there_when_their_backward_needs_them(
+    sizes: list[int], blocks: int, room: int
+) -> None:
+    store, tensors = Memory(), {}
+    inputs = KeptInputs(store)
+    for _ in range(2):
+        inputs.begin(room)
+        store.sent.clear()
+        most = max(room, (AHEAD + 1) * max(sizes))
+        for block in range(1, blocks + 1):
+            for stream, size in enumerate(sizes):
+                tensor = torch.full((size,), 10 * block + stream, dtype=torch.uint8)
+                tensors[block, stream] = tensor
+                inputs.put(block, stream, [tensor.untyped_storage()] if size else [])
+                assert sum(kept.untyped_storage().nbytes() for kept in tensors.values()) <= most
+        order = [f"input of block {block}, micro-batch {stream}" for block, stream in tensors if sizes[stream]]
+        assert store.sent == order[: len(store.sent)], "the first blocks' inputs leave"
+        if blocks * sum(sizes) + AHEAD * max(sizes) <= room:
+            assert store.sent == []
+        for block in range(blocks, 0, -1):
+            for stream, size in enumerate(sizes):
+                inputs.take(block, stream)
+                present = sum(kept.untyped_storage().nbytes() for kept in tensors.values())
+                assert present <= max(room, AHEAD * max(sizes)) + max(sizes), "what is read ahead has room"
+                assert tensors.pop((block, stream)).tolist() == [10 * block + stream] * size
+        inputs.clear()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[InputFile]:
+    with closing(InputFile(tmp_path, Timeline())) as made:
+        yield made
+
+
+def test_a_file_gives_back_what_it_was_sent(file: InputFile, tmp_path: Path) -> None:
+    for _ in range(2):
+        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, (9 << 20) + 5, 77)]
+        expected = [tensor.clone() for tensor in tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        file.send("first", storages[:3]).result()
+        file.send("second", storages[3:]).result()
+        assert [storage.nbytes() for storage in storages] == [0] * 4, "their memory is free"
+        assert list(tmp_path.iterdir()) == [], "the file has no name"
+        file.bring("second").result()
+        file.bring("first").result()
+        assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True))
+        file.clear()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    storages = [torch.zeros(5).untyped_storage()]
+    with closing(InputFile(tmp_path / "missing", Timeline())) as file:
+        with pytest.raises(ScratchError, match=r"missing: found No such file or directory.* inputs of blocks"):
+            file.send("first", storages).result()
+        file.clear()
+        (tmp_path / "missing").mkdir()
+        file.send("first", storages).result()
+
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
+
+
+def make(
+    base: Path, room: int, rows: int | None = 1, *, buckets: int | None = None, config: Any = None, **options: Any
+) -> BackpropEngine:
+    chosen = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = open_checkpoint(base, adapter=Adapter(config=chosen if config is None else config, seed=1))
+    memory = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
+    return BackpropEngine(model, OPTIMIZER, memory=memory, micro_batch_size=rows, **options)
+
+
+def room_for(base: Path, blocks: int) -> int:
+    """Memory in which the micro-batches of one row pass together, and so many blocks have room for their inputs."""
+    model, rows = open_checkpoint(base), [make_batch(40, [length]) for length in LENGTHS]
+    graph = GRAPH_FORWARDS * max(model.forward_bytes(row) for row in rows)
+    return math.ceil(graph) + (PASSING + blocks) * sum(model.held_bytes(row) for row in rows)
+
+
+def outcome(engine: BackpropEngine, batch: Any, steps: int = 3) -> tuple[list[float], list[Any]]:
+    losses = [engine.step(batch).loss for _ in range(steps)]
+    return losses, [value.tolist() for name, value in engine.parameters_now() if name in engine.parameters]
+
+
+@pytest.mark.parametrize("buckets", [None, 2])
+def test_inputs_that_have_no_room_are_written_and_read_once_a_step(base: Path, buckets: int | None, tmp_path: Path) -> None:
+    batch = make_batch(40, LENGTHS)
+    with make(base, 1 << 28) as engine:
+        expected = outcome(engine, batch)
+        assert engine.step(batch).lanes[Lane.WRITE].nbytes == 0
+        layout = engine._model.layouts[1]
+    hidden = sum(LENGTHS) * small_config("llama").hidden_size * 2
+    written = []
+    for blocks in range(BLOCKS + 1):
+        spill = tmp_path / f"{blocks}"
+        spill.mkdir()
+        with make(base, room_for(base, blocks), buckets=buckets, spill=spill) as engine:
+            assert outcome(engine, batch) == expected
+            lanes = engine.step(batch).lanes
+            written.append(lanes[Lane.WRITE].nbytes)
+            of_blocks = 0 if buckets is None else (2 * (BLOCKS - buckets) + 2) * layout.nbytes
+            assert written[-1] <= lanes[Lane.READ].nbytes <= written[-1] + of_blocks
+            assert list(spill.iterdir()) == []
+    assert written[0] == (BLOCKS - 1) * hidden, "all but the embedding's output, which has no gradient"
+    assert written == sorted(written, reverse=True)
+    assert 0 < written[2] < written[1]
+    assert written[-1] == 0
+
+
+def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, sweeps = make_batch(40, LENGTHS), []
+    run = BackpropEngine.run
+
+    def counted(*arguments: Any) -> Any:
+        sweeps.append(1)
+        return run(*arguments)
+
+    monkeypatch.setattr(BackpropEngine, "run", counted)
+    for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
+        with make(base, room) as engine:
+            engine.step(batch)
+        assert len(sweeps) == expected
+        sweeps.clear()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_layer_that_hands_on_its_input_keeps_it_in_memory(view: bool, base: Path) -> None:
+    batch, outcomes = make_batch(40, LENGTHS), []
+    for room in (1 << 28, 1, room_for(base, 0)):
+        with make(base, room) as engine:
+            model: Any = engine._model
+
+            def hand_on(module: Any, args: Any, output: Any) -> Any:
+                return args[0].view(args[0].shape) if view else args[0]
+
+            for layer in (2, 3):
+                model._layers[layer].register_forward_hook(hand_on)
+            outcomes.append(outcome(engine, batch))
+    assert outcomes[1:] == outcomes[:1] * 2
+
+
+def test_a_prefix_that_all_blocks_get_stays(base: Path) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    batch = make_batch(40, LENGTHS)
+    outcomes = []
+    for room in (1 << 28, 1, room_for(base, 0)):
+        with make(base, room, config=config) as engine:
+            outcomes.append(outcome(engine, batch))
+    assert outcomes[1:] == outcomes[:1] * 2
+
+
+def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, small = make_batch(40, LENGTHS), make_batch(40, LENGTHS[:1])
+    with make(base, room_for(base, 0)) as engine:
+        expected = outcome(engine, batch)
+    with make(base, room_for(base, 0)) as engine, monkeypatch.context() as patched:
+        write, calls = InputFile._write, [0]
+
+        def refused(*arguments: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 4:
+                raise ScratchError("disk", found="a full disk", expected="space", remedy="free it")
+            write(*arguments)
+
+        patched.setattr(InputFile, "_write", refused)
+        with pytest.raises(ScratchError, match="a full disk"):
+            engine.step(batch)
+        assert engine.steps == 0
+        assert outcome(engine, batch) == expected
+        assert engine.step(small).loss > 0
+
+
+WAITS = (Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED)
+
+
+class Computed:
+    """Sweeps over inputs on a device whose compute is a queue: forwards make them, backwards check them.
+
+    Memory that is freed is overwritten by the compute that follows; memory that is taken is still being written by compute
+    that was issued before.
+    """
+
+    def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait] = ()) -> None:
+        def delay(lane: Lane, nbytes: int) -> float:
+            return case.get(Wait.ACTIVATIONS_UPLOADED if lane is Lane.ACTIVATIONS_IN else Wait.STAGING_OFFLOADED, 0.0)
+
+        self.case = case
+        self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
+        self.device = ThreadedDevice(self.streams)
+        self.timeline = Timeline()
+        self.store = InputOffload(self.device, self.timeline)
+        self.store.resize = self.overwritten  # type: ignore[method-assign]
+        self.errors: list[str] = []
+
+    def overwritten(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        def work() -> None:
+            sleep(self.case.get(Wait.STAGING_READ, 0.0) if nbytes else 0.0)
+            filled(storage).fill_(7)
+
+        self.streams.compute(work)
+
+    def run(self, blocks: int = 5, room: int = 0, streams: int = 2) -> None:
+        inputs, tensors = KeptInputs(self.store), {}
+        inputs.begin(room)
+        for block in range(1, blocks + 1):
+            for stream in range(streams):
+                tensors[block, stream] = tensor = torch.full((64,), 3, dtype=torch.uint8)
+                self.streams.compute(partial(self.make, tensor, 10 * block + stream))
+                inputs.put(block, stream, [tensor.untyped_storage()])
+        for block in range(blocks, 0, -1):
+            for stream in range(streams):
+                inputs.take(block, stream)
+                self.streams.compute(partial(self.check, tensors[block, stream], 10 * block + stream))
+        inputs.clear()
+
+    def make(self, tensor: torch.Tensor, number: int) -> None:
+        sleep(self.case.get(Wait.COMPUTED, 0.0))
+        tensor.fill_(number)
+
+    def check(self, tensor: torch.Tensor, number: int) -> None:
+        if not bool((tensor == number).all()):
+            self.errors.append(f"{number} is {tensor.tolist()[:3]}")
+
+    def end(self) -> list[str]:
+        self.device.close()
+        return [*self.errors, *map(str, self.streams.errors)]
+
+
+def swept(case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 0) -> list[str]:
+    computed = Computed(case, without)
+    computed.run(room=room)
+    computed.run(room=room)
+    return computed.end()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait) -> None:
+    case = {wait: SLOW}
+    assert swept(case) == []
+    assert swept(case, without=[wait]) != []
+
+
+@pytest.mark.parametrize("room", [0, 64, 200, 300, 500, 1 << 20])
+def test_inputs_in_host_memory_are_not_mixed_up(room: int) -> None:
+    assert (
+        swept(
+            dict.fromkeys((Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED), 0.001),
+            room=room,
+        )
+        == []
+    )
+
+
+def test_a_device_of_its_own_memory_keeps_inputs_on_the_host_with_the_same_bits(base: Path) -> None:
+    batch = make_batch(40, LENGTHS)
+    with make(base, 1 << 28) as engine:
+        expected = outcome(engine, batch)
+    moved = []
+    for blocks in (0, 1, 3, BLOCKS + 1):
+        plan = DevicePlan((), 0, kept=0, activation_bytes=room_for(base, blocks))
+        with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
+            policy = MemoryPolicy(host=HostPlan((), 0, 2, keep_noise=False), device=plan)
+            config = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+            model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+            with BackpropEngine(model, OPTIMIZER, memory=policy, micro_batch_size=1, device=device) as engine:
+                assert outcome(engine, batch) == expected
+                lanes = engine.step(batch).lanes
+        assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes
+        assert lanes[Lane.WRITE].nbytes == 0
+        moved.append(lanes[Lane.ACTIVATIONS_OUT].nbytes)
+    assert moved == sorted(moved, reverse=True)
+    assert moved[0] > moved[1] > moved[-1] == 0
