@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from zo2adapters.ranges import require_at_least
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
 from zo2core.estimators.inputs import require_positive, require_weight_decay
-
-if TYPE_CHECKING:
-    from zo2adapters.trainers.adapter_options import AdapterOptions
-    from zo2adapters.trainers.options import RunOptions
 
 AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
 MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
@@ -29,6 +26,26 @@ SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its autho
 
 _OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
+
+
+class CheckedOptions(Protocol):
+    """The options of a run that have to go with those of its method."""
+
+    @property
+    def model_options(self) -> AdapterOptions:
+        """The adapter."""
+
+    @property
+    def optimization(self) -> Any:
+        """Rates, and the options of zeroth-order steps."""
+
+    @property
+    def storage(self) -> Any:
+        """Memory, device, and what is written."""
+
+    @property
+    def keep_best(self) -> bool:
+        """Whether the best evaluation's model is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +94,7 @@ class FirstOrder:
         given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
-    def require_valid(self, options: RunOptions) -> None:
+    def require_valid(self, options: CheckedOptions) -> None:
         """Refuse options that cannot be combined with the method.
 
         Args:
@@ -121,7 +138,7 @@ class FirstOrder:
         if storage.snapshot_every is not None:
             require_at_least("snapshot_every", storage.snapshot_every, 1)
 
-    def _require_streamable(self, options: RunOptions) -> None:
+    def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
         if self.method != "badam":
             found, expected = f"it with --method {self.method}", "--method badam, which changes one block at a time"
