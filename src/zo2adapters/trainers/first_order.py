@@ -54,8 +54,7 @@ class FirstOrder:
 
     method: MethodName | None = None
     """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
-    --adapter, or all parameters without one; lomo, adalomo and badam train all parameters. All parameters need the whole
-    model in memory, with adamw 12 bytes a parameter, with the others 4 and a little. Without it steps are zeroth-order."""
+    --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
     max_grad_norm: float | None = None
     """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it. Where all parameters are
     trained, it takes a second backward pass, except with badam."""
