@@ -112,7 +112,7 @@ def open_checkpoint(
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     files: ModelFiles = GGUFModel(directory) if is_gguf(directory) else _DirectoryFiles(directory)
-    config, checkpoint_dtype = files.config, files.dtype  # read before the skeleton is built, which sets the config's dtype
+    config, checkpoint_dtype = files.config, files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
