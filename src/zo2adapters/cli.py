@@ -94,7 +94,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "export": CommandEntry(
         "zo2adapters.commands.export",
         "Export",
-        "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
+        "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file.",
         (_MODEL,),
     ),
     "merge": CommandEntry(

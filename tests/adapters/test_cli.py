@@ -169,7 +169,17 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
         "dtype": "auto",
         "precision": "exact",
         "transfer_dtype": "stored",
-        "first_order": {"method": None, "max_grad_norm": None},
+        "first_order": {
+            "method": None,
+            "max_grad_norm": None,
+            "max_grad_value": None,
+            "switch_every": None,
+            "stream_blocks": False,
+            "betas": None,
+            "eps": None,
+            "momentum": None,
+            "nesterov": False,
+        },
         "optimization": {
             "lr": 0.01,
             "zo_eps": 0.001,

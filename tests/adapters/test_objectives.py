@@ -295,7 +295,7 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
         with pytest.raises(OptionError, match="call ask"):
             next(engine.forwards([batch], at=Evaluation(1, 1.0)))
         evaluations = engine.ask()
-        with pytest.raises(OptionError, match="found 1 of them"):
+        with pytest.raises(OptionError, match="found 1 loss; expected 2"):
             engine.tell([1.0])
         with pytest.raises(OptionError, match="an evaluation that ask"):
             next(engine.forwards([batch], at=Evaluation(evaluations[0].seed, 7.0)))

@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str],
 
 
 def test_a_command_that_is_none_is_refused_in_one_line() -> None:
-    assert "command: found 'trian'; expected one of demo, train" in refusal("trian")
+    assert "command: found 'trian'; expected one of demo, init, train" in refusal("trian")
     assert "command: found nothing" in refusal()
 
 
@@ -435,9 +436,9 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     (place / "elsewhere").rename(place / "base")
     real = Replayer.export
 
-    def export(self: Runner, directory: Path, *, files: Mapping[str, bytes]) -> None:
+    def export(self: Runner, directory: Path, **options: Any) -> None:
         (place / "base/tokenizer.json").unlink()
-        real(self, directory, files=files)
+        real(self, directory, **options)
 
     monkeypatch.setattr(Replayer, "export", export)
     said = refusal("export", "--run", run, "--output", place / "new")

@@ -81,9 +81,8 @@ class Train(RunOptions):
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
     workers on the same host use DIR.worker-1 and so on."""
     resume: Path | None = None
-    """Directory of a run to continue; the result is the same as without the interruption. Options that do not change the
-    result (memory, write-backs, --trace, --scheduler) may be given again, a constant learning rate allows more --steps, and
-    --model, --data and the like give the new paths of moved files."""
+    """Directory of a run to continue, with the same result as without the interruption. Options that do not change it
+    (memory, --trace, ...) may be given again, and more --steps; --model, --data and the like name moved files."""
     from_step: int | None = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
     may have other --steps, --lr and the like. This is how steps are undone."""

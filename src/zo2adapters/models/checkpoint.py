@@ -112,7 +112,7 @@ def open_checkpoint(
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     files: ModelFiles = GGUFModel(directory) if is_gguf(directory) else _DirectoryFiles(directory)
-    config = files.config
+    config, checkpoint_dtype = files.config, files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
@@ -135,7 +135,7 @@ def open_checkpoint(
         opened = inject(skeleton, adapter, adapter_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
         architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    exported = files.dtype if chosen.autocast is not None else chosen.stored
+    exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
     if export_dtype != "auto":
         exported = _dtype(export_dtype, files)
     rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype

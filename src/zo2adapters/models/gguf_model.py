@@ -322,17 +322,3 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         # The auto class reads the vocabulary twice, once for a config that decides nothing here.
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
     return tokenizer
-
-
-def tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
-    """Yield what a file says of its tokenizer, by key: numbers, texts, and the elements of arrays one after the other."""
-    for key in sorted(file.metadata):
-        if key.startswith("tokenizer."):
-            value = file.metadata[key]
-            if isinstance(value, (int, float, bool, str)):
-                yield key, value
-            elif isinstance(value, StoredArray):
-                for element in file.array(key):
-                    yield key, element
-            else:
-                yield key, file.text(key)

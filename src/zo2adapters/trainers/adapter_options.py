@@ -25,8 +25,8 @@ class AdapterOptions:
     adapter_frozen: tuple[str, ...] = ()
     """With an adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
     lora_rank: int | None = None
-    """Train a new LoRA adapter of this rank, such as 8, instead of the weights, which are then only read. It is peft's
-    LoraConfig(r=8) with its initial values from --seed; --adapter takes any other config."""
+    """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's LoraConfig(r=8), with initial
+    values from --seed. --adapter takes other configs."""
     lora_targets: tuple[str, ...] = ()
     """With --lora-rank: names of the linear layers that get an adapter, such as q_proj v_proj. By default all-linear, which
     is every one but the output layer of a language model."""

@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from zo2adapters.ranges import require_at_least
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
 from zo2core.estimators.inputs import require_positive, require_weight_decay
-
-if TYPE_CHECKING:
-    from zo2adapters.trainers.adapter_options import AdapterOptions
-    from zo2adapters.trainers.options import RunOptions
 
 AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
 MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
@@ -31,14 +28,33 @@ _OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw"
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
+class CheckedOptions(Protocol):
+    """The options of a run that have to go with those of its method."""
+
+    @property
+    def model_options(self) -> AdapterOptions:
+        """The adapter."""
+
+    @property
+    def optimization(self) -> Any:
+        """Rates, and the options of zeroth-order steps."""
+
+    @property
+    def storage(self) -> Any:
+        """Memory, device, and what is written."""
+
+    @property
+    def keep_best(self) -> bool:
+        """Whether the best evaluation's model is kept."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FirstOrder:
     """Training by gradients."""
 
     method: MethodName | None = None
     """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
-    --adapter, or all parameters without one; lomo, adalomo and badam train all parameters. All parameters need the whole
-    model in memory, with adamw 12 bytes a parameter, with the others 4 and a little. Without it steps are zeroth-order."""
+    --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
     max_grad_norm: float | None = None
     """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it. Where all parameters are
     trained, it takes a second backward pass, except with badam."""
@@ -77,7 +93,7 @@ class FirstOrder:
         given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
-    def require_valid(self, options: RunOptions) -> None:
+    def require_valid(self, options: CheckedOptions) -> None:
         """Refuse options that cannot be combined with the method.
 
         Args:
@@ -121,7 +137,7 @@ class FirstOrder:
         if storage.snapshot_every is not None:
             require_at_least("snapshot_every", storage.snapshot_every, 1)
 
-    def _require_streamable(self, options: RunOptions) -> None:
+    def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
         if self.method != "badam":
             found, expected = f"it with --method {self.method}", "--method badam, which changes one block at a time"

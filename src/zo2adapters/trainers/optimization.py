@@ -51,8 +51,8 @@ class StepSize:
     """How far a step moves the weights."""
 
     lr: float | Literal["auto"] = 1e-6
-    """Peak learning rate. MeZO uses 1e-7 to 1e-6 for full fine-tuning of OPT; small models need more. Required with
-    --method, where values such as 2e-4 are usual. auto tries several in short runs before the first step."""
+    """Peak learning rate. MeZO uses 1e-7 to 1e-6 for OPT; small models need more. With --method give one, such as 2e-4.
+    auto tries several in short runs before the first step."""
     zo_eps: float = 1e-3
     """Perturbation scale. The loss is evaluated at the weights plus and minus zo_eps times a random direction."""
     weight_decay: float = 0.0

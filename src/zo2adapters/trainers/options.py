@@ -167,8 +167,7 @@ class RunOptions:
     report_to: TrackerName = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
     steps: int = 1000
-    """Training steps. Each runs two forward passes per query; with fzoo one per query and one more; with --method about the
-    time of three."""
+    """Training steps. Each takes two forward passes per query, and with --method the time of about three."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     rows: RowOptions = field(default_factory=RowOptions)

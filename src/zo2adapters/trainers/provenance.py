@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zo2adapters.models.gguf_model import tokenizer_values
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DataError, OptionError
-from zo2core.checkpoint import is_gguf, read_gguf
+from zo2core.checkpoint import GGUFFile, StoredArray, is_gguf, read_gguf
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 
@@ -164,7 +163,7 @@ def tokenizer_sha256(base: Path) -> str:
     """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
     digest = hashlib.sha256()
     if is_gguf(base):
-        for value in tokenizer_values(read_gguf(base)):
+        for value in _tokenizer_values(read_gguf(base)):
             digest.update(repr(value).encode())
         return digest.hexdigest()
     for name in _TOKENIZER_FILES:
@@ -184,3 +183,17 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
+
+
+def _tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
+    """Yield what a file says of its tokenizer, by key: numbers, texts, and the elements of arrays one after the other."""
+    for key in sorted(file.metadata):
+        if key.startswith("tokenizer."):
+            value = file.metadata[key]
+            if isinstance(value, (int, float, bool, str)):
+                yield key, value
+            elif isinstance(value, StoredArray):
+                for element in file.array(key):
+                    yield key, element
+            else:
+                yield key, file.text(key)

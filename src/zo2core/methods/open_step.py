@@ -90,7 +90,7 @@ class OpenStep(NamedTuple):
         if len(losses) != len(self.indices):
             raise OptionError(
                 "losses",
-                found=f"{len(losses)} losses",
+                found="1 loss" if len(losses) == 1 else f"{len(losses)} losses",
                 expected=f"{len(self.indices)}, one for each evaluation that ask() returned",
                 remedy="pass all losses in one call, in the order of the evaluations",
             )

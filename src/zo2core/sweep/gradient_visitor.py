@@ -169,7 +169,9 @@ class GradientVisitor:
         self._room = room
         self._inputs = visits.inputs
         self._limit = visits.limit
-        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches)), 0)  # bytes of a backward, at most
+        self._running = gradient_bytes(
+            0, max(map(forward.forward_bytes, batches), default=0), 0
+        )  # bytes of a backward, at most
         self._segment_weights = visits.weights
         uses = Counter(name for leaves in self._leaves for name in leaves)
         self._tied = {name for name, count in uses.items() if count > 1}
