@@ -150,6 +150,7 @@ def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
 
 
 APPLY = ("zo2core.optimizers.torch_optimizer", "TorchOptimizer", "apply")
+PROBES = 4  # calls of apply by which the plan of a run measures the optimizer, before its first step
 
 
 @pytest.mark.parametrize("at", [1, 5, 9, 14])  # calls, four a step
@@ -157,7 +158,7 @@ APPLY = ("zo2core.optimizers.torch_optimizer", "TorchOptimizer", "apply")
 def test_a_run_killed_between_two_updates_of_a_step_ends_as_the_undisturbed_one(
     at: int, moment: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
-    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *APPLY, at, moment))
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *APPLY, PROBES + at, moment))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
     assert outcome("run") == undisturbed
@@ -181,7 +182,7 @@ def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
 def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
     at: int, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
-    place = (TRAINER, "", "write_row", 8) if at == 8 else (*APPLY, 18)
+    place = (TRAINER, "", "write_row", 8) if at == 8 else (*APPLY, PROBES + 18)
     ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *place, "SIGTERM"))
     assert ended.status == 143, ended
     assert "to go on from the snapshot of step 4, or to get its model" in ended.err
