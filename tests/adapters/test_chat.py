@@ -239,6 +239,13 @@ def test_command_lines_without_one_meaning_are_refused(place: Path, case: str) -
     assert named in ended.line
 
 
+def test_a_run_that_is_given_as_a_model_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").touch()
+    ended = chat("--model", tmp_path, lines="")
+    assert_typed(ended)
+    assert f"the directory of a run; expected a model. What to do: zo2 chat {tmp_path}" in ended.line
+
+
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)

@@ -22,7 +22,7 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import name_of
+from zo2adapters.trainers.run_directory import JOURNAL, name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ class Chat:
         """What answers, by name; the first one answers first.
 
         Raises:
-            OptionError: if neither or both of model and run are given, or two adapters have one name.
+            OptionError: if neither or both of model and run are given, the model is a run, or two adapters have one name.
         """
+        if self.model is not None and (Path(self.model) / JOURNAL).is_file():
+            found, remedy = f"{self.model}, the directory of a run", f"zo2 chat {self.model}"
+            raise OptionError("model", found=found, expected="a model", remedy=remedy)
         by_adapter = self.run_directory is None and self.adapters != ()  # which names its base
         if not by_adapter and (self.model is None) == (self.run_directory is None):
             raise OptionError(
