@@ -154,7 +154,7 @@ def test_dense_directions_generate_in_one_sweep_a_token(tmp_path: Path) -> None:
                 columns = zip(*generate(engine, model, PROMPTS, max_new_tokens=4, at=at), strict=True)
                 alone.append([list(tokens) for tokens in columns])
             visits: list[int] = []
-            engine.watch(lambda visited, _: visits.append(visited))
+            engine.watch(lambda visited, _, visits=visits: visits.append(visited))  # type: ignore[misc]
             together = Generation(engine, model, max_new_tokens=4, evaluations=evaluations).continuations(PROMPTS)
         assert together == alone
         assert alone[0] != alone[1]

@@ -99,8 +99,8 @@ class Generation:
         sampling: How tokens are sampled; None takes the likeliest token.
         eos_token_ids: Token ids that end a continuation.
         pad_token_id: Token id at padded positions.
-        evaluations: Evaluations from the engine's ``ask`` whose perturbed weights are used, in the order in which it returned
-            them; None instead of an evaluation uses the weights without a perturbation.
+        evaluations: Evaluations from the engine's ``ask`` whose perturbed weights are used, in its order; None instead of
+            an evaluation uses the weights without a perturbation.
         allowed: Bytes for keys and values and activations; None: all rows run at a time.
 
     Raises:
@@ -235,7 +235,7 @@ class Generation:
         return continued
 
 
-def generate(
+def generate(  # noqa: D417 - six arguments share a line
     engine: Runner,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],

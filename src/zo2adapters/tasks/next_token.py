@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,28 @@ class Sampling:
         if self.top_p < 1:
             warp.append(TopPLogitsWarper(self.top_p))
         parts = []
-        for part, number in zip(logits.split(_DRAWN_ROWS), numbers.split(_DRAWN_ROWS), strict=True):
+        for part, number in zip(torch.split(logits, _DRAWN_ROWS), torch.split(numbers, _DRAWN_ROWS), strict=True):
             sums = warp(None, part).softmax(dim=-1).double().cumsum(dim=-1)
             parts.append(torch.searchsorted(sums, number[:, None] * sums[:, -1:], right=True)[:, 0])
         return torch.cat(parts)
+
+
+def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
+    """How the options sample tokens; None takes the likeliest token.
+
+    Raises:
+        OptionError: if a number is out of its range, or ``top_p`` has no effect.
+    """
+    if temperature:
+        return Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    if top_p != 1:
+        raise OptionError(
+            "top_p",
+            found=f"{top_p} with a temperature of 0, which takes the likeliest token",
+            expected="a temperature above 0",
+            remedy="pass --temperature 1, or leave --top-p out",
+        )
+    return None
 
 
 class NextToken:
@@ -137,7 +155,7 @@ class NextToken:
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Choose the next tokens of all streams. See ``StackedForward``."""
-        return list(self.head(self.stacked(batches), activations).split(len(batches[0]["input_ids"])))
+        return list(torch.split(self.head(self.stacked(batches), activations), len(batches[0]["input_ids"])))
 
     def keep(self, streams: Sequence[int], rows: int, kept: Sequence[torch.Tensor]) -> None:
         """Drop the keys and values of all rows but some.

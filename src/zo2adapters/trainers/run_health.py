@@ -52,7 +52,7 @@ def destroyed(updates: Sequence[Update]) -> str | None:
     losses = [update.losses[0] for update in updates]
     share = max(len(losses) // 10, 1)
     first, last = fmean(losses[:share]), fmean(losses[-share:])
-    if moved <= 1 and last <= 2 * first + 1:
+    if moved <= 1 and last <= first + abs(first) + 1:
         return None
     changes = f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
     return f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr that does not diverge"
@@ -81,9 +81,9 @@ def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
 
     To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr * g`` times the slope there.
     The slope is computed from the losses, since g may have been clipped or divided. FZOO evaluates one side of each
-    direction, which gives no slope, and is not judged.
+    direction, which gives no slope, and is not judged. Nor are evolution strategies, whose fall follows no slope.
     """
-    if options.steps < _FEWEST_STEPS or options.optimization.estimator is EstimatorName.FZOO:
+    if options.steps < _FEWEST_STEPS or options.optimization.estimator is not EstimatorName.MEZO:
         return None
     fall, loss = options.steps * median(map(_promised_fall, updates)), updates[0].losses[0]
     if fall >= LEAST_FALL * abs(loss):

@@ -151,7 +151,7 @@ class Runner:
         """The groups, and before them those through which weights are perturbed in place."""
         if any(at is not None for at, _ in groups):
             raise OptionError(
-                "at", found="a runner without evaluations", expected="a ZOEngine", remedy="leave the evaluations out"
+                "at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out"
             )
         return groups
 
