@@ -19,8 +19,9 @@ T = TypeVar("T")
 class _Turn(Generic[RequestT]):
     """A function, its thread and its state."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], paused: threading.Semaphore) -> None:
         self.function = function
+        self.paused = paused  # of all functions: released whenever one waits or has ended
         self.may_run = threading.Semaphore(0)
         self.request: RequestT | None = None  # that waits to be served
         self.result: Any = None  # what the function returned, or the exception that it raised
@@ -39,7 +40,6 @@ class Lockstep(Generic[RequestT]):
     def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
         self._serve = serve
         self._local = threading.local()  # the turn of the present thread
-        self._paused = threading.Semaphore(0)  # released whenever a function waits or has ended
         self._is_running = False
 
     def request(self, request: RequestT) -> None:
@@ -50,7 +50,7 @@ class Lockstep(Generic[RequestT]):
             return
         if turn.abort is None:
             turn.request = request
-            self._paused.release()
+            turn.paused.release()
             turn.may_run.acquire()
         if turn.abort is not None:
             raise turn.abort
@@ -75,7 +75,8 @@ class Lockstep(Generic[RequestT]):
                 expected="one call at a time",
                 remedy="pass all functions in one call",
             )
-        turns: list[_Turn[RequestT]] = [_Turn(function) for function in functions]
+        paused = threading.Semaphore(0)
+        turns: list[_Turn[RequestT]] = [_Turn(function, paused) for function in functions]
         threads = [threading.Thread(target=self._run_turn, args=(turn,), name="zo2-run", daemon=True) for turn in turns]
         self._is_running = True
         try:
@@ -98,7 +99,7 @@ class Lockstep(Generic[RequestT]):
         while running:
             for turn in running:
                 turn.may_run.release()
-                self._paused.acquire()
+                turn.paused.acquire()
                 if isinstance(turn.result, BaseException) and not isinstance(turn.result, Exception):
                     raise turn.result
             running = [turn for turn in running if not turn.has_ended]
@@ -114,7 +115,7 @@ class Lockstep(Generic[RequestT]):
             turn.may_run.release()
         for turn in turns:
             while not turn.has_ended:
-                self._paused.acquire()
+                turn.paused.acquire()
 
     def _run_turn(self, turn: _Turn[RequestT]) -> None:
         self._local.turn = turn
@@ -125,4 +126,4 @@ class Lockstep(Generic[RequestT]):
             turn.result = error
         finally:
             turn.request, turn.has_ended = None, True
-            self._paused.release()
+            turn.paused.release()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
 
 import torch
 
@@ -39,22 +38,21 @@ class RunSegments:
         self._model = model
         self._digests = digests
         _require_same_blocks(model, base)
+        positions = [_positions(model, base, index) for index in range(len(base.layouts))]
+        own = [
+            [spec for spec in layout.parameters if spec.name not in shared]
+            for layout, shared in zip(model.layouts, positions, strict=True)
+        ]
+        memory = device.empty(sum(map(packed_bytes, own)))
         self._sources: list[list[int | torch.Tensor]] = []  # for each parameter: its position in the base, or own memory
-        self._versions: list[int | None] = [None] * len(model.layouts)  # of own memory; None: it has to be read
-        own_memory = device.empty(sum(packed_bytes(_own(*pair)) for pair in zip(model.layouts, base.layouts, strict=True)))
-        start = 0
-        for layout, shared in zip(model.layouts, base.layouts, strict=True):
-            positions = {spec.name: position for position, spec in enumerate(shared.parameters)}
-            own = _own(layout, shared)
-            views = dict(zip((spec.name for spec in own), flat_views(own, own_memory[start:]), strict=True))
-            start += packed_bytes(own)
-            self._sources.append([])
-            for spec in layout.parameters:
-                if spec.name in positions:
-                    _require_same(spec, shared.parameters[positions[spec.name]], model, base, changes_base=changes_base)
-                    self._sources[-1].append(positions[spec.name])
-                else:
-                    self._sources[-1].append(views[spec.name])
+        self._versions: list[int | None] = [None] * len(own)  # of own memory; None: it has to be read
+        for layout, shared, specs in zip(model.layouts, positions, own, strict=True):
+            views = dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
+            memory = memory[packed_bytes(specs) :]
+            self._sources.append(
+                [shared[spec.name] if spec.name in shared else views[spec.name] for spec in layout.parameters]
+            )
+        _require_unchanged(model, positions, changes_base=changes_base)
 
     def views(self, index: int, shared: Store) -> tuple[torch.Tensor, ...]:
         """Return a segment's parameters in the order of the run's layout, given those of the base."""
@@ -231,10 +229,32 @@ def _encoded(layout: BlockLayout) -> list[ParameterSpec]:
     return [spec for spec in layout.parameters if spec.encoding is not None and layout.kind is SegmentKind.BLOCK]
 
 
-def _own(layout: BlockLayout, shared: BlockLayout) -> list[ParameterSpec]:
-    """The parameters that a run has beside the base's."""
-    names = {spec.name for spec in shared.parameters}
-    return [spec for spec in layout.parameters if spec.name not in names]
+def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int]:
+    """Find the base's parameters in a segment of a run.
+
+    An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
+
+    Returns:
+        The position in the base's segment, by the run's name of the parameter.
+
+    Raises:
+        OptionError: if the run has another base.
+    """
+    layout, shared = model.layouts[index], base.layouts[index]
+    by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
+    files = {base.weights.origin(spec.name) for spec in shared.parameters}
+    renamed = [spec for spec in layout.parameters if spec.name not in by_name and model.weights.origin(spec.name) in files]
+    names = {spec.name for spec in layout.parameters}
+    left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
+    positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
+    positions.update(zip((spec.name for spec in renamed), left, strict=False))
+    for spec in layout.parameters:
+        if spec.name in positions:
+            expected = shared.parameters[positions[spec.name]]
+            _require_same(spec, expected, model.weights.origin(spec.name), base.weights.origin(expected.name))
+        elif not layout.resident or spec in renamed:
+            raise _other_base(spec.name, f"only the parameters that {shared.name} has")
+    return positions
 
 
 def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:
@@ -243,24 +263,26 @@ def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:
         raise _other_base(f"{len(found)} segments", f"the {len(expected)} segments of the shared base")
 
 
-def _require_same(
-    spec: ParameterSpec, shared: ParameterSpec, model: BlockModel, base: BlockModel, *, changes_base: bool
-) -> None:
-    """Refuse a parameter that is not the base's, or that the run would change."""
-    attributes: Mapping[str, tuple[Any, Any]] = {
-        name: (getattr(spec, name), getattr(shared, name)) for name in ("shape", "dtype", "encoding", "transfer_dtype")
-    }
-    attributes = {**attributes, "file": (model.weights.origin(spec.name), base.weights.origin(spec.name))}
+def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_file: str) -> None:
+    """Refuse a parameter that is not the base's."""
+    names = ("shape", "dtype", "encoding", "transfer_dtype")
+    attributes = {name: (getattr(spec, name), getattr(shared, name)) for name in names} | {"file": (file, shared_file)}
     for name, (found, expected) in attributes.items():
         if found != expected:
             raise _other_base(f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base")
-    if changes_base and not spec.frozen:
-        raise OptionError(
-            "shared",
-            found=f"a run that would change {spec.name}",
-            expected="runs that only read the base",
-            remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
-        )
+
+
+def _require_unchanged(model: BlockModel, positions: Sequence[Mapping[str, int]], *, changes_base: bool) -> None:
+    """Refuse a run that would change the base."""
+    for layout, shared in zip(model.layouts, positions, strict=True):
+        for spec in layout.parameters:
+            if changes_base and not spec.frozen and spec.name in shared:
+                raise OptionError(
+                    "shared",
+                    found=f"a run that would change {spec.name}",
+                    expected="runs that only read the base",
+                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
+                )
 
 
 def _other_base(found: str, expected: str) -> OptionError:
