@@ -115,14 +115,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the directory of its own, to run in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    return folder
 
 
 class UnderstoodError(Exception):

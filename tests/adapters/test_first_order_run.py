@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import Apart, Ended, make_place, refusal, run_here, write_rows
+from command_lines import Apart, done, make_place, refusal, run_here, write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -55,15 +55,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     """A process that forks one for each command."""
@@ -78,13 +69,6 @@ def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "a
 
 
 EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
-
-
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[object]:

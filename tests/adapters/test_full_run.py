@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import Apart, Ended, make_place, refusal, run_here
+from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -40,15 +40,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("full"))
 
 
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     """A process that forks one for each command."""
@@ -61,13 +52,6 @@ def train(output: str, *more: object, method: str = "adamw") -> list[object]:
     told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
     switching = ["--switch-every", 2] if method == "badam" else []
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
-
-
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def outcome(run: str | Path) -> dict[str, object]:

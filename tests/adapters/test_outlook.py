@@ -24,15 +24,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("outlook"))
 
 
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def lines(*more: object) -> list[str]:
     """What a run prints about itself."""
     where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2, "--batch-size", 3]
