@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.architectures import ARCHITECTURES, TEXT_MODELS
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning, ZOEngine
 
@@ -36,7 +36,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type), torch.float32)
     layouts = segment_layouts(skeleton, ARCHITECTURES[model_type])
@@ -46,7 +46,7 @@ def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str
     assert [layout.kind.value for layout in layouts] == ["embedding", "block", "block", "head"]
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_a_skeleton_holds_no_weights_but_real_buffers(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type, hidden_size=1200, num_attention_heads=3), torch.float32)
     assert all(p.is_meta for p in skeleton.parameters() if p.dim() > 1)

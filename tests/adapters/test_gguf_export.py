@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.gguf_export import export_gguf
-from zo2adapters.models.gguf_layout import ARCHITECTURES
+from zo2adapters.models.gguf_layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.checkpoint import read_gguf
@@ -39,7 +39,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in engine.parameters_now()}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", architecture, MIXED)
     written = export(base, tmp_path / "out", kind="F32")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.first_order import MethodName, require_method
+from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2core import MeZOSGD
+from zo2core.optimizers import OptimizerName
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
@@ -25,7 +26,7 @@ class Verify:
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
     zeroth-order steps are compared with MeZO on the whole model."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)

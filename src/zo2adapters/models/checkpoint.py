@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, ParameterFormats
 from zo2adapters.models.architecture_file import read_architecture
+from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.companions import (
     SUFFIXES,
     companion_files,
@@ -31,22 +32,17 @@ from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
-from zo2adapters.models.opt import OPT
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2adapters.models.peft_kinds.reader import AdapterReader
 from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
-from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
-from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
+from zo2adapters.models.vision import HFVisionModel
 from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
 from zo2core.types import Encoding, SavedForm
-
-ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -202,7 +198,7 @@ def _architecture(declared: Architecture | Path | None, skeleton: PreTrainedMode
     """The caller's declaration of a model, else the known or the derived one."""
     model_type = skeleton.config.model_type
     if declared is None:
-        known = {**ARCHITECTURES, **VISION_MODELS}.get(model_type) if kind is CAUSAL_LM else None
+        known = ARCHITECTURES.get(model_type) if kind is CAUSAL_LM else None
         return known or derive_architecture(skeleton, head=kind)
     architecture = read_architecture(declared) if isinstance(declared, Path) else declared
     if architecture.model_type != model_type:

@@ -28,7 +28,7 @@ GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's, by the config's model type
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # written from the Hugging Face layout; llama.cpp calls them the same
 _REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")  # the writer's own
 _ROTARY_FACTORS = "rope_freqs.weight"
 
@@ -82,15 +82,14 @@ def export_gguf(
 def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
     if is_gguf(base):
         return LlamaCppLayout(str(read_gguf(base).metadata["general.architecture"]), model.config)
-    architecture = _ARCHITECTURES.get(model.config.model_type)
-    if architecture is None:
+    if model.config.model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(
             base,
             found=f"model type {model.config.model_type}",
             expected=f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
             remedy="export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py",
         )
-    return LlamaCppLayout(architecture, model.config)
+    return LlamaCppLayout(model.config.model_type, model.config)
 
 
 class _Writer:

@@ -16,7 +16,7 @@ from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # llama.cpp's names of what is tested
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # llama.cpp's names of what is tested
 GGUF_EXTRA = "zo2core[gguf]"
 
 
@@ -24,7 +24,7 @@ class LlamaCppLayout:
     """Names, order of rows and values of a model's tensors in GGUF files.
 
     Args:
-        architecture: llama.cpp's name of the architecture, one of ``ARCHITECTURES``.
+        architecture: llama.cpp's name of the architecture, one of ``GGUF_ARCHITECTURES``.
         config: The model's config.
     """
 

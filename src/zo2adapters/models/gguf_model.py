@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.gguf_layout import ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
+from zo2adapters.models.gguf_layout import GGUF_ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
@@ -50,8 +50,8 @@ class GGUFModel:
         self.where = self.described_in = path
         self.file = read_gguf(path)
         self._architecture = str(self.file.metadata.get("general.architecture"))
-        if self._architecture not in ARCHITECTURES:
-            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(ARCHITECTURES)}")
+        if self._architecture not in GGUF_ARCHITECTURES:
+            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(GGUF_ARCHITECTURES)}")
         optional_package("gguf", install=GGUF_EXTRA)
         self._require_known_settings()
         self.config = self._read_config()

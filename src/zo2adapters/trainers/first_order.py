@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
-
-import torch
+from typing import Any, Protocol
 
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
+from zo2core import OptionError
 from zo2core.estimators.inputs import require_positive, require_weight_decay
+from zo2core.optimizers import OPTIMIZERS, OptimizerName
 
-AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
-MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
-
-METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  # of adapters
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
-SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
-
-_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+_OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
@@ -52,7 +40,7 @@ class CheckedOptions(Protocol):
 class FirstOrder:
     """Training by gradients."""
 
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
     --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
     max_grad_norm: float | None = None
@@ -204,48 +192,17 @@ class FirstOrder:
             )
 
 
-def require_method(method: MethodName, adapter: AdapterOptions) -> None:
+def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
     """Refuse a method that does not train adapters beside one.
 
     Raises:
         OptionError: naming both.
     """
-    if method not in METHODS and adapter.trains_adapter:
+    of_adapters = [name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None]
+    if method not in of_adapters and adapter.trains_adapter:
         raise OptionError(
             "method",
             found=f"{method} with {adapter.adapter_name}",
-            expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
-            remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
+            expected=f"{' or '.join(of_adapters)} for an adapter; {method} trains all parameters",
+            remedy=f"leave the adapter out, or pass --method {of_adapters[0]}",
         )
-
-
-def block_update(
-    method: MethodName,
-    *,
-    weight_decay: float,
-    switch_every: int | None = None,
-    seed: int = 0,
-    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
-) -> BlockUpdate:
-    """The optimizer of all parameters.
-
-    Args:
-        method: Its name.
-        weight_decay: Its weight decay.
-        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
-        seed: Seed of the order in which badam trains blocks.
-        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
-    """
-    rates = {"weight_decay": weight_decay, **optimizer_options}
-    options = {"name": method, **rates}
-    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
-    if method == "lomo":
-        return LOMO(weight_decay=weight_decay)
-    if method == "adalomo":
-        return AdaLOMO(weight_decay=weight_decay)
-    if method == "badam":
-        return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
-    if method == "sgd":
-        copies = 1 if optimizer_options.get("momentum") else 0
-        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
-    return TorchOptimizer(adamw, options=options)
