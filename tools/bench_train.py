@@ -35,8 +35,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
-from zo2adapters.trainers.first_order_run import reserved_bytes
-from zo2adapters.trainers.full_run import tied_gradient_bytes
+from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+from zo2adapters.trainers.methods.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (

@@ -13,9 +13,9 @@ from command_lines import done, make_place, refusal, run_here
 
 from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.trainers import automatic_rate, run_directory
+from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
 from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 pytest.importorskip("peft")
 

@@ -27,10 +27,10 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
 from zo2core import Journal, Machine, MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName
 from zo2core.io.record_log import from_line, to_line

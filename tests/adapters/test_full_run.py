@@ -278,8 +278,8 @@ def test_a_quantised_base_is_refused(here: Path) -> None:
 
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zo2adapters.trainers.full_run import FullRun
-    from zo2adapters.trainers.run_method import Opening
+    from zo2adapters.trainers.methods.full_run import FullRun
+    from zo2adapters.trainers.methods.run_method import Opening
 
     class Pair:
         size = 2

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_export import export_gguf
-from zo2adapters.models.gguf_layout import GGUF_ARCHITECTURES
+from zo2adapters.models.gguf.export import export_gguf
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.checkpoint import read_gguf

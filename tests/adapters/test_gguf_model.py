@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_layout import GGUF_ARCHITECTURES
-from zo2adapters.models.gguf_model import GGUFModel
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
+from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (
     BackpropEngine,

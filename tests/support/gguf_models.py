@@ -27,7 +27,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.gguf_export import export_gguf
+from zo2adapters.models.gguf.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Replayer
 from zo2core.types import GGUF_BLOCKS

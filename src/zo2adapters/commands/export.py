@@ -69,7 +69,7 @@ class Export(AtStep):
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             elif self.format == "gguf":
-                from zo2adapters.models.gguf_export import export_gguf
+                from zo2adapters.models.gguf.export import export_gguf
                 from zo2adapters.tasks.tokenizer import load_tokenizer
 
                 base, kind = at.base(), self.gguf_type

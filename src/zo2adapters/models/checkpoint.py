@@ -28,7 +28,7 @@ from zo2adapters.models.companions import (
 )
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.gguf_model import GGUFModel
+from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel

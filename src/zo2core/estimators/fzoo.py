@@ -47,6 +47,7 @@ class FZOO:
     perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
     distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
     least_queries: ClassVar[int] = 2  # one direction has no standard deviation
+    is_two_sided: ClassVar[bool] = False
 
     lr: float | Callable[[int], float]
     zo_eps: float

@@ -31,6 +31,7 @@ class MeZOSGD:
     name: ClassVar[str] = "mezo-sgd"
     distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
     least_queries: ClassVar[int] = 1
+    is_two_sided: ClassVar[bool] = True  # losses come in pairs, of both sides of a direction
 
     lr: float | Callable[[int], float]
     zo_eps: float

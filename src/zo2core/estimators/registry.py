@@ -37,10 +37,9 @@ class EstimatorClasses(NamedTuple):
     multi_query: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
     single_query: type[MeZOSGD] | None = None  # one direction; None: ``multi_query`` with q = 1, if it allows that
     per_row: type[PerRowRGE] | None = None  # q directions, each on its own rows; None: not supported
-    is_two_sided: bool = True  # whether the losses of a step are pairs, of both sides of each direction
 
 
 ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
     EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
-    EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO, is_two_sided=False),
+    EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
 }

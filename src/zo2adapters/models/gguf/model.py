@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.gguf_layout import GGUF_ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError

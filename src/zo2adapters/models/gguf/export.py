@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.gguf_layout import GGUF_EXTRA, LlamaCppLayout
-from zo2adapters.models.gguf_vocabulary import vocabulary
+from zo2adapters.models.gguf.layout import GGUF_EXTRA, LlamaCppLayout
+from zo2adapters.models.gguf.vocabulary import vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package

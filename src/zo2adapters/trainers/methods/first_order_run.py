@@ -16,12 +16,12 @@ from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.lr_schedules import LearningRate
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod
+from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
-from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
     DurableBackpropEngine,

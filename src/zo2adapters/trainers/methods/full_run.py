@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import BlockUpdate, FullBackpropEngine, OptionError, Runner, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
