@@ -19,7 +19,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
 LEVELS = (
     {"errors", "io"},
-    {"types"},
+    {"types", "ranges"},
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
     {"sweep", "planning"},
@@ -68,7 +68,6 @@ def test_no_test_imports_another_one(path: Path) -> None:
 
 ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
 ADAPTER_ROOMS = (
-    "ranges",
     "optional_package",
     "limited_process",
     "models",

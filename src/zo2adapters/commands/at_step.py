@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from zo2adapters.commands.run_journal import read_journal
-from zo2adapters.ranges import shown
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
@@ -18,6 +17,7 @@ from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
+from zo2core.ranges import shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
@@ -18,6 +17,7 @@ from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -94,8 +94,8 @@ class Plan:
         Raises:
             OptionError: naming the option.
         """
-        require_between("queries", self.directions.queries, 1, MOST_QUERIES)
-        require_between("workers", self.workers, 1, MOST_WORKERS)
+        require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
+        require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
             raise OptionError(
                 "workers",
@@ -112,7 +112,7 @@ class Plan:
                     expected="--data, with --evaluation or --eval-split",
                     remedy="pass the rows, or leave it out",
                 )
-        require_at_least("steps", self.steps, 1)
+        require_whole("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
         for option in ("stream_blocks", "switch_every"):

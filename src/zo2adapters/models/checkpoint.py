@@ -42,6 +42,7 @@ from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import HFVisionModel
 from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
+from zo2core.ranges import require_whole
 from zo2core.types import Encoding, SavedForm
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -156,10 +157,7 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
     """Refuse a chunk out of range, or for a head that computes the loss at once."""
     if loss_chunk in (None, "auto"):
         return
-    if not (isinstance(loss_chunk, int) and loss_chunk >= 1):
-        raise OptionError(
-            "loss_chunk", found=repr(loss_chunk), expected="an integer of at least 1, None or 'auto'", remedy="leave it out"
-        )
+    require_whole("loss_chunk", loss_chunk, 1, otherwise=", None or 'auto'")
     if kind is not CAUSAL_LM:
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2core import OptionError
-from zo2core.estimators.inputs import require_positive, require_weight_decay
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
+from zo2core.ranges import require_number, require_whole
 
 _OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
@@ -102,12 +101,12 @@ class FirstOrder:
             if options.model_options.trains_adapter:
                 found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
                 raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
-            require_positive("max_grad_value", self.max_grad_value)
+            require_number("max_grad_value", self.max_grad_value, above=0)
         if self.switch_every is not None:
             if self.method != "badam":
                 found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
                 raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
-            require_at_least("switch_every", self.switch_every, 1)
+            require_whole("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
         optimization, storage = options.optimization, options.storage
@@ -117,13 +116,13 @@ class FirstOrder:
         if options.model_options.trains_adapter:
             self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
         elif storage.write_limit_tb is not None:
-            require_positive("write_limit_tb", storage.write_limit_tb)
+            require_number("write_limit_tb", storage.write_limit_tb, above=0)
         self._require_lr(optimization)
-        require_weight_decay(optimization.weight_decay)
+        require_number("weight_decay", optimization.weight_decay, least=0)
         if self.max_grad_norm is not None:
-            require_positive("max_grad_norm", self.max_grad_norm)
+            require_number("max_grad_norm", self.max_grad_norm, above=0)
         if storage.snapshot_every is not None:
-            require_at_least("snapshot_every", storage.snapshot_every, 1)
+            require_whole("snapshot_every", storage.snapshot_every, 1)
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
@@ -157,11 +156,9 @@ class FirstOrder:
         rates = [("betas", beta) for beta in self.betas or ()]
         rates += [] if self.momentum is None else [("momentum", self.momentum)]
         for name, rate in rates:
-            if not 0 <= rate < 1:
-                expected = "a number of at least 0 and below 1"
-                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+            require_number(name, rate, least=0, below=1)
         if self.eps is not None:
-            require_positive("eps", self.eps)
+            require_number("eps", self.eps, above=0)
         if self.nesterov and not self.momentum:
             raise OptionError(
                 "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
@@ -182,7 +179,7 @@ class FirstOrder:
         """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         if optimization.lr == "auto":
             return
-        require_positive("lr", optimization.lr)
+        require_number("lr", optimization.lr, above=0)
         if optimization.lr == type(optimization).lr:
             raise OptionError(
                 "lr",

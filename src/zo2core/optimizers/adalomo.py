@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
-from zo2core.optimizers.ranges import require_at_least_zero
+from zo2core.ranges import require_number
 from zo2core.types import BlockLayout, trained, widened
 
 _FLOAT32 = torch.float32.itemsize
@@ -42,12 +41,10 @@ class AdaLOMO:
     _moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_at_least_zero("weight_decay", self.weight_decay)
+        require_number("weight_decay", self.weight_decay, least=0)
         for value in self.eps:
-            require_at_least_zero("eps", value)
-        if not self.clip_threshold > 0:
-            found, expected = repr(self.clip_threshold), "a number above 0"
-            raise OptionError("clip_threshold", found=found, expected=expected, remedy="pass such a number")
+            require_number("eps", value, least=0)
+        require_number("clip_threshold", self.clip_threshold, above=0)
 
     @property
     def options(self) -> Mapping[str, Any]:

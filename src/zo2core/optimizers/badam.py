@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.optimizers.torch_optimizer import ADAM_COPIES, OptimizerFactory, TorchOptimizer, make_optimizer
+from zo2core.ranges import require_whole
 from zo2core.types import HALVES, MAX_SEED, BlockLayout, widened
 
 
@@ -40,10 +40,8 @@ class BAdam:
         options: Mapping[str, Any] | None = None,
         state_copies: int = ADAM_COPIES,
     ) -> None:
-        for option, value, least in (("every", every, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or not least <= value <= MAX_SEED:
-                expected = f"a whole number of at least {least}"
-                raise OptionError(option, found=repr(value), expected=expected, remedy="pass such a number")
+        require_whole("every", every, 1)
+        require_whole("seed", seed, 0, MAX_SEED)
         self._name = type(make_optimizer(factory, [torch.nn.Parameter(torch.empty(0))])).__name__
         self._factory = factory
         self._every = every
