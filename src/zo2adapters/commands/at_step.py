@@ -201,6 +201,20 @@ class AtStep:
         return replayer(model, step, parameters_at(snapshots, step), **common)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WritesDirectory(AtStep):
+    """A command that writes the model of a step into a directory, which appears complete or not at all."""
+
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+
+    def after_interruption(self) -> str:
+        """Whether the directory was written."""
+        if self.output.is_dir() and any(self.output.iterdir()):
+            return f"{self.output} is complete"
+        return f"{self.output} was not written; run the same command again to write it"
+
+
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     """Compare the whole base with the digests in a journal.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,8 +68,7 @@ class Tune(RunOptions):
                 expected="no --steps, because --forwards sets the budget",
                 remedy="leave it out",
             )
-        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        options = TrainOptions(model=self.model, data=self.data, output=self.output, **shared)
+        options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions(key_file=self.key_file).workers() as workers:
             first = is_first(workers)
             best = tune(

@@ -11,6 +11,16 @@ from collections.abc import Mapping
 from zo2adapters.models.architecture import Architecture
 
 
+def _decoder(model_type: str, ignored: tuple[str, ...] = ()) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        embedding=("model.embed_tokens",),
+        blocks="model.layers",
+        head=("model.norm", "lm_head"),
+        ignored=ignored,
+    )
+
+
 def _vision(model_type: str, *vision: str) -> Architecture:
     return Architecture(
         model_type=model_type,
@@ -30,26 +40,9 @@ _TEXT_MODELS = (
         head=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
         ignored=("decoder.version",),
     ),
-    Architecture(
-        model_type="llama",
-        embedding=("model.embed_tokens",),
-        blocks="model.layers",
-        head=("model.norm", "lm_head"),
-        ignored=("rotary_emb.inv_freq",),
-    ),
-    Architecture(  # small sizes tie the head to the embedding; the config may mix sliding and full attention
-        model_type="qwen2",
-        embedding=("model.embed_tokens",),
-        blocks="model.layers",
-        head=("model.norm", "lm_head"),
-        ignored=("rotary_emb.inv_freq",),
-    ),
-    Architecture(
-        model_type="qwen3",
-        embedding=("model.embed_tokens",),
-        blocks="model.layers",
-        head=("model.norm", "lm_head"),
-    ),
+    _decoder("llama", ignored=("rotary_emb.inv_freq",)),
+    _decoder("qwen2", ignored=("rotary_emb.inv_freq",)),  # small sizes tie the head to the embedding
+    _decoder("qwen3"),
 )
 _VISION_MODELS = (
     _vision("gemma3", "model.vision_tower", "model.multi_modal_projector"),

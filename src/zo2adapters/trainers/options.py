@@ -170,6 +170,11 @@ class RunOptions:
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
 
+    def of_run(self, *, model: str, data: Path, output: Path) -> TrainOptions:
+        """These options, for a run of this model on these rows in this directory."""
+        given = {option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)}
+        return TrainOptions(model=model, data=data, output=output, **given)
+
     @property
     def evaluates(self) -> bool:
         """Whether there are rows to evaluate on."""
