@@ -339,7 +339,7 @@ def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
 
 
 class ModelFiles(Protocol):
-    """What a model's files say before the model is built."""
+    """A model's config and tensors, before the model is built."""
 
     config: PretrainedConfig
     described_in: Path  # the file that has the config

@@ -49,15 +49,18 @@ def plan_of(inputs: RunInputs) -> RunPlan:
         "steps": options.steps,
         "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
     }
-    method = options.first_order.method
-    if method is not None:
-        weight_decay, further = options.optimization.weight_decay, options.first_order.optimizer_options
-        update = (
-            None
-            if options.model_options.trains_adapter
-            else make_block_update(method, weight_decay=weight_decay, options=further)
-        )
-        return plan_first_order_run(inputs.model, inputs.shapes(), update=update, scratch=options.output, **given)
+    chosen = options.first_order
+    if chosen.method is not None:
+        update = None
+        if not options.model_options.trains_adapter:
+            update = make_block_update(
+                chosen.method,
+                weight_decay=options.optimization.weight_decay,
+                switch_every=chosen.switch_every,
+                options=chosen.optimizer_options,
+            )
+        given |= {"update": update, "scratch": options.output, "streams": chosen.stream_blocks}
+        return plan_first_order_run(inputs.model, inputs.shapes(), **given)
     return plan_run(
         inputs.model,
         inputs.shapes(),

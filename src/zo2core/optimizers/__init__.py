@@ -1,4 +1,4 @@
-"""Optimizers whose step comes apart into segments: each changes a segment's weights as soon as their gradients are there."""
+"""Optimizers that change one segment at a time, as soon as the gradients of that segment are computed."""
 
 from zo2core.optimizers.adalomo import AdaLOMO as AdaLOMO
 from zo2core.optimizers.badam import BAdam as BAdam

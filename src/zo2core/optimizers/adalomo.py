@@ -26,7 +26,7 @@ class AdaLOMO:
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
-        eps: Added to squared gradients, and the least root mean square of a parameter that its rate is scaled by.
+        eps: Term added to squared gradients; and the least root mean square by which a parameter's rate is scaled.
         clip_threshold: Largest root mean square of an update.
         decay_rate: Exponent of the running means' decay.
 
@@ -48,7 +48,7 @@ class AdaLOMO:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         options = asdict(self)
         del options["_moments"]
         return {"name": "adalomo", **options, "eps": list(self.eps)}
@@ -85,7 +85,7 @@ class AdaLOMO:
                 weights[name].copy_(theta)
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float) -> torch.Tensor:
-        """Take a gradient into its parameter's moments, and divide it by their root."""
+        """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
         squares = gradient**2 + self.eps[0]
         if gradient.dim() < 2:
             moments = self._moments.setdefault(name, {"squares": torch.zeros_like(gradient)})
@@ -100,7 +100,7 @@ class AdaLOMO:
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
 
     def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """Of each matrix one row and one column in float32; of a vector as much as it has elements. See the contract."""
+        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
         elements = 0
         for spec in trained(layouts):
             rows_and_columns = sum(spec.shape[-2:]) * math.prod(spec.shape[:-2])

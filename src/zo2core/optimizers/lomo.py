@@ -32,7 +32,7 @@ class LOMO:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
 
     @property
