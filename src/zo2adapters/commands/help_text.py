@@ -7,6 +7,7 @@ docstring but the first are indented. It prints ``help`` in a field's metadata u
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import shutil
@@ -71,6 +72,7 @@ def _help_of(options: Any) -> Iterator[tuple[str, str]]:
             yield option.name, option.metadata["help"] + ("" if default in (None, MISSING) else f" (default: {default})")
 
 
+@functools.cache  # reading a class's source takes some milliseconds, and groups of options repeat in a command
 def _docstrings(options: Any) -> dict[str, str]:
     """The docstring below each field of a class, by the field's name."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
