@@ -21,6 +21,7 @@ from zo2core import (
     RunRecord,
     ScratchError,
     StreamedBAdamEngine,
+    StreamedSource,
 )
 from zo2core.io.direct_file import whole_pages
 from zo2core.sources.scratch import DATA, MANIFEST
@@ -82,7 +83,9 @@ def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
         written = [engine.step(batch).lanes[Lane.WRITE].nbytes for batch in BATCHES[:12]]
         engine.step(BATCHES[12])
-        sizes = [whole_pages(layout.nbytes) for layout in engine._parts.source.layouts]
+        source = engine._parts.source
+        assert isinstance(source, StreamedSource)
+        sizes = [whole_pages(layout.nbytes) for layout in source.layouts]
         turns = [engine._update.segments(step, engine._parameters.segments) for step in range(0, 12, EVERY)]
     assert len(set(turns)) == 6
     assert sum(written) <= sum(sizes[segment] for [segment] in turns), "noted with the step after the turn"
