@@ -73,7 +73,7 @@ def _help_of(options: Any) -> Iterator[tuple[str, str]]:
 
 
 @functools.cache  # reading a class's source takes some milliseconds, and groups of options repeat in a command
-def _docstrings(options: Any) -> dict[str, str]:
+def _docstrings(options: type) -> dict[str, str]:
     """The docstring below each field of a class, by the field's name."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
