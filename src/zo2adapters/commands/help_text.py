@@ -29,7 +29,7 @@ def reflow_help(options: Any) -> None:
     """
     docstrings: dict[str, str] = {}
     for base in reversed(options.__mro__):
-        docstrings |= _docstrings(base) if is_dataclass(base) else {}
+        docstrings |= _docstrings(base) if is_dataclass(base) else {}  # type: ignore[arg-type]
     for option in fields(options):
         if option.name in docstrings:
             paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
