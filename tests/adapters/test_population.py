@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from continuations import by_hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, save_model, small_config
@@ -54,15 +54,6 @@ def with_perturbed_weights(base: Path, loop: StackedLoop, at: Evaluation) -> Any
             left, right = loop.draw(name, at.seed, len(parameter), loop.rank), loop.shared(name, len(loop.ends) // 2)
             parameter.data = weights[name] + at.shift * EPS * left @ right.T
     return whole
-
-
-def by_hugging_face(whole: Any, prompts: Sequence[list[int]], new: int, eos: int | None) -> list[list[int]]:
-    continued = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
-        continued.append(whole.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
-    return continued
 
 
 @settings(max_examples=4, deadline=None)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal, run_here
+from continuations import by_hugging_face
 from crews import Crew
 from models import WORDS, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
 from stacked_loop import StackedLoop
-from test_population import by_hugging_face
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import open_checkpoint
@@ -198,7 +198,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
                         prompt = tokenizer(row["prompt"])["input_ids"]
                         [tokens] = by_hugging_face(member, [prompt], new, tokenizer.eos_token_id)
                         text = tokenizer.decode(tokens, skip_special_tokens=True)
-                        total += row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[operator, arg-type]
+                        total += row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[operator, arg-type, union-attr]
                         total -= 0.5 * len(text) / 100
                     losses.append(-total / 4)
             assert result.losses == pytest.approx(losses, rel=1e-14), "sums of the same rewards"

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import tyro
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling
@@ -63,8 +63,7 @@ class Chat:
         """Answer the lines of standard input until it ends, or until /quit."""
         from zo2adapters.tasks.next_token import sampling_of
 
-        require_at_least("max_new_tokens", self.max_new_tokens, 1)
-        require_between("seed", self.seed, -LARGEST, LARGEST)
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
         with _Conversation(self, variants, sampling) as conversation:

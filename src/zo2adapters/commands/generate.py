@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.ranges import LARGEST, require_between
 from zo2core import NonFiniteLossError
 
 
@@ -33,7 +32,6 @@ class Generate(AtStep):
         from zo2adapters.trainers.base_check import require_finite_base
         from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
-        require_between("seed", self.seed, -LARGEST, LARGEST)
         drawn = sampling_of(self.temperature, self.top_p, self.seed)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())

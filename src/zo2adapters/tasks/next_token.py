@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLo
 
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2core import Batch, NonFiniteLossError, OptionError, UnsupportedModelError
+from zo2core.ranges import LARGEST, require_number, require_whole
 
 STREAM = "generation_stream"  # entry of a batch: number of its stream, which has a cache, for each row
 DRAW = "generation_draw"  # entry of a batch: a number from 0 to 1 for each row, with which its next token is drawn
@@ -39,12 +40,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
-            raise OptionError(
-                "temperature", found=repr(self.temperature), expected="a number above 0", remedy="pass a value near 1"
-            )
-        if not 0 < self.top_p <= 1:
-            raise OptionError("top_p", found=repr(self.top_p), expected="above 0, at most 1", remedy="pass 1 for all tokens")
+        require_number("temperature", self.temperature, above=0, remedy="pass a value near 1")
+        require_number("top_p", self.top_p, above=0, most=1, remedy="pass 1 for all tokens")
 
     def number(self, row: int, position: int) -> float:
         """The number from 0 to 1 with which a row's token at this position of its continuation is drawn."""
@@ -66,11 +63,12 @@ class Sampling:
 
 
 def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
-    """How the options sample tokens; None takes the likeliest token.
+    """How options sample tokens; None takes the likeliest token.
 
     Raises:
         OptionError: if a number is out of its range, or ``top_p`` has no effect.
     """
+    require_whole("seed", seed, -LARGEST, LARGEST)
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if top_p != 1:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.rewards import RewardName
 from zo2core import OptionError
-from zo2core.estimators.inputs import require_positive
 from zo2core.planning.host_budget import parse_size
+from zo2core.ranges import require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,11 @@ class RewardOptions:
             return
         if len(set(self.reward)) < len(self.reward):
             raise OptionError("reward", found="one twice", expected="different ones", remedy="give it a weight of 2")
-        require_at_least("max_new_tokens", self.max_new_tokens, 1)
-        require_positive("reward_seconds", self.reward_seconds)
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        require_number("reward_seconds", self.reward_seconds, above=0)
         parse_size(self.reward_memory, option="reward_memory")
         if self.max_drift is not None:
-            require_positive("max_drift", self.max_drift)
+            require_number("max_drift", self.max_drift, above=0)
 
     def absolute(self) -> RewardOptions:
         """The same options, whose files do not depend on the current directory."""
