@@ -25,6 +25,7 @@ from zo2core import (
     BlockUpdate,
     ClosedError,
     FullBackpropEngine,
+    GradientPolicy,
     HostPlan,
     MemoryBudgetError,
     MemoryPolicy,
@@ -121,7 +122,11 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
     base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
     model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
-    options: Any = {"clip_value": clips[0], "clip_norm": clips[1], "memory": memory(room), "overlap": overlap}
+    options: Any = {
+        "gradients": GradientPolicy(clip_value=clips[0], clip_norm=clips[1]),
+        "memory": memory(room),
+        "overlap": overlap,
+    }
     with FullBackpropEngine(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
@@ -135,7 +140,9 @@ def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None,
     update, whole = CASES[case].update(), WholeModel(base, torch.float32, torch.bfloat16)
     loop = CASES[case].loop(whole, turns_of(model, update), None, clip_norm)
     micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
-    with FullBackpropEngine(model, update, lr=rate(case), clip_norm=clip_norm, memory=memory()) as engine:
+    with FullBackpropEngine(
+        model, update, lr=rate(case), gradients=GradientPolicy(clip_norm=clip_norm), memory=memory()
+    ) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
@@ -192,9 +199,9 @@ def test_a_tied_weight_is_updated_once(base: Path) -> None:
     counted: list[str] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
+        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
             counted.extend(gradients)
-            super().apply(segment, weights, gradients, **at)
+            super().apply(segment, weights, gradients, states, **at)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -207,9 +214,9 @@ def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> Non
     held: list[int] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
+        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
             held.append(len(engine._parameters._gradients))
-            super().apply(segment, weights, gradients, **at)
+            super().apply(segment, weights, gradients, states, **at)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -273,7 +280,7 @@ def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: P
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan")
 
-    with engine_of(base, "lomo", clip_norm=clip_norm) as engine:
+    with engine_of(base, "lomo", gradients=GradientPolicy(clip_norm=clip_norm)) as engine:
 
         class Forward:
             def __getattr__(self, name: str) -> Any:
@@ -333,9 +340,9 @@ def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
     with pytest.raises(OptionError, match="which is frozen; expected a model all of whose parameters are trained"):
         FullBackpropEngine(open_checkpoint(base, adapter=adapter), LOMO(), lr=1e-3)
     with pytest.raises(OptionError, match="clip_value: found 0"):
-        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_value=0)
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, gradients=GradientPolicy(clip_value=0))
     with pytest.raises(OptionError, match="clip_norm: found nan"):
-        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_norm=float("nan"))
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, gradients=GradientPolicy(clip_norm=float("nan")))
     with pytest.raises(MemoryBudgetError, match=r"the smallest plan.*4 of 4 blocks"):
         FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, memory=MemoryPolicy(host="1MB"))
     with pytest.raises(OptionError, match="weight_decay: found -1"):

@@ -56,7 +56,9 @@ class Plan:
     """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
     zeroth-order."""
     stream_blocks: bool = False
-    """With --method badam: plan a run whose blocks stream from disk, as in zo2 train."""
+    """With --method and no adapter: plan a run whose blocks stream from disk and change there, as in zo2 train."""
+    snapshot_every: int | None = None
+    """With --stream-blocks: steps between two commits, as in zo2 train."""
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained, as in zo2 train."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
@@ -114,10 +116,15 @@ class Plan:
         require_at_least("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
-        for option in ("stream_blocks", "switch_every"):
-            if getattr(self, option) not in (None, False) and self.method != "badam":
-                expected = "--method badam beside it"
-                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        trains_all = self.method is not None and not self.adapter_options.trains_adapter
+        for option, fits, expected in (
+            ("stream_blocks", trains_all, "--method beside it, and no adapter"),
+            ("switch_every", self.method == "badam", "--method badam beside it"),
+            ("snapshot_every", self.stream_blocks and self.method != "badam", "--stream-blocks, and not badam"),
+        ):
+            if (value := getattr(self, option)) not in (None, False) and not fits:
+                raise OptionError(option, found=str(value), expected=expected, remedy="leave it out")
+        require_at_least("snapshot_every", self.snapshot_every or 1, 1)
 
     def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
         """The plan of a run of zeroth-order steps, on the CPU or on a GPU."""
@@ -179,6 +186,7 @@ class Plan:
             update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
             streams=self.stream_blocks,
+            commit_every=self.snapshot_every or 1,
         )
 
     @property

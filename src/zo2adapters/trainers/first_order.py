@@ -63,8 +63,13 @@ class FirstOrder:
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
     stream_blocks: bool = False
-    """With --method badam: stream blocks from disk, for a model that is larger than memory. A block is written once, when
-    its turn ends, and from there a run resumes."""
+    """With --method and no adapter: stream blocks from disk, for a model that is larger than memory. With badam a block is
+    written once, when its turn ends; with other methods each step writes all changed blocks and their optimizer states, and
+    --snapshot-every says how often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
+    allowed by --write-limit-tb."""
+    loss_scaling: bool = False
+    """With --method and no adapter: scale the loss, so that small gradients do not vanish in float16, by the rules of
+    torch.amp.GradScaler. Steps whose gradients overflow are skipped. It takes a second backward pass."""
     betas: tuple[float, float] | None = None
     """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
     eps: float | None = None
@@ -105,15 +110,17 @@ class FirstOrder:
         self._require_optimizer_options()
         if self.method is None:
             expected = "--method beside it; the steps without it have --clip-grad"
-            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks"):
+            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks", "loss_scaling"):
                 if (value := getattr(self, option)) not in (None, False):
                     raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
             return
         require_method(self.method, options.model_options)
+        if options.model_options.trains_adapter:
+            for option in ("max_grad_value", "stream_blocks", "loss_scaling"):
+                if (value := getattr(self, option)) not in (None, False):
+                    found, expected = f"{value:g} with an adapter", "no adapter"
+                    raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
         if self.max_grad_value is not None:
-            if options.model_options.trains_adapter:
-                found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
-                raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
             require_positive("max_grad_value", self.max_grad_value)
         if self.switch_every is not None:
             if self.method != "badam":
@@ -139,19 +146,18 @@ class FirstOrder:
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
-        if self.method != "badam":
-            found, expected = f"it with --method {self.method}", "--method badam, which changes one block at a time"
-            raise OptionError("stream_blocks", found=found, expected=expected, remedy="leave it out, or pass --method badam")
-        for option, value, default in (
-            ("keep_best", options.keep_best, False),
-            ("snapshot_every", options.storage.snapshot_every, None),
-            ("device", options.storage.device, "cpu"),
-        ):
+        refused = [
+            ("keep_best", options.keep_best, False, "only the last committed weights are kept"),
+            ("device", options.storage.device, "cpu", "blocks are computed on in host memory"),
+        ]
+        if self.method == "badam":
+            refused.append(("snapshot_every", options.storage.snapshot_every, None, "the end of a turn is committed"))
+        for option, value, default, why in refused:
             if value != default:
                 raise OptionError(
                     option,
                     found=f"{value} with --stream-blocks",
-                    expected=f"{default}: only weights at the end of a turn are kept, and blocks are computed on in memory",
+                    expected=f"{default}: {why}",
                     remedy="leave one of the two out",
                 )
 
@@ -246,6 +252,5 @@ def block_update(
     if method == "badam":
         return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
     if method == "sgd":
-        copies = 1 if optimizer_options.get("momentum") else 0
-        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
+        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options)
     return TorchOptimizer(adamw, options=options)

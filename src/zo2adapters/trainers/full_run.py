@@ -12,8 +12,9 @@ from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, FullBackpropEngine, OptionError, Runner, RunRecord
+from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, Runner, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
+from zo2core.optimizers import state_bytes
 from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
@@ -44,7 +45,15 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def forwards(self) -> int:
         """More with a sweep that measures gradients. See the contract."""
         given = self.options.first_order
-        return _MEASURED_FORWARDS if given.max_grad_norm is not None and given.method != "badam" else FORWARDS
+        clips = given.max_grad_norm is not None and given.method != "badam"
+        return _MEASURED_FORWARDS if clips or given.loss_scaling else FORWARDS
+
+    @property
+    def _gradients(self) -> GradientPolicy:
+        """How gradients are clipped, and the loss scaled."""
+        given = self.options.first_order
+        scaling = LossScaling() if given.loss_scaling else None
+        return GradientPolicy(clip_value=given.max_grad_value, clip_norm=given.max_grad_norm, loss_scaling=scaling)
 
     @property
     def update(self) -> BlockUpdate:
@@ -82,8 +91,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             opening.model,
             update,
             lr=self._lr,
-            clip_value=options.first_order.max_grad_value,
-            clip_norm=options.first_order.max_grad_norm,
+            gradients=self._gradients,
             run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
             device=local_device(options.storage.device, None),
             memory=self._memory(opening.activations, opening.least_activations),
@@ -148,7 +156,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
 
 def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:
     """Size of a snapshot: the weights as they are stored, and the optimizer's state."""
-    return sum(layout.nbytes for layout in model.layouts) + update.state_bytes(model.layouts)
+    return sum(layout.nbytes for layout in model.layouts) + state_bytes(update, model.layouts)
 
 
 def tied_gradient_bytes(model: HFBlockModel, micro_batches: int) -> int:

@@ -8,7 +8,7 @@ from zo2adapters.trainers.first_order_run import FirstOrderRun
 from zo2adapters.trainers.full_run import FullRun
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_method import RunMethod
-from zo2adapters.trainers.streamed_turns_run import StreamedTurnsRun
+from zo2adapters.trainers.streamed_full_run import StreamedFullRun
 from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 
@@ -22,4 +22,4 @@ def method_of(options: TrainOptions) -> RunMethod[Any]:
         return ZerothOrderRun(options)
     if options.model_options.trains_adapter:
         return FirstOrderRun(options)
-    return StreamedTurnsRun(options) if options.first_order.stream_blocks else FullRun(options)
+    return StreamedFullRun(options) if options.first_order.stream_blocks else FullRun(options)
