@@ -35,7 +35,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
-from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
+from zo2adapters.trainers.first_order import METHODS, FirstOrder, MethodName
 from zo2adapters.trainers.first_order_run import reserved_bytes
 from zo2adapters.trainers.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
@@ -99,7 +99,7 @@ def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Pa
     if options.full:
         tied = tied_gradient_bytes(model, -(-options.rows // options.micro_rows) if options.micro_rows else 1)
         memory = MemoryPolicy(host=options.memory, activations=activations + tied, least_activations=least + tied)
-        update = block_update(options.method, weight_decay=0.0)
+        update = FirstOrder(method=options.method).block_update(weight_decay=0.0)
         if options.stream:
             record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
             return StreamedFullBackpropEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)

@@ -53,6 +53,7 @@ from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.optimizers import LOMO as LOMO
 from zo2core.optimizers import AdaLOMO as AdaLOMO
 from zo2core.optimizers import BAdam as BAdam
+from zo2core.optimizers import Delayed as Delayed
 from zo2core.optimizers import TorchOptimizer as TorchOptimizer
 from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import MethodName, block_update
+from zo2adapters.trainers.first_order import FirstOrder, MethodName
 from zo2core import BAdam, Journal
 from zo2core.checkpoint import Snapshots
 from zo2core.engine.streamed_full_engine import stored_layouts
@@ -88,7 +88,10 @@ def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str,
     adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
     if method == "badam":
-        update, layouts = block_update("badam", weight_decay=0.1, switch_every=2, seed=0), open_checkpoint("base").layouts
+        update, layouts = (
+            FirstOrder(method="badam", switch_every=2).block_update(weight_decay=0.1),
+            open_checkpoint("base").layouts,
+        )
         assert isinstance(update, BAdam)
         segments = [index for index, layout in enumerate(layouts) if layout.parameters]
         turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
@@ -530,7 +533,7 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
     common = ("plan", "--model", "base", "--method", "adamw", "--data", "rows.jsonl", "--stream-blocks")
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
-    stored = stored_layouts(block_update("adamw", weight_decay=0.0), model.layouts)
+    stored = stored_layouts(FirstOrder(method="adamw").block_update(weight_decay=0.0), model.layouts)
     sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(stored, model.weights)]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights
@@ -565,3 +568,39 @@ def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
     method = Journal("run/journal.jsonl").header["method"]  # type: ignore[index]
     assert method["loss_scaling"] == {"initial": 65536.0, "growth": 2.0, "backoff": 0.5, "interval": 2000}
     assert "--loss-scaling: found 1 with an adapter" in refusal(*train("no", "--loss-scaling", "--lora-rank", 2))
+
+
+def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apart: Apart) -> None:
+    command = train("run", "--delayed-update", "--snapshot-every", 2)
+    ended = apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 6, "after"))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    done(*train("whole", "--delayed-update"))
+    done(*train("prompt"))
+    assert outcome("run")["model"] == outcome("whole")["model"]
+    assert outcome("run")["model"] != outcome("prompt")["model"]
+    assert Journal("run/journal.jsonl").header["method"]["delayed"] is True  # type: ignore[index]
+
+
+def test_states_in_8_bits_take_a_quarter_and_train(here: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    ended = done(*train("run", "--state-bits", 8, "--snapshot-every", 2))
+    done("train", "--resume", "run", "--steps", STEPS + 2)
+    done(*train("whole", "--state-bits", 8), "--steps", STEPS + 2)
+    assert outcome("run")["model"] == outcome("whole")["model"]
+    assert "all parameters" in ended.err
+    done(*train("streamed", "--state-bits", 8, *STREAMED), "--steps", STEPS + 2)
+    assert outcome("streamed")["model"] == outcome("whole")["model"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--delayed-update", "--stream-blocks"), "--delayed-update: found True with --stream-blocks"),
+        (("--delayed-update", "--method", "lomo"), "--delayed-update: found True; expected no such option without --method"),
+        (("--state-bits", 8, "--method", "sgd"), "--state-bits: found 8; expected no such option without --method adamw"),
+        (("--state-bits", 8, "--lora-rank", 2), "--state-bits: found 8 with an adapter"),
+    ],
+)
+def test_options_of_adamw_belong_to_it(more: tuple[object, ...], told: str, here: Path) -> None:
+    assert told in refusal(*train("run", *more))

@@ -10,7 +10,7 @@ from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import MethodName, block_update, require_method
+from zo2adapters.trainers.first_order import FirstOrder, MethodName, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due, require_eval_split
@@ -61,6 +61,10 @@ class Plan:
     """With --stream-blocks: steps between two commits, as in zo2 train."""
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained, as in zo2 train."""
+    delayed_update: bool = False
+    """With --method adamw and no adapter: plan a run whose updates are one step late, as in zo2 train."""
+    state_bits: int = 32
+    """With --method adamw and no adapter: bits of the moments, as in zo2 train."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
@@ -119,11 +123,14 @@ class Plan:
         trains_all = self.method is not None and not self.adapter_options.trains_adapter
         for option, fits, expected in (
             ("stream_blocks", trains_all, "--method beside it, and no adapter"),
+            ("delayed_update", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
+            ("state_bits", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
             ("switch_every", self.method == "badam", "--method badam beside it"),
             ("snapshot_every", self.stream_blocks and self.method != "badam", "--stream-blocks, and not badam"),
         ):
-            if (value := getattr(self, option)) not in (None, False) and not fits:
+            if (value := getattr(self, option)) not in (None, False, 32) and not fits:
                 raise OptionError(option, found=str(value), expected=expected, remedy="leave it out")
+        require_state_bits(self.state_bits)
         require_at_least("snapshot_every", self.snapshot_every or 1, 1)
 
     def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
@@ -216,7 +223,13 @@ class Plan:
         return model, directory
 
     def _update(self, method: MethodName) -> BlockUpdate:
-        return block_update(method, weight_decay=0.0, switch_every=self.switch_every)
+        options = FirstOrder(
+            method=method,
+            switch_every=self.switch_every,
+            delayed_update=self.delayed_update,
+            state_bits=self.state_bits,
+        )
+        return options.block_update(weight_decay=0.0)
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""

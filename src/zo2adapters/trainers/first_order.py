@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from zo2adapters.optional_package import optional_package
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
+from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, Delayed, OptionError, TorchOptimizer
 from zo2core.estimators.inputs import require_positive, require_weight_decay
 
 AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
@@ -25,6 +25,7 @@ METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  #
 SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
 _OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+_OF_ADAMW = {"delayed_update": False, "state_bits": 32}  # further options of adamw, and their defaults
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
@@ -70,6 +71,12 @@ class FirstOrder:
     loss_scaling: bool = False
     """With --method and no adapter: scale the loss, so that small gradients do not vanish in float16, by the rules of
     torch.amp.GradScaler. Steps whose gradients overflow are skipped. It takes a second backward pass."""
+    delayed_update: bool = False
+    """With --method adamw and no adapter: change the weights one step late, so that the host updates while the device
+    computes the next step, as ZeRO-Offload does. This is another run: gradients are those of weights one step older."""
+    state_bits: int = 32
+    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes' AdamW8bit, in a quarter of the
+    memory."""
     betas: tuple[float, float] | None = None
     """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
     eps: float | None = None
@@ -98,6 +105,41 @@ class FirstOrder:
         given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
+    @property
+    def _unusual(self) -> dict[str, Any]:
+        """All options that belong to one method and were given."""
+        given = {name: getattr(self, name) for name in _OF_ADAMW}
+        return self.optimizer_options | {name: value for name, value in given.items() if value != _OF_ADAMW[name]}
+
+    def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
+        """The optimizer of all parameters.
+
+        Args:
+            weight_decay: Its weight decay.
+            seed: Seed of the order in which badam trains blocks.
+
+        Raises:
+            MissingPackageError: if the states have 8 bits, and bitsandbytes is not installed.
+        """
+        rates = {"weight_decay": weight_decay, **self.optimizer_options}
+        options = {"name": self.method, **rates}
+        adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+        if self.method == "lomo":
+            return LOMO(weight_decay=weight_decay)
+        if self.method == "adalomo":
+            return AdaLOMO(weight_decay=weight_decay)
+        if self.method == "badam":
+            every = SWITCH_EVERY if self.switch_every is None else self.switch_every
+            return BAdam(adamw, every=every, seed=seed, options=options)
+        if self.method == "sgd":
+            return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options)
+        assert self.method == "adamw", "zeroth-order steps have no optimizer"
+        update = TorchOptimizer(adamw, options=options)
+        if self.state_bits == 8:
+            optimizers = optional_package("bitsandbytes", install="bitsandbytes").optim
+            update = TorchOptimizer(partial(optimizers.AdamW8bit, **rates), options={**options, "state_bits": 8})
+        return Delayed(update) if self.delayed_update else update
+
     def require_valid(self, options: CheckedOptions) -> None:
         """Refuse options that cannot be combined with the method.
 
@@ -116,8 +158,8 @@ class FirstOrder:
             return
         require_method(self.method, options.model_options)
         if options.model_options.trains_adapter:
-            for option in ("max_grad_value", "stream_blocks", "loss_scaling"):
-                if (value := getattr(self, option)) not in (None, False):
+            for option in ("max_grad_value", "stream_blocks", "loss_scaling", "delayed_update", "state_bits"):
+                if (value := getattr(self, option)) not in (None, False, 32):
                     found, expected = f"{value:g} with an adapter", "no adapter"
                     raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
         if self.max_grad_value is not None:
@@ -129,6 +171,7 @@ class FirstOrder:
             require_at_least("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
+        require_state_bits(self.state_bits)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
@@ -146,7 +189,8 @@ class FirstOrder:
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
-        refused = [
+        refused: list[tuple[str, object, object, str]] = [
+            ("delayed_update", self.delayed_update, False, "the host computes all of a step"),
             ("keep_best", options.keep_best, False, "only the last committed weights are kept"),
             ("device", options.storage.device, "cpu", "blocks are computed on in host memory"),
         ]
@@ -163,8 +207,8 @@ class FirstOrder:
 
     def _require_optimizer_options(self) -> None:
         """Refuse options of another optimizer than the method's, and numbers out of range."""
-        for name, value in self.optimizer_options.items():
-            method = _OPTIMIZER_OPTIONS[name]
+        for name, value in self._unusual.items():
+            method = _OPTIMIZER_OPTIONS.get(name, "adamw")
             if method != self.method:
                 raise OptionError(
                     name,
@@ -210,6 +254,16 @@ class FirstOrder:
             )
 
 
+def require_state_bits(bits: int) -> None:
+    """Refuse a number of bits that no optimizer's states have.
+
+    Raises:
+        OptionError: naming it.
+    """
+    if bits not in (8, 32):
+        raise OptionError("state_bits", found=repr(bits), expected="8 or 32", remedy="pass one of them")
+
+
 def require_method(method: MethodName, adapter: AdapterOptions) -> None:
     """Refuse a method that does not train adapters beside one.
 
@@ -223,34 +277,3 @@ def require_method(method: MethodName, adapter: AdapterOptions) -> None:
             expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
             remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
         )
-
-
-def block_update(
-    method: MethodName,
-    *,
-    weight_decay: float,
-    switch_every: int | None = None,
-    seed: int = 0,
-    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
-) -> BlockUpdate:
-    """The optimizer of all parameters.
-
-    Args:
-        method: Its name.
-        weight_decay: Its weight decay.
-        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
-        seed: Seed of the order in which badam trains blocks.
-        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
-    """
-    rates = {"weight_decay": weight_decay, **optimizer_options}
-    options = {"name": method, **rates}
-    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
-    if method == "lomo":
-        return LOMO(weight_decay=weight_decay)
-    if method == "adalomo":
-        return AdaLOMO(weight_decay=weight_decay)
-    if method == "badam":
-        return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
-    if method == "sgd":
-        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options)
-    return TorchOptimizer(adamw, options=options)

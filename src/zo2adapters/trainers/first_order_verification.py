@@ -13,7 +13,7 @@ from torch import nn
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
-from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
+from zo2adapters.trainers.first_order import METHODS, FirstOrder, MethodName
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.verification import (
@@ -81,7 +81,8 @@ def _verify_all(
     directory: Path, model: HFBlockModel, head: str, method: MethodName, size: StepSize, batches: RandomBatches
 ) -> Comparison:
     """Train all parameters both ways: the whole model by autograd, with an optimizer of its own."""
-    ours, theirs = (block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
+    options = FirstOrder(method=method, switch_every=1)
+    ours, theirs = (options.block_update(weight_decay=size.weight_decay) for _ in range(2))
     whole = whole_model(model, directory, head, None).eval()
     values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     everything = copy_trained(model, whole, values)

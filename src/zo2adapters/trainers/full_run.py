@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order import MethodName, block_update
+from zo2adapters.trainers.first_order import MethodName
 from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -58,15 +58,9 @@ class FullRun(GradientRun[FullBackpropEngine]):
     @property
     def update(self) -> BlockUpdate:
         """A new optimizer, as the options say."""
-        given = self.options.first_order
-        assert given.method is not None, "it is what chose this class"
-        return block_update(
-            given.method,
-            weight_decay=self.options.optimization.weight_decay,
-            switch_every=given.switch_every,
-            seed=self.options.seed % (1 << 62),
-            optimizer_options=given.optimizer_options,
-        )
+        options = self.options
+        weight_decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
+        return options.first_order.block_update(weight_decay=weight_decay, seed=seed)
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for activations, and for the gradients of tied weights, of which each micro-batch has its own.

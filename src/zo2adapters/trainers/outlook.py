@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zo2adapters.tasks.registry import is_differentiable
-from zo2adapters.trainers.first_order import FirstOrder, block_update
+from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
@@ -51,12 +51,9 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     }
     method = options.first_order.method
     if method is not None:
-        weight_decay, further = options.optimization.weight_decay, options.first_order.optimizer_options
-        update = (
-            None
-            if options.model_options.trains_adapter
-            else block_update(method, weight_decay=weight_decay, optimizer_options=further)
-        )
+        given |= {"streams": options.first_order.stream_blocks, "commit_every": options.storage.snapshot_every or 1}
+        weight_decay, is_full = options.optimization.weight_decay, not options.model_options.trains_adapter
+        update = options.first_order.block_update(weight_decay=weight_decay) if is_full else None
         return plan_first_order_run(inputs.model, inputs.shapes(), update=update, scratch=options.output, **given)
     return plan_run(
         inputs.model,
