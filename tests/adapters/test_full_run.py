@@ -88,10 +88,8 @@ def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str,
     adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
     if method == "badam":
-        update, layouts = (
-            FirstOrder(method="badam", switch_every=2).block_update(weight_decay=0.1),
-            open_checkpoint("base").layouts,
-        )
+        update = FirstOrder(method="badam", switch_every=2).block_update(weight_decay=0.1)
+        layouts = open_checkpoint("base").layouts
         assert isinstance(update, BAdam)
         segments = [index for index, layout in enumerate(layouts) if layout.parameters]
         turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
