@@ -585,5 +585,5 @@ def test_states_of_another_optimizer_are_refused(base: Path) -> None:
     with engine_of(base, "adamw") as engine:
         engine.step(make_batch(40, [7, 5]))
         state = engine.state_dict()
-        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="optimizer states of segment 0"):
+        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="optimizer states of segment"):
             other.load_state_dict(state)
