@@ -451,12 +451,11 @@ def states_in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -
     return outcome(folder / "run")
 
 
-@pytest.mark.parametrize("commit_every", [1, 2])
 @pytest.mark.parametrize("place", STATES_PLACES)
 def test_a_run_with_states_on_disk_killed_at_any_place_ends_as_one_in_memory(
-    place: str, commit_every: int, here: Path, apart: Apart, states_in_memory: dict[str, object]
+    place: str, here: Path, apart: Apart, states_in_memory: dict[str, object]
 ) -> None:
-    command = train("run", *STREAMED_RUN, "--snapshot-every", commit_every)
+    command = train("run", *STREAMED_RUN)
     ended = apart.run(*command, patch=strike(here, *STATES_PLACES[place]))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
