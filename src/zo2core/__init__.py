@@ -14,6 +14,7 @@ from zo2core.engine import FullBackpropEngine as FullBackpropEngine
 from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
 from zo2core.engine import RunRecord as RunRecord
+from zo2core.engine import SharedBase as SharedBase
 from zo2core.engine import StreamedFullBackpropEngine as StreamedFullBackpropEngine
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError

@@ -12,7 +12,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
@@ -77,7 +79,7 @@ class Parts(NamedTuple):
     timeline: Timeline
     device: Device
     noise: NoiseGenerator
-    source: BlockSource
+    source: StoredSegments
     base_digests: BaseDigests  # of the base that the source reads; empty if the caller passed the source
     scheduler: Scheduler
     work_buffer: WorkBuffer
@@ -88,6 +90,7 @@ class Parts(NamedTuple):
     visits: Visits  # makes the visitor of each sweep
     require_version: Callable[[int], None]  # refuses results of weights that another worker has changed meanwhile
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
+    layouts: Sequence[BlockLayout]  # segments as they are stored
     generations: Generations | None  # segments on disk that change at each step; None: there are none
     host_plan: HostPlan | None  # None if the caller passed the parts
     device_plan: DevicePlan | None  # None if the device computes in host memory, or the caller passed the parts
@@ -105,6 +108,38 @@ class Parts(NamedTuple):
             return None
         # Blocks that workers share are resident in each of them, and planned in parts.
         return None if isinstance(self.source, SharedSource) else self.host_plan.budget
+
+
+class StoredSegments(Protocol):
+    """Where a run's segments are stored, as its runner sees it."""
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
+
+
+class Joined(NamedTuple):
+    """The place of a run at a shared base."""
+
+    scheduler: SharedScheduler
+    activation_bytes: int
+    work_memory: Callable[[int], torch.Tensor]  # allocates a work buffer, which the runs use in turn
+    leave: Callable[[], None]
+
+
+class SharedScheduler(Scheduler, StoredSegments, Protocol):
+    """Makes a run's sweeps together with those of other runs."""
+
+
+class SharedSegments(Protocol):
+    """A base that several runs read together."""
+
+    @property
+    def device(self) -> Device:
+        """The device of all runs."""
+
+    def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> Joined:
+        """Add a run. See ``SharedBase.join``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +174,7 @@ class RunOptions:
     optimizer_bytes: int = 0  # of the optimizer's state in such steps, in host memory
     stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
     generations: GenerationPolicy | None = None  # weights that change on disk; None: none do, or as in zeroth-order runs
+    shared: SharedSegments | None = None  # a base that other runs read, too; None: the run reads its base alone
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal, since it has an estimator or a first-order method."""
@@ -223,15 +259,12 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             stays_in_memory=options.stays_in_memory,
             streams=options.generations is not None,
         )
+        if options.shared is not None:
+            return _join(options.shared, run, request, options, opened)
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
             run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
-        run.journal.begin(_header(model, run.noise, run.estimator, options, perturbation))
-        run.workers.require_agreement(run.journal, run.noise, model.layouts, run.device.torch_device)
-        if run.factors is not None and options.write_back is not None:
-            policy = options.write_back
-            file = run.factors.keep_periods(Path(policy.directory), model.layouts, run.journal, policy.bytes_a_step)
-            opened.callback(file.close)
+        _begin(run, options, perturbation, opened)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         generations = _open_generations(spec, run, options.generations, opened)
         scratch = generations or _open_scratch(spec, run, opened)
@@ -249,6 +282,39 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             activation_bytes=spec.activation_bytes,
             generations=generations,
         )
+
+
+def _begin(run: _Run, options: RunOptions, perturbation: Perturbation, opened: ExitStack) -> None:
+    """Begin or continue the journal of a run that was planned."""
+    run.journal.begin(_header(run.model, run.noise, run.estimator, options, perturbation))
+    run.workers.require_agreement(run.journal, run.noise, run.model.layouts, run.device.torch_device)
+    if run.factors is not None and options.write_back is not None:
+        policy = options.write_back
+        file = run.factors.keep_periods(Path(policy.directory), run.model.layouts, run.journal, policy.bytes_a_step)
+        opened.callback(file.close)
+
+
+def _join(shared: SharedSegments, run: _Run, request: RunRequest, options: RunOptions, opened: ExitStack) -> Parts:
+    """Assemble a run whose base other runs read, too."""
+    if run.workers.size > 1:
+        raise OptionError(
+            "workers", found=f"{run.workers.size} workers", expected="one process for a shared base", remedy="leave it out"
+        )
+    base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
+    joined = shared.join(run.model, request, run.timeline, base_digests)
+    opened.callback(joined.leave)
+    _begin(run, options, request.perturbation, opened)
+    return _assembled(
+        run,
+        None,
+        opened,
+        source=joined.scheduler,
+        scheduler=joined.scheduler,
+        base_digests=base_digests,
+        activations=ActivationOffload(run.device, None, timeline=run.timeline),
+        activation_bytes=joined.activation_bytes,
+        work_memory=joined.work_memory,
+    )
 
 
 def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs:
@@ -316,20 +382,28 @@ def _assembled(
     spec: RunSpec | None,
     opened: ExitStack,
     *,
-    source: BlockSource,
+    source: StoredSegments,
     scheduler: Scheduler,
     base_digests: BaseDigests,
     activations: ActivationOffload,
     activation_bytes: int,
     generations: Generations | None = None,
+    work_memory: Callable[[int], torch.Tensor] | None = None,
 ) -> Parts:
     """Make the work buffer, bind the model's modules to it, and collect the parts of a run.
 
-    Without ``spec`` the caller made the parts, and no memory is planned.
+    Without ``spec`` the caller made the parts, or they are shared, and no memory is planned here.
     """
     model, device = run.model, run.device
     keep_noise = device.in_place and (spec is None or spec.host_plan.keep_noise)
-    buffer = WorkBuffer(model.layouts, device, run.noise, keep_noise=keep_noise, perturbs_in_place=run.perturb_in_place)
+    buffer = WorkBuffer(
+        model.layouts,
+        device,
+        run.noise,
+        keep_noise=keep_noise,
+        perturbs_in_place=run.perturb_in_place,
+        allocate=work_memory,
+    )
     worker = _start_worker(device, opened)
     visits = _visits(run, source, buffer, activations, worker)
     buffer.bind(model.bind)
@@ -353,6 +427,7 @@ def _assembled(
         visits=visits,
         require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
         factors=run.factors,
+        layouts=model.layouts if spec is None else spec.layouts,
         generations=generations,
         host_plan=None if spec is None else spec.host_plan,
         device_plan=None if spec is None else spec.device_plan,
@@ -373,7 +448,7 @@ def _opened_run(
         workers.sync_journal(journal)
     if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
-    device = options.device
+    device = options.device if options.shared is None else options.shared.device
     if isinstance(device, str):
         device = choose_device(device)
         opened.callback(device.close)
@@ -510,7 +585,7 @@ def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: 
 
 def _visits(
     run: _Run,
-    source: BlockSource,
+    source: StoredSegments,
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,

@@ -23,7 +23,7 @@ class FullTrainer(FullBackpropTrainerMixin, Trainer):
     pass
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "opt"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config(request.param))
     save_tokenizer(directory)
@@ -58,7 +58,8 @@ def ours(base: Path, output: Path, **changes: Any) -> Any:
 
 
 def stock(base: Path, output: Path, **changes: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model.eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
 
@@ -113,7 +114,8 @@ def test_fused_optimizers_have_the_bits_of_their_loops(optim: str, loop: Any, ba
     class Whole:
         """The parameters of the trainer's model, as the written-out loops want them."""
 
-        parameters = dict(other.model.named_parameters())
+        def __init__(self) -> None:
+            self.parameters = dict(other.model.named_parameters())
 
         def gradients(self) -> dict[str, torch.Tensor]:
             return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

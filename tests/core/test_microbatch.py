@@ -12,7 +12,7 @@ from models import CONFIGS, make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2core import BatchError, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, ZOEngine
+from zo2core import BatchError, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, PinnedSource, ZOEngine
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
@@ -122,8 +122,10 @@ def test_every_segment_is_visited_once_a_step(base: Path) -> None:
     with ZOEngine(model, MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3), micro_batch_size=1) as engine:
         engine.step(make_batch(40, [9, 3]))
         acquired: list[int] = []
-        acquire = engine._parts.source.acquire
-        engine._parts.source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
+        source = engine._parts.source
+        assert isinstance(source, PinnedSource)
+        acquire = source.acquire
+        source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
         engine.step(make_batch(40, [9, 3]))
     assert acquired == list(range(len(model.layouts)))
 

@@ -14,7 +14,17 @@ import pytest
 import torch
 from toy import ToyBlockModel
 
-from zo2core import HostPlan, JournalError, MemoryPolicy, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZOEngine
+from zo2core import (
+    HostPlan,
+    JournalError,
+    MemoryPolicy,
+    MeZOSGD,
+    PhiloxNoise,
+    PinnedSource,
+    StreamedSource,
+    WriteBackPolicy,
+    ZOEngine,
+)
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.io.record_log import RecordFile, to_line
 
@@ -186,6 +196,7 @@ def test_one_flipped_bit_gives_up_its_segment_alone(
     (run / "scratch.bin").write_bytes(data)
     with engine(run, buckets) as resumed:
         source = resumed._parts.source
+        assert isinstance(source, PinnedSource | StreamedSource)
         versions = {}
         for index in range(len(source.layouts)):
             bucket = source.acquire(index)

@@ -110,7 +110,7 @@ def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
         written = [engine.step(batch).lanes[Lane.WRITE].nbytes for batch in BATCHES[:12]]
         engine.step(BATCHES[12])
-        sizes = [whole_pages(layout.nbytes) for layout in engine._parts.source.layouts]
+        sizes = [whole_pages(layout.nbytes) for layout in engine._parts.layouts]
         turns = [engine._update.segments(step, engine._parameters.segments) for step in range(0, 12, EVERY)]
     assert len(set(turns)) == 6
     assert sum(written) <= sum(sizes[segment] for [segment] in turns), "noted with the step after the turn"
@@ -256,7 +256,7 @@ def test_only_blocks_without_room_are_written_between_commits(base: Path, tmp_pa
     written = {}
     for commit_every in (1, 4):
         with streamed(base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine:
-            layouts = engine._parts.source.layouts
+            layouts = engine._parts.layouts
             results = [engine.step(batch) for batch in BATCHES[:9]]
             written[commit_every] = sum(result.lanes[Lane.WRITE].nbytes for result in results[1:])  # noted a step later
     sizes = [whole_pages(layout.nbytes) for layout in layouts]

@@ -39,9 +39,9 @@ _SUPPORTED = frozenset({"optim", "optim_args", "adam_beta1", "adam_beta2", "adam
 class FullBackpropTrainerMixin(StreamedTrainerMixin):
     """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer): pass``.
 
-    ``optim`` names the optimizer, as for any trainer: ``lomo`` and ``adalomo``, or one of torch's whose state belongs to single
-    parameters. Losses and weights are, bit for bit, those of the trainer with the whole model. With gradient accumulation all
-    batches of a step run through a block before the next block comes. Modules run in evaluation mode, without dropout.
+    ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's whose state belongs to single
+    parameters. Losses and weights are, bit for bit, those of the trainer with the whole model. With gradient accumulation
+    all batches of a step run through a block before the next block comes. Modules run in evaluation mode, without dropout.
     ``max_grad_norm``, which trainers set to 1, takes a second backward pass; 0 turns it off. Checkpoints have the model, the
     state from which training goes on, and the trainer's own files.
 
@@ -104,13 +104,13 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
             )
             return kind([group for group in groups if group["params"]], **options)
 
-        return TorchOptimizer(named=make)
+        return TorchOptimizer(make, by_name=True)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that decay, as the trainer chooses them from the whole model."""
         with torch.device("meta"):
             whole = type(self.block_model.skeleton)(AutoConfig.for_model(**self.block_model.config.to_dict()))
-        names: list[str] = Trainer.get_decay_parameter_names(self, whole)  # type: ignore[arg-type]
+        names: list[str] = Trainer.get_decay_parameter_names(self, whole)
         return names
 
     def _step(self, batches: list[Batch], num_items: Any) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zo2core.build import Parts, RunOptions, build
+from zo2core.build import Parts, RunOptions, SharedSegments, build
 from zo2core.engine.runner import Runner
 from zo2core.errors import CheckpointError
 from zo2core.planning import MemoryPolicy
@@ -89,7 +89,7 @@ class SnapshotReplayer(AdapterRunner):
         model: The model of the run, opened with the same options.
         step: Step of the snapshot.
         parameters: Values of the trained parameters, by name; None: the initial values of the run.
-        device, memory, micro_batch_size, trace: As for ``Replayer``.
+        device, memory, micro_batch_size, trace, shared: As for ``Replayer``.
 
     Raises:
         CheckpointError: if the values belong to another adapter.
@@ -106,8 +106,9 @@ class SnapshotReplayer(AdapterRunner):
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
         trace: Trace | Path | str | None = None,
+        shared: SharedSegments | None = None,
     ) -> None:
-        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace)
+        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, shared=shared)
         super().__init__(model, build(model, None, options))
         self._step = step
         if parameters is not None:

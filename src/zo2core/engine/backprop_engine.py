@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2core.build import RunOptions, build, kept_inputs
+from zo2core.build import RunOptions, SharedSegments, build, kept_inputs
 from zo2core.engine.adapter_runner import AdapterRunner
 from zo2core.errors import OptionError
 from zo2core.methods.backprop import Backprop
@@ -46,6 +46,7 @@ class BackpropEngine(AdapterRunner):
             and backward. None: the system's directory for temporary files. On a GPU they are in host memory instead.
         device, memory, micro_batch_size, overlap, trace: As for ``Replayer``.
         workers: Processes that each compute the gradients of part of a step's rows; None: this process computes all.
+        shared: As for ``ZOEngine``.
 
     Raises:
         OptionError: if a block owns a trained parameter, the optimizer needs a closure, or an option is out of its range.
@@ -65,6 +66,7 @@ class BackpropEngine(AdapterRunner):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
         workers: Workers | None = None,
+        shared: SharedSegments | None = None,
     ) -> None:
         options = RunOptions(
             device=device,
@@ -74,6 +76,7 @@ class BackpropEngine(AdapterRunner):
             overlap=overlap,
             trained_copies=trained_copies(workers),
             workers=workers,
+            shared=shared,
         )
         self._open(model, optimizer, clip, options, tempfile.gettempdir() if spill is None else spill)
 

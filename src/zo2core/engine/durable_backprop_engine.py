@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from zo2core.build import RunOptions
+from zo2core.build import RunOptions, SharedSegments
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.backprop_engine import BackpropEngine, trained_copies
 from zo2core.engine.commits import record
@@ -26,7 +26,8 @@ class DurableBackpropEngine(BackpropEngine):
     they are not recorded a second time.
 
     Args:
-        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace, workers: As for ``BackpropEngine``.
+        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace, workers, shared: As for
+            ``BackpropEngine``.
         directory: Directory of the run, with its snapshots. Inputs of blocks that have no room in memory are in a temporary
             file there, without a name.
         journal: Journal of the run, or its path; a missing file is created.
@@ -57,6 +58,7 @@ class DurableBackpropEngine(BackpropEngine):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
         workers: Workers | None = None,
+        shared: SharedSegments | None = None,
     ) -> None:
         options = RunOptions(
             journal=journal,
@@ -69,6 +71,7 @@ class DurableBackpropEngine(BackpropEngine):
             method=method,
             trained_copies=trained_copies(workers),
             workers=workers,
+            shared=shared,
         )
         self._open(model, optimizer, clip, options, directory)
         self._lr = lr

@@ -137,7 +137,7 @@ class FullBackpropEngine(StoredRunner):
         parts = build(model, None, options)
         super().__init__(model, parts)
         self._update = update
-        layouts = parts.source.layouts
+        layouts = parts.layouts
         is_stored = any(layout.states for layout in layouts)
         self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
         self._lr = lr if callable(lr) else _constant(lr)

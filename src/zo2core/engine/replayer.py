@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zo2core.build import RunOptions, build
+from zo2core.build import RunOptions, SharedSegments, build
 from zo2core.engine.runner import Runner
 from zo2core.journal import Journal
 from zo2core.planning import MemoryPolicy, Replay
@@ -31,6 +31,7 @@ class Replayer(Runner):
             chooses.
         trace: Records the work of every sweep: a trace, or the path of a new one.
         workers: Workers that evaluate the same weights and divide the batches; None: a run of one process.
+        shared: As for ``ZOEngine``.
 
     Raises:
         OptionError: if an option is out of its range, or would have no effect.
@@ -53,6 +54,7 @@ class Replayer(Runner):
         replay: Replay = "auto",
         trace: Trace | Path | str | None = None,
         workers: Workers | None = None,
+        shared: SharedSegments | None = None,
     ) -> None:
         options = RunOptions(
             journal=journal,
@@ -64,5 +66,6 @@ class Replayer(Runner):
             overlap=overlap,
             replay=replay,
             workers=workers,
+            shared=shared,
         )
         super().__init__(model, build(model, None, options))

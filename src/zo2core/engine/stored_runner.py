@@ -54,7 +54,7 @@ class StoredRunner(Runner):
     def __init__(self, model: BlockModel, parts: Parts) -> None:
         try:
             _require_trainable(model)
-            self._parameters = StoredParameters(parts.source.layouts)
+            self._parameters = StoredParameters(parts.layouts)
         except BaseException:
             parts.opened.__exit__(*sys.exc_info())  # a journal that was just begun is taken back
             raise

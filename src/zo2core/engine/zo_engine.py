@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zo2core.build import EngineParts, Parts, RunOptions, adopt, build
+from zo2core.build import EngineParts, Parts, RunOptions, SharedSegments, adopt, build
 from zo2core.engine.runner import Runner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
@@ -37,6 +37,8 @@ class ZOEngine(Runner):
         provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
         perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``.
         workers: Workers that share the steps; None: a run of one process.
+        shared: A ``SharedBase`` that other runs read, too; its device and memory are used. None: the run reads its base
+            alone.
 
     Raises:
         OptionError: if ``estimator`` is not an estimator, or is a class.
@@ -61,6 +63,7 @@ class ZOEngine(Runner):
         provenance: Mapping[str, Any] | None = None,
         perturbation: Perturbation | None = None,
         workers: Workers | None = None,
+        shared: SharedSegments | None = None,
     ) -> None:
         _require_estimator(estimator)
         options = RunOptions(
@@ -77,6 +80,7 @@ class ZOEngine(Runner):
             provenance=provenance,
             perturbation=perturbation,
             workers=workers,
+            shared=shared,
         )
         parts = build(model, estimator, options)
         super().__init__(model, parts)

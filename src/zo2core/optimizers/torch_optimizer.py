@@ -64,15 +64,20 @@ class TorchOptimizer(EverySegment):
         factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5, fused=True)``. The learning rate
             of each step replaces the factory's.
         options: The optimizer with its options, as JSON values, for the journal.
+        by_name: Whether the factory is called with pairs of a parameter's name and the parameter, from which it may make
+            groups.
 
     Raises:
         OptionError: if the factory returns no optimizer, the optimizer's step needs a closure, or its state does not belong
             to single parameters.
     """
 
-    def __init__(self, factory: OptimizerFactory, *, options: Mapping[str, Any] | None = None) -> None:
-        made = make_optimizer(factory, [nn.Parameter(torch.empty(0))])
+    def __init__(
+        self, factory: Callable[[Any], Any], *, options: Mapping[str, Any] | None = None, by_name: bool = False
+    ) -> None:
         self._factory = factory
+        self._by_name = by_name
+        made = make_optimizer(self._made, [nn.Parameter(torch.empty(0))])
         self._name = type(made).__name__
         self._options = {"name": self._name} if options is None else options
         self._forms: dict[tuple[tuple[int, ...], torch.dtype], Sequence[_State]] = {}  # of a parameter's states
@@ -115,7 +120,7 @@ class TorchOptimizer(EverySegment):
         parameters = {name: nn.Parameter(weight.cpu()) for name, weight in weights.items()}
         for name, gradient in gradients.items():
             parameters[name].grad = gradient.cpu()
-        optimizer = self._factory(list(parameters.values()))
+        optimizer = self._factory(list(parameters.items() if self._by_name else parameters.values()))
         for group in optimizer.param_groups:
             group["lr"] = lr
         for name, parameter in parameters.items():
@@ -127,6 +132,10 @@ class TorchOptimizer(EverySegment):
             self._keep(name, optimizer.state.get(parameter, {}), states)
             if weights[name].device.type != "cpu":
                 weights[name].copy_(parameter.detach())
+
+    def _made(self, parameters: list[nn.Parameter]) -> Any:
+        """An optimizer of parameters without names."""
+        return self._factory([("", parameter) for parameter in parameters] if self._by_name else parameters)
 
     def _keep(self, name: str, state: Mapping[str, Any], kept: Mapping[str, torch.Tensor]) -> None:
         """Copy a parameter's state to where it is kept, unless the optimizer has changed it there."""
@@ -176,7 +185,7 @@ class TorchOptimizer(EverySegment):
         """
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
-        optimizer = make_optimizer(self._factory, [parameter])
+        optimizer = make_optimizer(self._made, [parameter])
         before = [_shared(group) for group in optimizer.param_groups]
         optimizer.step()
         if before != [_shared(group) for group in optimizer.param_groups]:

@@ -48,6 +48,8 @@ class RunRequest:
         optimizer_bytes: Its optimizer's state, in host memory.
         stays_in_memory: Whether all blocks have to stay in memory.
         streams: Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep.
+        is_read_only: Whether stored weights never change, though none is frozen.
+        further: Further parts in the memory in which forwards run.
     """
 
     layouts: Sequence[BlockLayout]
@@ -67,6 +69,8 @@ class RunRequest:
     optimizer_bytes: int = 0
     stays_in_memory: bool = False
     streams: bool = False
+    is_read_only: bool = False
+    further: Sequence[MemoryPart] = ()
 
     @property
     def spills(self) -> bool:
@@ -82,7 +86,7 @@ class RunRequest:
     def changes_weights(self) -> bool:
         """Whether stored weights change: if not, they are neither offloaded nor written back."""
         frozen = any(spec.frozen for layout in self.layouts for spec in layout.parameters)
-        return isinstance(self.perturbation, DensePerturbation) and not frozen
+        return isinstance(self.perturbation, DensePerturbation) and not (frozen or self.is_read_only)
 
     @property
     def has_to_write(self) -> bool:
@@ -135,7 +139,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         perturbs_in_place=request.perturb_in_place,
         probes=request.directions,
         is_low_bit=low_bit is not None,
-        further=[trained_copies] if machine.on_host else [factors, trained_copies],
+        further=[trained_copies] if machine.on_host else [factors, trained_copies, *request.further],
         spills=request.spills,
     )
     activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
@@ -152,7 +156,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             perturbs_in_place=request.perturb_in_place,
             further=[
                 encoded,
-                *([factors] if machine.on_host else []),
+                *([factors, *request.further] if machine.on_host else []),
                 MemoryPart(
                     trained_copies.name, request.optimizer_bytes + (trained_copies.nbytes if machine.in_place else 0)
                 ),

@@ -17,7 +17,7 @@ from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.stream import run_stream
 from zo2core.sweep.visitor import Groups
-from zo2core.sweep.work_buffer import WorkBuffer, can_be_read
+from zo2core.sweep.work_buffer import WorkBuffer, can_be_read, is_encoded
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory
 
@@ -139,7 +139,7 @@ class StackedVisitor:
         if can_be_read(spec, theta) and not self._factors.forms(spec):
             return theta.view(spec.shape)
         weight = self._buffer.parameter_view(index, spec.name)
-        if spec.encoding is not None:
+        if is_encoded(spec, theta):
             decode(spec, theta, weight, self._worker)
             theta = weight
         elif not self._factors.forms(spec):

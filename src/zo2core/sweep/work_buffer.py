@@ -69,6 +69,8 @@ class WorkBuffer:
         keep_noise: Whether a segment's z is kept from one evaluation to the next, instead of drawn again for each.
             Counter-based noise is never kept.
         perturbs_in_place: Whether each evaluation is perturbed in place from the one before.
+        allocate: Allocates the memory of the work buffer itself; None: the device does. Its content is not needed from one
+            visit to the next.
     """
 
     def __init__(
@@ -79,11 +81,12 @@ class WorkBuffer:
         *,
         keep_noise: bool = True,
         perturbs_in_place: bool = True,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         tied, untied = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
-        work = device.empty(work_bytes(layouts))
+        work = (device.empty if allocate is None else allocate)(work_bytes(layouts))
         unrounded_memory = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
         self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
@@ -220,14 +223,18 @@ class WorkBuffer:
 
 def can_be_read(spec: ParameterSpec, stored: torch.Tensor) -> bool:
     """Whether a forward that reads a weight from its store gives the same bits as with the work buffer."""
-    is_plain = spec.encoding is None and stored.dtype is spec.in_forward().dtype
-    return is_plain and stored.data_ptr() % _READ_ALIGNMENT == 0
+    return stored.dtype is spec.in_forward().dtype and stored.data_ptr() % _READ_ALIGNMENT == 0
+
+
+def is_encoded(spec: ParameterSpec, stored: torch.Tensor) -> bool:
+    """Whether a store has the codes of a weight; a shared base hands out decoded weights."""
+    return spec.encoding is not None and stored.dtype is spec.stored_dtype
 
 
 def _load(view: ParameterView, stores: Stores) -> None:
     """Copy or decode a weight to the memory where it is perturbed or read."""
     stored, (target, _) = stores[view.owner][view.position], view.targets()
-    if view.spec.encoding is None:
-        target.copy_(stored)
-    else:
+    if is_encoded(view.spec, stored):
         encoding.decode(view.spec, stored, target)
+    else:
+        target.copy_(stored)

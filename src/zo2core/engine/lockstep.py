@@ -1,0 +1,129 @@
+"""Functions that run one at a time, each until it makes a request, so that all requests are served together.
+
+Each function has a thread of its own, but only one thread runs at a time: the functions need no locks, and always run in the
+same order. Requests are served in the thread of the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from zo2core.errors import BusyError
+
+RequestT = TypeVar("RequestT")
+T = TypeVar("T")
+
+
+class _Turn(Generic[RequestT]):
+    """A function, its thread and its state."""
+
+    def __init__(self, function: Callable[[], Any], paused: threading.Semaphore) -> None:
+        self.function = function
+        self.paused = paused  # of all functions: released whenever one waits or has ended
+        self.may_run = threading.Semaphore(0)
+        self.request: RequestT | None = None  # that waits to be served
+        self.result: Any = None  # what the function returned, or the exception that it raised
+        self.has_ended = False
+        self.abort: BaseException | None = None  # raised instead of serving a request
+
+
+class Lockstep(Generic[RequestT]):
+    """Runs functions, and serves their requests together.
+
+    Args:
+        serve: Called with the requests of all functions that have not ended, in their order. It may raise only what ends
+            all of them.
+    """
+
+    def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
+        self._serve = serve
+        self._local = threading.local()  # the turn of the present thread
+        self._is_running = False
+
+    def request(self, request: RequestT) -> None:
+        """Wait until a request is served: with those of the other functions, or alone outside of ``run``."""
+        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
+        if turn is None:
+            self._serve([request])
+            return
+        if turn.abort is None:
+            turn.request = request
+            turn.paused.release()
+            turn.may_run.acquire()
+        if turn.abort is not None:
+            raise turn.abort
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
+        """Run functions to their ends.
+
+        Args:
+            functions: The functions. One that raises an exception ends alone.
+
+        Returns:
+            What each returned, or the exception that it raised.
+
+        Raises:
+            BusyError: within one of the functions.
+            BaseException: what is no ``Exception``, such as KeyboardInterrupt. All functions have ended then.
+        """
+        if self._is_running:
+            raise BusyError(
+                "shared base",
+                found="a call within a function that already runs together with others",
+                expected="one call at a time",
+                remedy="pass all functions in one call",
+            )
+        paused = threading.Semaphore(0)
+        turns: list[_Turn[RequestT]] = [_Turn(function, paused) for function in functions]
+        threads = [threading.Thread(target=self._run_turn, args=(turn,), name="zo2-run", daemon=True) for turn in turns]
+        self._is_running = True
+        try:
+            for thread in threads:
+                thread.start()
+            try:
+                self._run_rounds(turns)
+            except BaseException as error:
+                self._abort(turns, error)
+                raise
+        finally:
+            self._is_running = False
+            for thread, turn in zip(threads, turns, strict=True):
+                if turn.has_ended:
+                    thread.join()
+        return [turn.result for turn in turns]
+
+    def _run_rounds(self, turns: Sequence[_Turn[RequestT]]) -> None:
+        running = list(turns)
+        while running:
+            for turn in running:
+                turn.may_run.release()
+                turn.paused.acquire()
+                if isinstance(turn.result, BaseException) and not isinstance(turn.result, Exception):
+                    raise turn.result
+            running = [turn for turn in running if not turn.has_ended]
+            requests = [turn.request for turn in running if turn.request is not None]
+            if requests:
+                self._serve(requests)
+
+    def _abort(self, turns: Sequence[_Turn[RequestT]], error: BaseException) -> None:
+        """End all functions: what they wait for raises the error."""
+        for turn in turns:
+            turn.abort = error
+        for turn in turns:
+            turn.may_run.release()
+        for turn in turns:
+            while not turn.has_ended:
+                turn.paused.acquire()
+
+    def _run_turn(self, turn: _Turn[RequestT]) -> None:
+        self._local.turn = turn
+        turn.may_run.acquire()
+        try:
+            turn.result = turn.function() if turn.abort is None else turn.abort
+        except BaseException as error:
+            turn.result = error
+        finally:
+            turn.request, turn.has_ended = None, True
+            turn.paused.release()

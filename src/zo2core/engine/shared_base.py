@@ -1,0 +1,380 @@
+"""A base that several runs read together: each block comes from disk, or to a device, once for all of them.
+
+A run of a base that it only reads (an adapter by any method, or low-rank perturbations of the activations) is opened with
+``shared=base``. Its steps, evaluations and exports then use the segments of the shared base, and its results are, bit for
+bit, those of the run alone. Only the reads, the decoding of quantised blocks and the work buffer are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from zo2core.build import Joined
+from zo2core.devices import choose_device
+from zo2core.engine.lockstep import Lockstep
+from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.noise import PhiloxNoise
+from zo2core.perturbation import DensePerturbation, factor_bytes
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.machine import Machine
+from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.policies import MemoryPolicy
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import BlockModel, Device, Scheduler, Visitor
+from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.sources.base_digests import BaseDigests
+from zo2core.sources.choice import open_source
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.shared_visitor import (
+    BlockDecoder,
+    ReplayVisitor,
+    RunSegments,
+    RunSweep,
+    SharedVisitor,
+    SweepEnded,
+    decoded_bytes,
+)
+from zo2core.types import Batch, Bucket, GradientStepResult, StepResult
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+T = TypeVar("T")
+
+
+class Stepping(Hashable, Protocol):
+    """An engine of a run."""
+
+    def step(self, batch: Batch | Sequence[Batch]) -> StepResult | GradientStepResult:
+        """Take a step."""
+
+
+EngineT = TypeVar("EngineT", bound=Stepping)
+
+
+class _Opened:
+    """The source of the base, the scheduler, and what decodes blocks, for the plan at one time."""
+
+    def __init__(self, model: BlockModel, device: Device, spec: RunSpec, *, overlap: bool) -> None:
+        with ExitStack() as opened:
+            self.timeline = Timeline()
+            self.digests = BaseDigests({}, learns=True)
+            source = open_source(
+                model.weights,
+                spec.layouts,
+                device.host_memory,
+                buckets=spec.host_plan.buckets,
+                shared=None,
+                scratch=None,
+                write_back_every=None,
+                base_digests=self.digests,
+                timeline=self.timeline,
+            )
+            opened.callback(source.close)
+            self.scheduler: Scheduler = (
+                OverlappedScheduler(source, device, kept=spec.kept, timeline=self.timeline)
+                if overlap
+                else SerialScheduler(source, device, timeline=self.timeline)
+            )
+            helper = None
+            if device.torch_device.type == "cpu":
+                helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
+            self.decoder = BlockDecoder(model.layouts, device, helper)
+            self.close = opened.pop_all().close
+
+
+class SharedBase:
+    """One base, which is only read, for several runs.
+
+    The memory of all runs is planned together. Blocks are opened with the first sweep, and opened again, with less memory
+    for them, when a run joins later.
+
+    Args:
+        model: The base, without an adapter. Each run has a model of its own, opened from the same files.
+        device: "cpu", "cuda", "cuda:N" or a ``Device``, for all runs.
+        memory: Memory of the process and of the device, with all runs. Activations are those that the runs ask for.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same without.
+
+    Raises:
+        OptionError, DeviceError: if an option is out of its range, or the device is missing.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        *,
+        device: Device | str = "cpu",
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        overlap: bool = True,
+    ) -> None:
+        self._model, self._memory, self._overlap = model, memory, overlap
+        self._closing = ExitStack()
+        self._closing.callback(model.weights.close)
+        self.device = choose_device(device) if isinstance(device, str) else device
+        if isinstance(device, str):
+            self._closing.callback(self.device.close)
+        self._on_disk = laid_out_as_on_disk(model.layouts, model.weights)
+        self._runs: dict[_Run, _Needs] = {}
+        self._opened: _Opened | None = None
+        self._spec = self._planned([])
+        self._work = self.device.empty(0)
+        self._lockstep: Lockstep[_SweepRequest] = Lockstep(self._serve)
+        self._use = ExclusiveUse(type(self).__name__)
+
+    @property
+    def host_plan(self) -> HostPlan:
+        """Plan of host memory, with all runs that have joined."""
+        return self._spec.host_plan
+
+    @property
+    def device_plan(self) -> DevicePlan | None:
+        """Plan of device memory; None if the device computes in host memory."""
+        return self._spec.device_plan
+
+    def step(
+        self, batches: Mapping[EngineT, Batch | Sequence[Batch]]
+    ) -> dict[EngineT, StepResult | GradientStepResult | Exception]:
+        """Take a step of each of some runs, in one sweep.
+
+        Args:
+            batches: The batch of each run that steps, as for its ``step``, by its engine.
+
+        Returns:
+            The result of each step, or the exception with which it failed: such a step was not taken, and all others were.
+
+        Raises:
+            BusyError, ClosedError: as for ``together``.
+        """
+        return self.together({engine: partial(engine.step, batch) for engine, batch in batches.items()})
+
+    def together(self, functions: Mapping[KeyT, Callable[[], T]]) -> dict[KeyT, T | Exception]:
+        """Run functions that use the engines of this base, so that their sweeps are made together.
+
+        Each function runs until it needs a sweep, whatever for: a step, an evaluation, a token of a generation. Once all
+        need one, or have ended, one sweep serves all that wait. The functions run in threads of their own, one at a time.
+
+        Args:
+            functions: The functions, each for a run of its own, by any key.
+
+        Returns:
+            What each function returned, or the exception that it raised.
+
+        Raises:
+            BusyError: within such a function.
+            ClosedError: after ``close``.
+        """
+        self._use.require_open()
+        results = self._lockstep.run(list(functions.values()))
+        return dict(zip(functions, results, strict=True))
+
+    def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> Joined:
+        """Add a run. Engines call it when they are made.
+
+        Args:
+            model: The run's model.
+            request: What the run needs.
+            timeline: Timeline of the run, which gets the reads that it shares.
+            digests: Digests of the base in the run's journal.
+
+        Raises:
+            OptionError: if the run has another base, would change it, or asks for what belongs to the shared base.
+            MemoryBudgetError: if there is no memory for it.
+        """
+        self._use.require_open()
+        _require_shareable(request)
+        takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
+        changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
+        segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
+        run = _Run(self, segments, timeline)
+        if self._opened is not None:
+            self._close_segments()
+        needs = _Needs.of(request, self.device)
+        try:
+            self._spec = self._planned([*self._runs.values(), needs])
+        except MemoryBudgetError:
+            if needs.least == needs.activations:
+                raise
+            needs = needs.with_least()
+            self._spec = self._planned([*self._runs.values(), needs])
+        self._runs[run] = needs
+        return Joined(run, needs.activations, self._work_memory, run.leave)
+
+    def leave(self, run: _Run) -> None:
+        """Remove a run. Its engine calls it when it is closed."""
+        self._runs.pop(run, None)
+
+    def close(self) -> None:
+        """Stop all reads and free memory. May be called twice. The runs' engines are closed before."""
+        self._use.close()
+        self._close_segments()
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def request(self, request: _SweepRequest) -> None:
+        """Make a sweep for a run, with those of the runs that wait for one, too."""
+        self._lockstep.request(request)
+
+    @contextmanager
+    def replayed(self, segments: RunSegments, visitor: Visitor, index: int) -> Iterator[Bucket]:
+        """Bring a run's part of a segment to the present version, with the run's parameters on the host."""
+        with self._use.locked(), self._segments().scheduler.replayed(ReplayVisitor(segments, visitor), index) as bucket:
+            views = tuple(view.cpu() for view in segments.views(index, bucket.views))
+            yield Bucket(index, bucket.data, views, bucket.version)
+
+    def _work_memory(self, nbytes: int) -> torch.Tensor:
+        """Memory in which runs take turns: what is in it is not needed after a visit."""
+        if len(self._work) < nbytes:
+            self._work = self.device.empty(nbytes)
+        return self._work[:nbytes]
+
+    def _planned(self, needs: Sequence[_Needs]) -> RunSpec:
+        """Plan the memory of the base and of runs."""
+        count, device = len(needs), self.device
+        request = RunRequest(
+            layouts=self._model.layouts,
+            on_disk=self._on_disk,
+            noise=PhiloxNoise(),
+            perturb_in_place=False,
+            takes_steps=False,
+            memory=MemoryPolicy(
+                host=self._memory.host,
+                device=self._memory.device,
+                activations=max(1, sum(need.activations for need in needs)),
+            ),
+            overlap=self._overlap,
+            further=[
+                MemoryPart("a decoded block, for all runs", decoded_bytes(self._model.layouts)),
+                MemoryPart(f"factors, parameters, optimizers of {count} runs", sum(need.kept for need in needs)),
+            ],
+            is_read_only=True,
+        )
+        on_host = device.torch_device.type == "cpu"
+        machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
+        return plan(request, machine, MeasuredSpeeds(self._model.weights))
+
+    def _segments(self) -> _Opened:
+        self._use.require_open()
+        if self._opened is None:
+            self._opened = _Opened(self._model, self.device, self._spec, overlap=self._overlap)
+        return self._opened
+
+    def _close_segments(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _serve(self, requests: Sequence[_SweepRequest]) -> None:
+        """Make the sweeps of several runs: one for all whose orders begin alike."""
+        left = list(requests)
+        while left:
+            longest = max((request.sweep.order for request in left), key=len)
+            together = [request for request in left if request.sweep.order == longest[: len(request.sweep.order)]]
+            left = [request for request in left if request not in together]
+            self._sweep(together, longest)
+
+    def _sweep(self, requests: Sequence[_SweepRequest], order: Sequence[int]) -> None:
+        sweeps = [request.sweep for request in requests]
+        try:
+            with self._use.locked():
+                opened = self._segments()
+                visitor = SharedVisitor(sweeps, self._model.layouts, opened.decoder, opened.digests)
+                opened.scheduler.sweep(visitor, order)
+        except SweepEnded:
+            pass
+        except Exception as error:  # such as a read error
+            for sweep in sweeps:
+                sweep.error = sweep.error or error
+            return
+        for span in opened.timeline.take():
+            for request in requests:
+                request.timeline.note(*span[:5], track=span.track)
+
+
+class _SweepRequest:
+    """A sweep that a run waits for."""
+
+    def __init__(self, sweep: RunSweep, timeline: Timeline) -> None:
+        self.sweep, self.timeline = sweep, timeline
+
+
+class _Run:
+    """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs."""
+
+    write_back_every = None  # the base is never written
+
+    def __init__(self, base: SharedBase, segments: RunSegments, timeline: Timeline) -> None:
+        self._base, self._segments, self._timeline = base, segments, timeline
+
+    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+        """Visit the segments in this order. See the contract."""
+        sweep = RunSweep(self._segments, visitor, order)
+        self._base.request(_SweepRequest(sweep, self._timeline))
+        if sweep.error is not None:
+            raise sweep.error
+
+    @contextmanager
+    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, with its bytes on the host. See the contract."""
+        with self._base.replayed(self._segments, visitor, index) as bucket:
+            yield bucket
+
+    def release_all(self) -> None:
+        """Do nothing: nothing newer is on a device than the run's own memory. See the contract."""
+
+    def leave(self) -> None:
+        """Free the run's place."""
+        self._base.leave(self)
+
+
+class _Needs:
+    """The memory that a run needs beside the base.
+
+    Args:
+        activations: Bytes for activations.
+        least: Bytes for activations with which the run could do.
+        kept: Bytes of factors, trained parameters, gradients and optimizer state.
+    """
+
+    def __init__(self, activations: int, least: int, kept: int) -> None:
+        self.activations, self.least, self.kept = activations, least, kept
+
+    @classmethod
+    def of(cls, request: RunRequest, device: Device) -> _Needs:
+        """What a request asks for."""
+        activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
+        kept = factor_bytes(request.perturbation, request.layouts, request.updates) + request.trained_bytes
+        can_spill = device.in_place and request.spills and least is not None
+        return cls(activations, least if can_spill and least is not None else activations, kept + request.optimizer_bytes)
+
+    def with_least(self) -> _Needs:
+        """The same with the least activations."""
+        return _Needs(self.least, self.least, self.kept)
+
+
+def _require_shareable(request: RunRequest) -> None:
+    """Refuse options that belong to the shared base, and runs whose weights change where they are stored."""
+    memory = request.memory
+    refused: Mapping[str, tuple[Any, bool]] = {
+        "memory.host": (memory.host, memory.host != "auto"),
+        "memory.device": (memory.device, memory.device != "auto"),
+        "replay": (request.replay, request.replay != "auto"),
+        "write_back.every": ("an interval", request.has_to_write),
+    }
+    for option, (found, is_set) in refused.items():
+        if is_set:
+            raise OptionError(
+                option, found=str(found), expected="none for a run of a shared base", remedy="pass it to SharedBase"
+            )

@@ -1,0 +1,289 @@
+"""A visitor of several runs at once: each segment of a base comes once, and every run visits it with its own visitor.
+
+The base is only read. What a run has beside it, such as an adapter's parameters, is in memory of the run's own, and so is
+their version: a run's visitor cannot tell that others share its segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.kernels.encoding import decode
+from zo2core.protocols import BlockModel, Device, Store, Visitor
+from zo2core.sources.base_digests import BaseDigests, SegmentDigest
+from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, aligned, flat_views, packed_bytes
+
+
+class RunSegments:
+    """A run's segments: the base's parameters, which all runs read, and the run's own ones.
+
+    Args:
+        model: The run's model.
+        base: The model whose segments are shared.
+        device: Allocates the memory of the run's own parameters.
+        digests: The digests that the run's journal has, or shall have, of its base.
+        changes_base: Whether the run changes stored weights of parameters that are not frozen.
+
+    Raises:
+        OptionError: if the run has another base, or would change it.
+    """
+
+    def __init__(
+        self, model: BlockModel, base: BlockModel, device: Device, digests: BaseDigests, *, changes_base: bool
+    ) -> None:
+        self._model = model
+        self._digests = digests
+        _require_same_blocks(model, base)
+        positions = [_positions(model, base, index) for index in range(len(base.layouts))]
+        own = [
+            [spec for spec in layout.parameters if spec.name not in shared]
+            for layout, shared in zip(model.layouts, positions, strict=True)
+        ]
+        memory = device.empty(sum(map(packed_bytes, own)))
+        self._sources: list[list[int | torch.Tensor]] = []  # for each parameter: its position in the base, or own memory
+        self._versions: list[int | None] = [None] * len(own)  # of own memory; None: it has to be read
+        for layout, shared, specs in zip(model.layouts, positions, own, strict=True):
+            views = dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
+            memory = memory[packed_bytes(specs) :]
+            self._sources.append(
+                [shared[spec.name] if spec.name in shared else views[spec.name] for spec in layout.parameters]
+            )
+        _require_unchanged(model, positions, changes_base=changes_base)
+
+    def views(self, index: int, shared: Store) -> tuple[torch.Tensor, ...]:
+        """Return a segment's parameters in the order of the run's layout, given those of the base."""
+        return tuple(shared[source] if isinstance(source, int) else source for source in self._sources[index])
+
+    def visit(self, visitor: Visitor, index: int, shared: Store) -> None:
+        """Let the run's visitor visit a segment."""
+        store, version = self._at_version(index, shared)
+
+        def commit(committed: int) -> None:
+            self._versions[index] = committed
+
+        visitor.visit(index, store, version, commit)
+        if self._versions[index] is None:
+            self._versions[index] = version  # nothing was committed, so nothing was changed
+
+    def replay(self, visitor: Visitor, index: int, shared: Store) -> None:
+        """Let the run's visitor bring a segment to the present version."""
+        store, version = self._at_version(index, shared)
+        self._versions[index] = visitor.replay(index, store, version)
+
+    def check(self, index: int, shared: Store, digest: str) -> None:
+        """Compare the digest of a segment's base with that of the run, when the run first uses it.
+
+        Args:
+            index: Index of the segment.
+            shared: The base's parameters.
+            digest: Digest of the base's segment; empty if it is not known.
+
+        Raises:
+            CheckpointError: if the base is another one.
+        """
+        layout = self._model.layouts[index]
+        if not self._digests.wants(layout):
+            return
+        if not all(isinstance(source, int) for source in self._sources[index]):
+            views = self._at_version(index, shared)[0]
+            self._versions[index] = 0
+            if any(view.device.type != "cpu" for view in views):
+                return  # a run alone computes the digest of this segment when it continues
+            own = SegmentDigest(views)
+            for number, view in enumerate(views):
+                own.add(number, 0, view.numel())
+            digest = own.value()
+        if digest:
+            self._digests.check(layout, digest, self._model.weights)
+
+    def _at_version(self, index: int, shared: Store) -> tuple[tuple[torch.Tensor, ...], int]:
+        """A segment's parameters and their version. The version is unknown until the visitor has said it."""
+        views, version = self.views(index, shared), self._versions[index]
+        if version is None:
+            for spec, source in zip(self._model.layouts[index].parameters, self._sources[index], strict=True):
+                if not isinstance(source, int):
+                    values = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+                    self._model.weights.read_into(spec.name, values)
+                    source.copy_(values)
+            version = 0
+        self._versions[index] = None
+        return views, version
+
+
+class BlockDecoder:
+    """Decodes a block's encoded weights once for all runs.
+
+    Args:
+        layouts: The base's segments.
+        device: Allocates the memory.
+        helper: Does half of the work; None uses one thread.
+    """
+
+    def __init__(self, layouts: Sequence[BlockLayout], device: Device, helper: Executor | None) -> None:
+        self._layouts = layouts
+        self._helper = helper
+        self._memory = device.empty(decoded_bytes(layouts))
+
+    @torch.no_grad()
+    def decoded(self, index: int, store: Store) -> Store:
+        """Return a segment's parameters, of which a block's are decoded."""
+        encoded = _encoded(self._layouts[index])
+        if not encoded:
+            return store
+        views = iter(flat_views([spec.decoded for spec in encoded], self._memory))
+        decoded = list(store)
+        for position, spec in enumerate(self._layouts[index].parameters):
+            if spec.encoding is not None:
+                decoded[position] = next(views)
+                decode(spec, store[position], decoded[position], self._helper)
+        return decoded
+
+
+def decoded_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the largest block's decoded weights; 0 if no block is encoded."""
+    return max(sum(aligned(spec.decoded.nbytes) for spec in _encoded(layout)) for layout in layouts)
+
+
+class RunSweep:
+    """What one run does in a shared sweep.
+
+    Args:
+        segments: The run's segments.
+        visitor: The run's visitor.
+        order: Indices of the segments that it visits, in order.
+    """
+
+    def __init__(self, segments: RunSegments, visitor: Visitor, order: Sequence[int]) -> None:
+        self.segments, self.visitor, self.order = segments, visitor, tuple(order)
+        self.error: Exception | None = None  # which ended it
+
+
+class SweepEnded(Exception):  # noqa: N818 - no error
+    """No run is left in a sweep."""
+
+
+class SharedVisitor:
+    """Visits segments for several runs, whose orders begin alike. A run that fails ends alone.
+
+    Args:
+        sweeps: What each run does.
+        layouts: The base's segments.
+        decoder: Decodes blocks.
+        digests: Digests of the base's segments that were read.
+    """
+
+    def __init__(
+        self, sweeps: Sequence[RunSweep], layouts: Sequence[BlockLayout], decoder: BlockDecoder, digests: BaseDigests
+    ) -> None:
+        self._sweeps, self._layouts, self._decoder, self._digests = sweeps, layouts, decoder, digests
+        self._position = 0
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Let each run visit a segment. See the contract."""
+        commit(version)
+        here = [sweep for sweep in self._sweeps if sweep.error is None and self._position < len(sweep.order)]
+        self._position += 1
+        if not here:
+            raise SweepEnded
+        digest = self._digests.known(self._layouts[index])
+        decoded = self._decoder.decoded(index, store)
+        for sweep in here:
+            try:
+                sweep.segments.check(index, store, digest)
+                sweep.segments.visit(sweep.visitor, index, decoded)
+            except Exception as error:
+                sweep.error = error
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Do nothing: the base does not change. See the contract."""
+        return version
+
+
+class ReplayVisitor:
+    """Brings one run's part of a segment to the present version.
+
+    Args:
+        segments: The run's segments.
+        visitor: The run's visitor.
+    """
+
+    def __init__(self, segments: RunSegments, visitor: Visitor) -> None:
+        self._segments, self._visitor = segments, visitor
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Is not called: nothing is swept."""
+        raise NotImplementedError
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring the run's part to the present version; the base does not change. See the contract."""
+        self._segments.replay(self._visitor, index, store)
+        return version
+
+
+def _encoded(layout: BlockLayout) -> list[ParameterSpec]:
+    """The encoded parameters of a block. Embedding and head are decoded by each run, if at all."""
+    return [spec for spec in layout.parameters if spec.encoding is not None and layout.kind is SegmentKind.BLOCK]
+
+
+def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int]:
+    """Find the base's parameters in a segment of a run.
+
+    An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
+
+    Returns:
+        The position in the base's segment, by the run's name of the parameter.
+
+    Raises:
+        OptionError: if the run has another base.
+    """
+    layout, shared = model.layouts[index], base.layouts[index]
+    by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
+    files = {base.weights.origin(spec.name) for spec in shared.parameters}
+    renamed = [spec for spec in layout.parameters if spec.name not in by_name and model.weights.origin(spec.name) in files]
+    names = {spec.name for spec in layout.parameters}
+    left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
+    positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
+    positions.update(zip((spec.name for spec in renamed), left, strict=False))
+    for spec in layout.parameters:
+        if spec.name in positions:
+            expected = shared.parameters[positions[spec.name]]
+            _require_same(spec, expected, model.weights.origin(spec.name), base.weights.origin(expected.name))
+        elif not layout.resident or spec in renamed:
+            raise _other_base(spec.name, f"only the parameters that {shared.name} has")
+    return positions
+
+
+def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:
+    found, expected = ([layout.kind for layout in one.layouts] for one in (model, base))
+    if found != expected:
+        raise _other_base(f"{len(found)} segments", f"the {len(expected)} segments of the shared base")
+
+
+def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_file: str) -> None:
+    """Refuse a parameter that is not the base's."""
+    names = ("shape", "dtype", "encoding", "transfer_dtype")
+    attributes = {name: (getattr(spec, name), getattr(shared, name)) for name in names} | {"file": (file, shared_file)}
+    for name, (found, expected) in attributes.items():
+        if found != expected:
+            raise _other_base(f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base")
+
+
+def _require_unchanged(model: BlockModel, positions: Sequence[Mapping[str, int]], *, changes_base: bool) -> None:
+    """Refuse a run that would change the base."""
+    for layout, shared in zip(model.layouts, positions, strict=True):
+        for spec in layout.parameters:
+            if changes_base and not spec.frozen and spec.name in shared:
+                raise OptionError(
+                    "shared",
+                    found=f"a run that would change {spec.name}",
+                    expected="runs that only read the base",
+                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
+                )
+
+
+def _other_base(found: str, expected: str) -> OptionError:
+    return OptionError("shared", found=found, expected=expected, remedy="open the run's model as the shared base was opened")

@@ -1,0 +1,431 @@
+"""Many runs over one base: each run's bits are those of it alone, whatever the others are, do, or fail at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import make_batch, save_model, small_config
+from parity import assert_same_bits
+from peft_models import lora
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.quantizer import quantize
+from zo2core import (
+    BackpropEngine,
+    BusyError,
+    CheckpointError,
+    ClosedError,
+    Device,
+    DurableBackpropEngine,
+    HostPlan,
+    JournalError,
+    LowRankPerturbation,
+    MemoryBudgetError,
+    MemoryPolicy,
+    MeZOSGD,
+    NonFiniteLossError,
+    OptionError,
+    PerRowRGE,
+    Replayer,
+    Runner,
+    SharedBase,
+    ZOEngine,
+)
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.sources.loader import SegmentLoader
+from zo2core.types import Lane
+
+PROFILE = settings.default
+assert PROFILE is not None
+BUCKETS = (None, 1, 2)
+BASES = ("opt", "llama", "llama-nf4")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    config = small_config("llama", num_hidden_layers=3, hidden_size=24, intermediate_size=32)
+    made = {
+        "opt": save_model(folder / "opt", small_config("opt", num_hidden_layers=3), torch.bfloat16),
+        "llama": save_model(folder / "llama", config),
+        "llama-nf4": folder / "llama-nf4",
+    }
+    quantize(made["llama"], made["llama-nf4"], "nf4")
+    return made
+
+
+def targets(base: Path) -> list[str]:
+    return ["q_proj", "fc1"] if base.name == "opt" else ["q_proj", "up_proj"]
+
+
+def adapted(base: Path, number: int) -> Any:
+    return open_checkpoint(base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets(base)), seed=number))
+
+
+def low_rank(base: Path, number: int, **options: Any) -> ZOEngine:
+    estimator = MeZOSGD(lr=1e-2 * (1 + number), zo_eps=1e-2, perturb_in_place=False)
+    perturbation = LowRankPerturbation(rank=1 + number % 2, period=2)
+    return ZOEngine(open_checkpoint(base), estimator, perturbation=perturbation, seed=number, **options)
+
+
+def per_row(base: Path, number: int, **options: Any) -> ZOEngine:
+    estimator = PerRowRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=3)
+    return ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=number, **options)
+
+
+def exact(base: Path, number: int, **options: Any) -> ZOEngine:
+    return ZOEngine(adapted(base, number), MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=number, **options)
+
+
+def adamw(base: Path, number: int, **options: Any) -> BackpropEngine:
+    lr = 1e-2 * (1 + number)
+    if options.get("journal") is None:
+        options.pop("journal", None)
+        return BackpropEngine(adapted(base, number), partial(torch.optim.AdamW, lr=lr), clip=0.1, **options)
+    directory = options["journal"].parent
+    directory.mkdir(exist_ok=True)
+    make: Any = partial(torch.optim.AdamW, lr=lr)
+    return DurableBackpropEngine(
+        adapted(base, number), make, directory=directory, method={"lr": lr}, lr=lambda step: lr / (1 + step), **options
+    )
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {"low-rank": low_rank, "per-row": per_row, "exact": exact, "adamw": adamw}
+
+
+def batch_of(number: int, step: int) -> dict[str, torch.Tensor]:
+    return make_batch(40, [7, 4 + number % 3, 5], seed=100 * number + step)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    method: str
+    joins: int  # round in which it takes its first step
+    steps: int
+
+
+def alone(base: Path, number: int, drawn: Drawn, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with METHODS[drawn.method](base, number, **options) as engine:
+        losses = [engine.step(batch_of(number, step)).loss for step in range(drawn.steps)]
+        return losses, parameters(engine)
+
+
+def parameters(engine: Runner) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert_same_bits(name, value, theirs[name])
+
+
+def memory(buckets: int | None, kept: int = 0) -> MemoryPolicy:
+    return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, kept, 1 << 28))
+
+
+def device_of(name: str) -> Device | str:
+    return "cpu" if name == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+
+
+@settings(max_examples=PROFILE.max_examples // 2)
+@given(
+    runs=st.lists(
+        st.builds(Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=4
+    ),
+    name=st.sampled_from(BASES),
+    buckets=st.sampled_from(BUCKETS),
+    overlap=st.booleans(),
+    device=st.sampled_from(["cpu", "cpu", "threads"]),
+)
+def test_runs_together_are_the_runs_apart(
+    bases: Mapping[str, Path], runs: list[Drawn], name: str, buckets: int | None, *, overlap: bool, device: str
+) -> None:
+    base = bases[name]
+    policy = memory(buckets) if device == "threads" and overlap else MemoryPolicy(host=memory(buckets).host)
+    with ExitStack() as open_runs:
+        made = device_of(device)
+        if not isinstance(made, str):
+            open_runs.callback(made.close)
+        shared = open_runs.enter_context(SharedBase(open_checkpoint(base), device=made, memory=policy, overlap=overlap))
+        engines: dict[int, Any] = {}
+        losses: dict[int, list[float]] = {number: [] for number in range(len(runs))}
+        learned: dict[int, dict[str, torch.Tensor]] = {}
+        for round_ in range(6):
+            for number, drawn in enumerate(runs):
+                if drawn.joins == round_:
+                    engines[number] = METHODS[drawn.method](base, number, shared=shared)
+            results = shared.step({engine: batch_of(number, len(losses[number])) for number, engine in engines.items()})
+            for number, engine in list(engines.items()):
+                result = results[engine]
+                assert not isinstance(result, Exception), result
+                losses[number].append(result.loss)
+                if len(losses[number]) == runs[number].steps:
+                    learned[number] = parameters(engine)
+                    engines.pop(number).close()
+    for number, drawn in enumerate(runs):
+        made = device_of(device)
+        before = alone(base, number, drawn, device=made)
+        if not isinstance(made, str):
+            made.close()
+        assert losses[number] == before[0]
+        assert_equal(learned[number], before[1])
+
+
+@pytest.fixture
+def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]]]:
+    """A streamed base and a run of each method."""
+    base = bases["llama-nf4"]
+    with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(1).host)) as shared, ExitStack() as opened:
+        makers = METHODS.items()
+        yield shared, {name: opened.enter_context(make(base, 0, shared=shared)) for name, make in makers}
+
+
+def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    reads: list[int] = []
+    load = SegmentLoader.load
+
+    def counted(self: SegmentLoader, segment: int, *arguments: Any) -> Any:
+        reads.append(segment)
+        return load(self, segment, *arguments)
+
+    with patch.object(SegmentLoader, "load", counted):
+        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert not [result for result in results.values() if isinstance(result, Exception)]
+    # One bucket: the last block stays for the turn, and the first one of the next sweep may be read ahead.
+    assert sorted(reads[:7]) == [0, 1, 1, 2, 2, 3, 4]
+    assert len(reads) <= 8
+    for result in results.values():
+        assert not isinstance(result, Exception)
+        assert result.lanes[Lane.READ].nbytes > 0, "each run sees what it shares"
+
+
+def test_quantised_blocks_are_decoded_once_for_all_runs(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    with patch("zo2core.sweep.shared_visitor.decode") as decode, patch("zo2core.kernels.encoding.decode") as others:
+        shared.step({engines["low-rank"]: batch_of(0, 0), engines["exact"]: batch_of(0, 0)})
+    matrices = 7 * 3
+    assert decode.call_count == matrices
+    assert others.call_count == 0
+
+
+def test_a_run_that_fails_ends_alone_and_by_name(four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]) -> None:
+    shared, engines = four
+    nan = torch.full_like(next(iter(engines["adamw"].parameters.values())), float("nan"))
+    with torch.no_grad():
+        next(iter(engines["adamw"].parameters.values())).copy_(nan)
+    refuse = JournalError("journal", found="no space", expected="space", remedy="free some")
+    with patch.object(engines["per-row"].journal, "append", side_effect=refuse):
+        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert isinstance(results[engines["adamw"]], NonFiniteLossError)
+    assert results[engines["per-row"]] is refuse
+    for name in ("low-rank", "exact"):
+        losses, learned = alone(bases["llama-nf4"], 0, Drawn(name, 0, 1))
+        result = results[engines[name]]
+        assert not isinstance(result, Exception)
+        assert result.loss == losses[0]
+        assert_equal(parameters(engines[name]), learned)
+    again = shared.step({engines["per-row"]: batch_of(0, 0)})  # the step was not taken, and can be
+    assert not isinstance(again[engines["per-row"]], Exception)
+    assert engines["per-row"].version == 1
+
+
+def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
+    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
+) -> None:
+    shared, engines = four
+    broken = engines["exact"]
+    with patch.object(broken._model, "block", side_effect=ArithmeticError("broken")):
+        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert isinstance(results[broken], ArithmeticError)
+    assert [name for name, engine in engines.items() if isinstance(results[engine], Exception)] == ["exact"]
+    assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
+    assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
+
+
+def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    with patch.object(SegmentLoader, "load", side_effect=OSError("gone")):
+        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert all(isinstance(result, OSError) for result in results.values())
+    assert all(engine.version == 0 for engine in engines.values())
+    results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert not [result for result in results.values() if isinstance(result, Exception)]
+
+
+def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    sweeps: list[int] = []
+    serve = shared._sweep
+
+    def counted(requests: Any, order: Any) -> None:
+        sweeps.append(len(requests))
+        serve(requests, order)
+
+    with patch.object(shared, "_sweep", counted):
+        results = shared.together(
+            {
+                "evaluate": lambda: engines["low-rank"].evaluate([batch_of(0, 0)]).loss,
+                "step": lambda: [engines["adamw"].step(batch_of(0, step)).loss for step in range(2)],
+                "per-row": lambda: engines["per-row"].step(batch_of(0, 0)).loss,
+            }
+        )
+    assert sweeps == [3, 1]
+    assert isinstance(results["evaluate"], float)
+
+
+def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    ended = []
+
+    def run(engine: Any) -> None:
+        try:
+            engine.step(batch_of(0, 0))
+        finally:
+            ended.append(engine)
+
+    with (
+        patch.object(engines["exact"]._model, "block", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        shared.together({name: partial(run, engine) for name, engine in engines.items()})
+    assert len(ended) == 4
+    assert all(engine.version == 0 for engine in engines.values())
+    results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
+    assert not [result for result in results.values() if isinstance(result, Exception)]
+
+
+def test_an_interruption_within_a_function_ends_the_others_too(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    steps: dict[str, Callable[[], object]] = {name: partial(e.step, batch_of(0, 0)) for name, e in engines.items()}
+    with pytest.raises(KeyboardInterrupt):
+        shared.together({**steps, "interrupt": interrupt})
+    assert all(engine.version == 0 for engine in engines.values())
+
+
+def resumable(base: Path, folder: Path, names: list[str], shared: SharedBase | None) -> dict[str, Any]:
+    options = {} if shared is None else {"shared": shared}
+    return {name: METHODS[name](base, 1, journal=folder / name / "journal.jsonl", **options) for name in names}
+
+
+def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Take steps, from where each run is, and return all parameters."""
+    for _ in range(steps):
+        batches = {engine: batch_of(1, engine.version) for engine in engines.values()}
+        results = {e: e.step(batch) for e, batch in batches.items()} if shared is None else shared.step(batches)
+        assert not [result for result in results.values() if isinstance(result, Exception)]
+    for engine in engines.values():
+        if isinstance(engine, DurableBackpropEngine):
+            engine.take_snapshot()
+    learned = {name: parameters(engine) for name, engine in engines.items()}
+    for engine in engines.values():
+        engine.close()
+    return learned
+
+
+@pytest.mark.parametrize("first_together", [True, False])
+def test_runs_resume_alone_and_together(bases: Mapping[str, Path], tmp_path: Path, *, first_together: bool) -> None:
+    base, names = bases["llama-nf4"], sorted(METHODS)
+    apart, mixed = tmp_path / "apart", tmp_path / "mixed"
+    for folder in (*(apart / name for name in names), *(mixed / name for name in names)):
+        folder.mkdir(parents=True)
+    expected = run_of(resumable(base, apart, names, None), None, 4)
+    for together in (first_together, not first_together):
+        if together:
+            with SharedBase(open_checkpoint(base)) as shared:
+                learned = run_of(resumable(base, mixed, names, shared), shared, 2)
+        else:
+            learned = run_of(resumable(base, mixed, names, None), None, 2)
+    for name in names:
+        assert_equal(learned[name], expected[name])
+        assert (mixed / name / "journal.jsonl").read_bytes() == (apart / name / "journal.jsonl").read_bytes(), name
+
+
+def test_a_run_of_another_base_is_refused(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    other = shutil.copytree(bases["llama"], tmp_path / "other")
+    with SharedBase(open_checkpoint(bases["llama"])) as shared:
+        for base in (other, bases["opt"], bases["llama-nf4"]):
+            with pytest.raises(OptionError, match="shared base"):
+                low_rank(base, 0, shared=shared)
+        journal = tmp_path / "journal.jsonl"
+        with pytest.raises(OptionError, match="only read the base"):
+            ZOEngine(open_checkpoint(bases["llama"]), MeZOSGD(lr=1e-3, zo_eps=1e-3), shared=shared, journal=journal)
+        assert not journal.exists()
+
+
+def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    for name in ("a", "b"):
+        with low_rank(base, 0, journal=tmp_path / name) as engine:
+            engine.step(batch_of(0, 0))
+    with SharedBase(open_checkpoint(base)) as shared:
+        opened = (low_rank(base, 0, journal=tmp_path / name, shared=shared) for name in ("a", "b"))
+        with next(opened) as broken, next(opened) as healthy:
+            broken._parts.base_digests._expected[broken._model.layouts[2].name] = "0" * 16
+            results = shared.step({engine: batch_of(0, 1) for engine in (broken, healthy)})
+            assert isinstance(results[broken], CheckpointError)
+            assert not isinstance(results[healthy], Exception)
+
+
+def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
+    base = bases["llama"]
+    with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host="2GiB")) as shared:
+        before = shared.host_plan.nbytes
+        with low_rank(base, 0, shared=shared, memory=MemoryPolicy(activations="100MiB")):
+            assert shared.host_plan.nbytes >= before + (90 << 20)  # resident memory varies a little
+            with pytest.raises(MemoryBudgetError):
+                low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="3GiB"))
+            with low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="100MiB")):
+                assert shared.host_plan.nbytes >= before + (190 << 20)
+        with pytest.raises(OptionError, match="pass it to SharedBase"):
+            low_rank(base, 1, shared=shared, memory=MemoryPolicy(host="1GiB"))
+
+
+def test_uses_that_exclude_each_other_are_refused(bases: Mapping[str, Path]) -> None:
+    base = bases["llama"]
+    with SharedBase(open_checkpoint(base)) as shared:
+        one, two = low_rank(base, 0, shared=shared), low_rank(base, 1, shared=shared)
+        iterator = one.parameters_now()
+        next(iterator)
+        result = shared.step({two: batch_of(1, 0)})[two]
+        assert isinstance(result, BusyError)
+        iterator.close()
+        nested = shared.together({"nested": lambda: shared.step({two: batch_of(1, 0)})})
+        assert isinstance(nested["nested"], BusyError)
+        one.close()
+        two.close()
+    with pytest.raises(ClosedError):
+        shared.step({two: batch_of(1, 0)})
+
+
+def test_a_replayer_of_a_run_evaluates_beside_others(bases: Mapping[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    with low_rank(base, 0, journal=tmp_path / "journal") as engine:
+        engine.step(batch_of(0, 0))
+        expected = engine.evaluate([batch_of(0, 1)]).loss
+    with Replayer(open_checkpoint(base)) as untrained:
+        before = untrained.evaluate([batch_of(0, 1)]).loss
+    with SharedBase(open_checkpoint(base)) as shared:
+        trained = Replayer(open_checkpoint(base), tmp_path / "journal", shared=shared)
+        plain = Replayer(open_checkpoint(base), shared=shared)
+        losses = shared.together({engine: partial(engine.evaluate, [batch_of(0, 1)]) for engine in (trained, plain)})
+        assert [result.loss for result in losses.values() if not isinstance(result, Exception)] == [expected, before]
+        trained.close()
+        plain.close()
