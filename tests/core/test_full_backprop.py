@@ -219,7 +219,7 @@ def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> Non
 
     class Counting(LOMO):
         def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
-            held.append(len(engine._parameters._gradients))
+            held.append(len(engine._trained._gradients))
             super().apply(segment, weights, gradients, states, **at)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
@@ -240,8 +240,8 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
             before = weights(engine)
             engine.step(make_batch(40, [7, 5]))
             changed = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
-            [segment] = update.segments(step, engine._parameters.segments)
-            assert changed == set(engine._parameters.names_of(segment))
+            [segment] = update.segments(step, engine._trained.segments)
+            assert changed == set(engine._trained.names_of(segment))
             leaves = engine._method._visits.leaves
             assert next(index for index, names in enumerate(leaves) if names) == segment
 

@@ -111,7 +111,7 @@ def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
         written = [engine.step(batch).lanes[Lane.WRITE].nbytes for batch in BATCHES[:12]]
         engine.step(BATCHES[12])
         sizes = [whole_pages(layout.nbytes) for layout in engine._parts.layouts]
-        turns = [engine._update.segments(step, engine._parameters.segments) for step in range(0, 12, EVERY)]
+        turns = [engine._update.segments(step, engine._trained.segments) for step in range(0, 12, EVERY)]
     assert len(set(turns)) == 6
     assert sum(written) <= sum(sizes[segment] for [segment] in turns), "noted with the step after the turn"
     assert sum(written) >= sum(sizes[segment] for [segment] in turns[:-1])

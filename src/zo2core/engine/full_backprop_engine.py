@@ -14,6 +14,7 @@ import torch
 from zo2core.build import RunOptions, build, kept_inputs
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.commits import record
+from zo2core.engine.present_runner import require_differentiable
 from zo2core.engine.stored_runner import StoredRunner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
@@ -23,8 +24,6 @@ from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
-from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
 _GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
@@ -121,13 +120,7 @@ class FullBackpropEngine(StoredRunner):
         spill: Path | str | None = None,
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
-        if not isinstance(model, DifferentiableModel):
-            raise OptionError(
-                "model",
-                found=f"a {type(model).__name__}, which has no `leaves`",
-                expected="a DifferentiableModel",
-                remedy="add the method, or use ZOEngine",
-            )
+        require_differentiable(model)
         if gradients.loss_scaling is not None:
             _require_scalable(update, model)
         options = dataclasses.replace(options, gradient_bytes=gradient_bytes(model.layouts))
@@ -153,18 +146,8 @@ class FullBackpropEngine(StoredRunner):
                 policy=gradients,
                 sweeps=self,
                 model=model,
-                parameters=self._parameters,
-                visits=GradientVisits(
-                    layouts=model.layouts,
-                    present=self._present_weights,
-                    trained=self._parameters,
-                    leaves=[model.leaves(index) for index in range(len(model.layouts))],
-                    weights=parts.work_buffer.bound,
-                    inputs=inputs,
-                    limit=MemoryLimit(parts.host_limit),
-                    streams=parts.device.streams,
-                    timeline=parts.timeline,
-                ),
+                parameters=self._trained,
+                visits=self._gradient_visits([model.leaves(index) for index in range(len(model.layouts))], inputs),
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),

@@ -77,7 +77,7 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
             self._streamed, self._generations = source, generations
             self._method.steps = generations.step
             self._method.load_values(generations.values)
-            self._parameters.begin_at({segment: generations.version(segment) for segment in range(len(model.layouts))})
+            self._trained.begin_at({segment: generations.version(segment) for segment in range(len(model.layouts))})
             source.pin(self._kept())
         except BaseException:
             self._close_refused()
@@ -120,7 +120,7 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
     def _kept(self) -> Sequence[int]:
         """Segments that stay in memory until the next commit."""
         if self._turn is not None:
-            return tuple(self._update.segments(self.steps, self._parameters.segments))
+            return tuple(self._update.segments(self.steps, self._trained.segments))
         if self._every == 1:
             return ()
         layouts = self._model.layouts
