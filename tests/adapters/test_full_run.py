@@ -238,7 +238,7 @@ def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(parameters, **options)
 
         def step(self, closure: Any = None) -> None:
-            if self is made[2]:
+            if len(made) > 24 and self is made[24]:
                 for group in self.param_groups:
                     group["lr"] *= 2
             super().step()
@@ -514,14 +514,15 @@ def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: MethodName, 
     assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
     expected, saved = plain_loop(here, method, clip=0.5), load_file("run/model/model.safetensors")
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
-    done("train", "--resume", "run", "--steps", STEPS + 2)
-    done(*train("whole", *schedule, method=method), "--steps", STEPS + 2, "--schedule-steps", STEPS)
-    assert outcome("run")["model"] == outcome("whole")["model"]
+    done(*train("longer", *STREAMED, "--snapshot-every", 4, method=method))
+    done("train", "--resume", "longer", "--steps", STEPS + 2)
+    done(*train("whole", method=method), "--steps", STEPS + 2)
+    assert outcome("longer")["model"] == outcome("whole")["model"]
 
 
 def test_an_interrupted_run_says_from_which_commit_it_goes_on(here: Path, apart: Apart) -> None:
     command = train("run", *STREAMED, "--snapshot-every", 2)
-    ended = apart.run(*command, patch=strike(here, TRAINER, "", "write_row", 6, "SIGTERM"))
+    ended = apart.run(*command, patch=strike(here, TRAINER, "", "write_row", 5, "SIGTERM"))
     assert ended.status == 143, ended
     assert "the run goes on from the commit of step 4:" in ended.err
 
