@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import Apart, Ended, make_place, refusal, run_here
+from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import FirstOrder, MethodName
 from zo2core import BAdam, Journal
 from zo2core.checkpoint import Snapshots
 from zo2core.engine.streamed_full_engine import stored_layouts
 from zo2core.io.direct_file import whole_pages
+from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6
@@ -40,15 +40,6 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("full"))
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +56,6 @@ def train(output: str, *more: object, method: str = "adamw") -> list[object]:
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
 
 
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
-
-
 def outcome(run: str | Path) -> dict[str, object]:
     """Everything of a run that does not measure time."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
@@ -82,13 +66,13 @@ def outcome(run: str | Path) -> dict[str, object]:
     }
 
 
-def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str, torch.Tensor]:
+def plain_loop(directory: Path, method: OptimizerName, *, clip: float) -> dict[str, torch.Tensor]:
     """What a loop over the whole model makes of the same batches, with a warm-up of two steps and a linear decay."""
     whole = WholeModel(directory / "base")
     adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
     if method == "badam":
-        update = FirstOrder(method="badam", switch_every=2).block_update(weight_decay=0.1)
+        update = make_block_update("badam", weight_decay=0.1, switch_every=2)
         layouts = open_checkpoint("base").layouts
         assert isinstance(update, BAdam)
         segments = [index for index, layout in enumerate(layouts) if layout.parameters]
@@ -113,8 +97,8 @@ def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str,
     return {name: parameter.detach() for name, parameter in whole.parameters.items()}
 
 
-@pytest.mark.parametrize("method", get_args(MethodName))
-def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName, here: Path, apart: Apart) -> None:
+@pytest.mark.parametrize("method", get_args(OptimizerName))
+def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path, apart: Apart) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, "--snapshot-every", 2, method=method)
     ended = apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 6, "after"))
@@ -220,7 +204,7 @@ def test_the_export_of_a_first_step_is_the_base_without_a_snapshot(here: Path) -
 
 
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
-@pytest.mark.parametrize("method", get_args(MethodName))
+@pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_verify_compares_with_the_whole_model(here: Path, method: str, precision: str) -> None:
     told = done("verify", "--model", "base", "--method", method, "--precision", precision, "--tokens", 6).out
     assert told.startswith("EQUAL over 3 steps, bit for bit: losses, gradient norms and all ")
@@ -249,8 +233,8 @@ def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended.out.startswith("DIFFERENT: ")
 
 
-@pytest.mark.parametrize("method", get_args(MethodName))
-def test_plan_counts_gradients_states_and_snapshots(here: Path, method: MethodName) -> None:
+@pytest.mark.parametrize("method", get_args(OptimizerName))
+def test_plan_counts_gradients_states_and_snapshots(here: Path, method: OptimizerName) -> None:
     common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl")
     planned = json.loads(done(*common, "--json").out)
     parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
@@ -302,8 +286,8 @@ def test_a_quantised_base_is_refused(here: Path) -> None:
 
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zo2adapters.trainers.full_run import FullRun
-    from zo2adapters.trainers.run_method import Opening
+    from zo2adapters.trainers.methods.full_run import FullRun
+    from zo2adapters.trainers.methods.run_method import Opening
 
     class Pair:
         size = 2
@@ -507,8 +491,8 @@ def test_a_run_with_states_on_disk_killed_at_random_ends_as_one_in_memory(
         assert outcome("run")["journal"] == states_in_memory["journal"]
 
 
-@pytest.mark.parametrize("method", [method for method in get_args(MethodName) if method != "badam"])
-def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: MethodName, here: Path) -> None:
+@pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])
+def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     ended = done(*train("run", *schedule, *STREAMED, "--snapshot-every", 4, method=method))
     assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
@@ -531,7 +515,7 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
     common = ("plan", "--model", "base", "--method", "adamw", "--data", "rows.jsonl", "--stream-blocks")
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
-    stored = stored_layouts(FirstOrder(method="adamw").block_update(weight_decay=0.0), model.layouts)
+    stored = stored_layouts(make_block_update("adamw", weight_decay=0.0), model.layouts)
     sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(stored, model.weights)]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights
@@ -544,7 +528,7 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
 
 
 def test_a_run_that_writes_more_than_a_disk_bears_needs_a_word(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2adapters.trainers.streamed_full_run.WRITE_BUDGET_TB", 1e-7)
+    monkeypatch.setattr("zo2adapters.trainers.methods.streamed_full_run.WRITE_BUDGET_TB", 1e-7)
     told = refusal(*train("run", *STREAMED))
     assert "--write-limit-tb: found none, which is 1e-07, and a run that writes " in told
     assert not Path("run").exists()

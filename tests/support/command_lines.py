@@ -58,6 +58,13 @@ def run_here(*arguments: object) -> Ended:
     return Ended(status, out.getvalue(), err.getvalue())
 
 
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
 def refusal(*arguments: object) -> str:
     """What a command says that must be refused, in one typed line."""
     ended = run_here(*arguments)

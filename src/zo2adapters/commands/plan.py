@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import FirstOrder, MethodName, require_method, require_state_bits
+from zo2adapters.trainers.first_order import FirstOrder, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due, require_eval_split
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
+from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -52,7 +53,7 @@ class Plan:
     """Bytes a second between host and GPU in each direction at the same time. The value is assumed, not measured."""
     json: bool = False
     """Print JSON instead of a table."""
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
     zeroth-order."""
     stream_blocks: bool = False
@@ -99,8 +100,8 @@ class Plan:
         Raises:
             OptionError: naming the option.
         """
-        require_between("queries", self.directions.queries, 1, MOST_QUERIES)
-        require_between("workers", self.workers, 1, MOST_WORKERS)
+        require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
+        require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
             raise OptionError(
                 "workers",
@@ -117,7 +118,7 @@ class Plan:
                     expected="--data, with --evaluation or --eval-split",
                     remedy="pass the rows, or leave it out",
                 )
-        require_at_least("steps", self.steps, 1)
+        require_whole("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
         trains_all = self.method is not None and not self.adapter_options.trains_adapter
@@ -131,7 +132,7 @@ class Plan:
             if (value := getattr(self, option)) not in (None, False, 32) and not fits:
                 raise OptionError(option, found=str(value), expected=expected, remedy="leave it out")
         require_state_bits(self.state_bits)
-        require_at_least("snapshot_every", self.snapshot_every or 1, 1)
+        require_whole("snapshot_every", self.snapshot_every or 1, 1)
 
     def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
         """The plan of a run of zeroth-order steps, on the CPU or on a GPU."""
@@ -170,7 +171,7 @@ class Plan:
             evaluations=self._evaluations,
         )
 
-    def _first_order(self, method: MethodName) -> RunPlan:
+    def _first_order(self, method: OptimizerName) -> RunPlan:
         """The plan of a run that trains by gradients.
 
         Raises:
@@ -222,7 +223,7 @@ class Plan:
         )
         return model, directory
 
-    def _update(self, method: MethodName) -> BlockUpdate:
+    def _update(self, method: OptimizerName) -> BlockUpdate:
         options = FirstOrder(
             method=method,
             switch_every=self.switch_every,

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
-
-import torch
+from typing import Any, Protocol
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, Delayed, OptionError, TorchOptimizer
-from zo2core.estimators.inputs import require_positive, require_weight_decay
+from zo2core import BlockUpdate, Delayed, OptionError, TorchOptimizer
+from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
+from zo2core.ranges import require_number, require_whole
 
-AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
-MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
-
-METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  # of adapters
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
-SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
-
-_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
-_OF_ADAMW = {"delayed_update": False, "state_bits": 32}  # further options of adamw, and their defaults
+_OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
+_OF_ADAMW = {"delayed_update": False, "state_bits": 32}  # options of how adamw runs, and their defaults
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
@@ -53,7 +42,7 @@ class CheckedOptions(Protocol):
 class FirstOrder:
     """Training by gradients."""
 
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
     --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
     max_grad_norm: float | None = None
@@ -121,23 +110,15 @@ class FirstOrder:
         Raises:
             MissingPackageError: if the states have 8 bits, and bitsandbytes is not installed.
         """
-        rates = {"weight_decay": weight_decay, **self.optimizer_options}
-        options = {"name": self.method, **rates}
-        adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
-        if self.method == "lomo":
-            return LOMO(weight_decay=weight_decay)
-        if self.method == "adalomo":
-            return AdaLOMO(weight_decay=weight_decay)
-        if self.method == "badam":
-            every = SWITCH_EVERY if self.switch_every is None else self.switch_every
-            return BAdam(adamw, every=every, seed=seed, options=options)
-        if self.method == "sgd":
-            return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options)
-        assert self.method == "adamw", "zeroth-order steps have no optimizer"
-        update = TorchOptimizer(adamw, options=options)
+        assert self.method is not None, "zeroth-order steps have no optimizer"
+        options = self.optimizer_options
+        update = make_block_update(
+            self.method, weight_decay=weight_decay, switch_every=self.switch_every, seed=seed, options=options
+        )
         if self.state_bits == 8:
             optimizers = optional_package("bitsandbytes", install="bitsandbytes").optim
-            update = TorchOptimizer(partial(optimizers.AdamW8bit, **rates), options={**options, "state_bits": 8})
+            factory = partial(optimizers.AdamW8bit, weight_decay=weight_decay, **options)
+            update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
 
     def require_valid(self, options: CheckedOptions) -> None:
@@ -163,12 +144,12 @@ class FirstOrder:
                     found, expected = f"{value:g} with an adapter", "no adapter"
                     raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
         if self.max_grad_value is not None:
-            require_positive("max_grad_value", self.max_grad_value)
+            require_number("max_grad_value", self.max_grad_value, above=0)
         if self.switch_every is not None:
             if self.method != "badam":
                 found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
                 raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
-            require_at_least("switch_every", self.switch_every, 1)
+            require_whole("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
         require_state_bits(self.state_bits)
@@ -179,13 +160,13 @@ class FirstOrder:
         if options.model_options.trains_adapter:
             self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
         elif storage.write_limit_tb is not None:
-            require_positive("write_limit_tb", storage.write_limit_tb)
+            require_number("write_limit_tb", storage.write_limit_tb, above=0)
         self._require_lr(optimization)
-        require_weight_decay(optimization.weight_decay)
+        require_number("weight_decay", optimization.weight_decay, least=0)
         if self.max_grad_norm is not None:
-            require_positive("max_grad_norm", self.max_grad_norm)
+            require_number("max_grad_norm", self.max_grad_norm, above=0)
         if storage.snapshot_every is not None:
-            require_at_least("snapshot_every", storage.snapshot_every, 1)
+            require_whole("snapshot_every", storage.snapshot_every, 1)
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
@@ -219,11 +200,9 @@ class FirstOrder:
         rates = [("betas", beta) for beta in self.betas or ()]
         rates += [] if self.momentum is None else [("momentum", self.momentum)]
         for name, rate in rates:
-            if not 0 <= rate < 1:
-                expected = "a number of at least 0 and below 1"
-                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+            require_number(name, rate, least=0, below=1)
         if self.eps is not None:
-            require_positive("eps", self.eps)
+            require_number("eps", self.eps, above=0)
         if self.nesterov and not self.momentum:
             raise OptionError(
                 "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
@@ -244,7 +223,7 @@ class FirstOrder:
         """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         if optimization.lr == "auto":
             return
-        require_positive("lr", optimization.lr)
+        require_number("lr", optimization.lr, above=0)
         if optimization.lr == type(optimization).lr:
             raise OptionError(
                 "lr",
@@ -264,16 +243,17 @@ def require_state_bits(bits: int) -> None:
         raise OptionError("state_bits", found=repr(bits), expected="8 or 32", remedy="pass one of them")
 
 
-def require_method(method: MethodName, adapter: AdapterOptions) -> None:
+def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
     """Refuse a method that does not train adapters beside one.
 
     Raises:
         OptionError: naming both.
     """
-    if method not in METHODS and adapter.trains_adapter:
+    of_adapters = [name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None]
+    if method not in of_adapters and adapter.trains_adapter:
         raise OptionError(
             "method",
             found=f"{method} with {adapter.adapter_name}",
-            expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
-            remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
+            expected=f"{' or '.join(of_adapters)} for an adapter; {method} trains all parameters",
+            remedy=f"leave the adapter out, or pass --method {of_adapters[0]}",
         )

@@ -1,4 +1,4 @@
-"""Optimizers whose step comes apart into segments: each changes a segment's weights as soon as their gradients are there."""
+"""Optimizers that change one segment at a time, as soon as the gradients of that segment are computed."""
 
 from zo2core.optimizers.adalomo import AdaLOMO as AdaLOMO
 from zo2core.optimizers.badam import BAdam as BAdam
@@ -9,6 +9,9 @@ from zo2core.optimizers.optimizer_states import StateMemory as StateMemory
 from zo2core.optimizers.optimizer_states import StatesInStores as StatesInStores
 from zo2core.optimizers.optimizer_states import copied_state as copied_state
 from zo2core.optimizers.optimizer_states import state_bytes as state_bytes
+from zo2core.optimizers.registry import OPTIMIZERS as OPTIMIZERS
+from zo2core.optimizers.registry import OptimizerName as OptimizerName
+from zo2core.optimizers.registry import make_block_update as make_block_update
 from zo2core.optimizers.torch_optimizer import OptimizerFactory as OptimizerFactory
 from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer
 from zo2core.optimizers.torch_optimizer import make_optimizer as make_optimizer

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.optimizers.every_segment import EverySegment
-from zo2core.optimizers.ranges import require_at_least_zero
+from zo2core.ranges import require_number
 from zo2core.types import BlockLayout, StateSpec, widened
 
 
@@ -26,7 +25,7 @@ class AdaLOMO(EverySegment):
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
-        eps: Added to squared gradients, and the least root mean square of a parameter that its rate is scaled by.
+        eps: Term added to squared gradients; and the least root mean square by which a parameter's rate is scaled.
         clip_threshold: Largest root mean square of an update.
         decay_rate: Exponent of the running means' decay.
 
@@ -40,20 +39,18 @@ class AdaLOMO(EverySegment):
     decay_rate: float = -0.8
 
     def __post_init__(self) -> None:
-        require_at_least_zero("weight_decay", self.weight_decay)
+        require_number("weight_decay", self.weight_decay, least=0)
         for value in self.eps:
-            require_at_least_zero("eps", value)
-        if not self.clip_threshold > 0:
-            found, expected = repr(self.clip_threshold), "a number above 0"
-            raise OptionError("clip_threshold", found=found, expected=expected, remedy="pass such a number")
+            require_number("eps", value, least=0)
+        require_number("clip_threshold", self.clip_threshold, above=0)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """Of each matrix one row and one column in float32; of a vector as much as it has elements. See the contract."""
+        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
         return [
             StateSpec(f"{spec.name}.{side}", shape, torch.float32)
             for spec in layout.parameters
@@ -84,7 +81,7 @@ class AdaLOMO(EverySegment):
                 weights[name].copy_(theta)
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Take a gradient into its parameter's moments, and divide it by their root."""
+        """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
         squares = gradient**2 + self.eps[0]
         means = {"squares": squares}
         if gradient.dim() > 1:

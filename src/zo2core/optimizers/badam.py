@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.optimizers.every_segment import EverySegment
 from zo2core.optimizers.torch_optimizer import OptimizerFactory, TorchOptimizer
+from zo2core.ranges import require_whole
 from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec
 
 _BEGUN = "begun"  # name of the flag that the float32 copies of a segment have been made
 
 
 class BAdam(EverySegment):
-    """Trains one segment for a number of steps, then another one: all once in each epoch, in an order drawn for it.
+    """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
-    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained, in which the
-    optimizer works; after each step they are that copy, rounded.
+    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
+    changes the copy, which is rounded into the weights after each step.
 
     Args:
         factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The rate of each step
             replaces the factory's.
         every: Steps for which a segment is trained.
         seed: Decides the order of segments.
-        options: The optimizer with its options, as JSON values, for the journal.
+        options: Name and options of the optimizer, as JSON values, for the journal.
 
     Raises:
         OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer, or the optimizer's step
@@ -42,10 +42,8 @@ class BAdam(EverySegment):
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        for option, value, least in (("every", every, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or not least <= value <= MAX_SEED:
-                expected = f"a whole number of at least {least}"
-                raise OptionError(option, found=repr(value), expected=expected, remedy="pass such a number")
+        require_whole("every", every, 1)
+        require_whole("seed", seed, 0, MAX_SEED)
         self._optimizer = TorchOptimizer(factory)
         self._every = every
         self._seed = seed
@@ -53,7 +51,7 @@ class BAdam(EverySegment):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return {**self._options, "switch_every": self._every, "switch_seed": self._seed}
 
     @property

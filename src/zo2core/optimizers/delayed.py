@@ -44,7 +44,7 @@ class Delayed:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options of the optimizer. See the contract."""
         return {**self._update.options, "delayed": True}
 
     @property

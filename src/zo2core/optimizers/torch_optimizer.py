@@ -1,4 +1,4 @@
-"""Any ``torch.optim`` optimizer whose state is a parameter's own, one segment at a time, with its state on the host."""
+"""Any ``torch.optim`` optimizer with a state for each parameter, one segment at a time. The state is on the host."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TorchOptimizer(EverySegment):
     Args:
         factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5, fused=True)``. The learning rate
             of each step replaces the factory's.
-        options: The optimizer with its options, as JSON values, for the journal.
+        options: Name and options of the optimizer, as JSON values, for the journal.
         by_name: Whether the factory is called with pairs of a parameter's name and the parameter, from which it may make
             groups.
 
@@ -86,7 +86,7 @@ class TorchOptimizer(EverySegment):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return self._options
 
     @property

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order import MethodName
-from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, Runner, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
-from zo2core.optimizers import state_bytes
+from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
-
-_LEARNING_RATES: Mapping[MethodName, Sequence[float]] = {
-    "lomo": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "adalomo": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-    "adamw": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
-    "badam": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
-}
 
 
 class FullRun(GradientRun[FullBackpropEngine]):
@@ -38,7 +28,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
         assert options.first_order.method is not None, "it is what chose this class"
-        self.learning_rates = _LEARNING_RATES[options.first_order.method]
+        self.learning_rates = OPTIMIZERS[options.first_order.method].learning_rates
         self.few_learning_rates = self.learning_rates[1:-1]
 
     @property
