@@ -39,7 +39,7 @@ from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_s
 from zo2core.planning.write_interval import streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.scratch import scratch_bytes
+from zo2core.sources.slot_file import slot_bytes
 from zo2core.types import aligned, flat_views, shown_bytes
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
@@ -181,7 +181,7 @@ def plan_run(
         host_plan=host_plan,
         model_bytes=model_bytes,
         write_back_every=every,
-        scratch_bytes=0 if every is None else scratch_bytes(layouts),
+        scratch_bytes=0 if every is None else slot_bytes(layouts),
         read_bytes=read,
         written_bytes=round(written),
         terabytes_per_1000_steps=written_tb,

@@ -208,7 +208,8 @@ class Runner:
             try:
                 for index in segments:
                     with parts.scheduler.replayed(visitor, index) as bucket:
-                        yield from zip(self._model.layouts[index].parameters, bucket.views, strict=True)
+                        parameters = self._model.layouts[index].parameters
+                        yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
                         parts.require_version(self.version)
             finally:
                 parts.noise.retain(visitor.seeds)
