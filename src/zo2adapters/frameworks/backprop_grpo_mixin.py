@@ -37,7 +37,7 @@ _REFUSED_OPTIONS = ("tools", "rollout_func", "environment_factory")
 class BackpropGRPOMixin(BackpropTrainerMixin):
     """GRPO with an adapter: ``class FirstOrderGRPOTrainer(BackpropGRPOMixin, trl.GRPOTrainer): pass``.
 
-    Completions are generated for all prompts of a step together, one token a sweep. Loss, its options, rewards, advantages and
+    Completions of all prompts of a step are generated together, one token a sweep. Loss, options, rewards, advantages and
     metrics are TRL's. With the same completions, losses, gradients and adapters are, bit for bit, those of TRL's trainer
     with the whole model and peft. A token's random number follows from the trainer's seed, the step and the row, so the
     completions differ from those that ``generate`` samples.
@@ -100,6 +100,10 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
             allowed=engine.activation_bytes,
         )
         return generation.continuations(prompt_ids)[0], None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted, since the inputs are prompts without their completions: 0, as TRL reports it."""
+        return 0
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """Evaluate batch by batch: completions of each are generated first."""
