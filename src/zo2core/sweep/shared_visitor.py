@@ -37,6 +37,7 @@ class RunSegments:
     ) -> None:
         self._model = model
         self._digests = digests
+        self._checked: set[int] = set()
         _require_same_blocks(model, base)
         positions = [_positions(model, base, index) for index in range(len(base.layouts))]
         own = [
@@ -86,8 +87,9 @@ class RunSegments:
             CheckpointError: if the base is another one.
         """
         layout = self._model.layouts[index]
-        if not self._digests.wants(layout):
+        if index in self._checked or not self._digests.wants(layout):
             return
+        self._checked.add(index)
         if not all(isinstance(source, int) for source in self._sources[index]):
             views = self._at_version(index, shared)[0]
             self._versions[index] = 0
