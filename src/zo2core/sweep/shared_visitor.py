@@ -15,7 +15,7 @@ from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decode
 from zo2core.protocols import BlockModel, Device, Store, Visitor
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
-from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, aligned, flat_views, packed_bytes
+from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, packed_bytes
 
 
 class RunSegments:
@@ -121,14 +121,12 @@ class BlockDecoder:
 
     Args:
         layouts: The base's segments.
-        device: Allocates the memory.
+        memory: uint8, on the device; holds the largest block's decoded weights.
         helper: Does half of the work; None uses one thread.
     """
 
-    def __init__(self, layouts: Sequence[BlockLayout], device: Device, helper: Executor | None) -> None:
-        self._layouts = layouts
-        self._helper = helper
-        self._memory = device.empty(decoded_bytes(layouts))
+    def __init__(self, layouts: Sequence[BlockLayout], memory: torch.Tensor, helper: Executor | None) -> None:
+        self._layouts, self._memory, self._helper = layouts, memory, helper
 
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
@@ -143,11 +141,6 @@ class BlockDecoder:
                 decoded[position] = next(views)
                 decode(spec, store[position], decoded[position], self._helper)
         return decoded
-
-
-def decoded_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the largest block's decoded weights; 0 if no block is encoded."""
-    return max(sum(aligned(spec.decoded.nbytes) for spec in _encoded(layout)) for layout in layouts)
 
 
 class RunSweep:
