@@ -1,7 +1,9 @@
-"""Profiles: fixed examples by default, many more behind --long."""
+"""Profiles: fixed examples by default, many more behind --long. And what many tests begin with."""
 
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,19 @@ def pytest_configure(config: pytest.Config) -> None:
     from transformers.utils import logging
 
     torch.set_num_threads(1)  # tiny models: a second thread only waits
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: some tests interrupt what they start
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell's background ignores SIGINT, and nohup SIGHUP. Processes that tests start would inherit that, and some tests
+    # interrupt them. A handler is not inherited; that of SIGHUP does nothing, so that the tests go on as nohup wants.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the directory that the module prepares once, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder

@@ -19,7 +19,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
 LEVELS = (
     {"errors", "io"},
-    {"types"},
+    {"types", "ranges"},
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
     {"sweep", "planning"},
@@ -61,9 +61,13 @@ def test_core_modules_import_downwards_only(path: Path) -> None:
             assert LEVEL_OF[rest[0]] < LEVEL_OF[room], f"{room} imports {module}"
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.joinpath("tests").rglob("*.py")), ids=lambda p: p.name)
+def test_no_test_imports_another_one(path: Path) -> None:
+    assert not [module for module in imports(path) if module.startswith(("test_", "tests"))], "helpers are in support/"
+
+
 ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
 ADAPTER_ROOMS = (
-    "ranges",
     "optional_package",
     "limited_process",
     "models",

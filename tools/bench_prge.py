@@ -47,7 +47,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZOEngine

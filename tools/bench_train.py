@@ -35,9 +35,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
-from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
-from zo2adapters.trainers.first_order_run import reserved_bytes
-from zo2adapters.trainers.full_run import tied_gradient_bytes
+from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+from zo2adapters.trainers.methods.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
@@ -50,6 +49,7 @@ from zo2core import (
     WriteBackPolicy,
     ZOEngine,
 )
+from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.planning.host_budget import resident_memory
 from zo2core.types import Lane
 
@@ -100,14 +100,16 @@ def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Pa
     if options.full:
         tied = tied_gradient_bytes(model, -(-options.rows // options.micro_rows) if options.micro_rows else 1)
         memory = MemoryPolicy(host=options.memory, activations=activations + tied, least_activations=least + tied)
-        update = block_update(options.method, weight_decay=0.0)
+        update = make_block_update(options.method, weight_decay=0.0)
         if options.stream:
             assert isinstance(update, BAdam), "other methods do not stream"
             record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
             return StreamedBAdamEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
         return FullBackpropEngine(model, update, lr=1e-6, memory=memory, spill=run, micro_batch_size=options.micro_rows)
     memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
-    optimizer = partial(METHODS[options.method], lr=1e-4)
+    of_adapter = OPTIMIZERS[options.method].of_adapter
+    assert of_adapter is not None, "others train all parameters"
+    optimizer = partial(of_adapter, lr=1e-4)
     return BackpropEngine(model, optimizer, memory=memory, spill=run, micro_batch_size=options.micro_rows)
 
 
@@ -245,7 +247,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument(
-        "--method", choices=get_args(MethodName), default=None, help="train a LoRA adapter by this optimizer"
+        "--method", choices=get_args(OptimizerName), default=None, help="train a LoRA adapter by this optimizer"
     )
     parser.add_argument("--full", action="store_true", help="with --method: train all parameters")
     parser.add_argument("--stream", action="store_true", help="with badam and --full: stream blocks from disk")

@@ -22,7 +22,8 @@ import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
 from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint import find_tensors, write_checkpoint

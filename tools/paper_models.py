@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters import HFBlockModel
 from zo2adapters.models.architecture import parameter_names
-from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import TensorReader

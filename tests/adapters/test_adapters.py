@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_batch, random_model, save_model, small_config
+from models import BLOOM, BLOOM_CONFIG, make_batch, random_model, save_model, small_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.architectures import ARCHITECTURES, TEXT_MODELS
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning, ZOEngine
 
@@ -36,7 +36,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type), torch.float32)
     layouts = segment_layouts(skeleton, ARCHITECTURES[model_type])
@@ -46,7 +46,7 @@ def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str
     assert [layout.kind.value for layout in layouts] == ["embedding", "block", "block", "head"]
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_a_skeleton_holds_no_weights_but_real_buffers(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type, hidden_size=1200, num_attention_heads=3), torch.float32)
     assert all(p.is_meta for p in skeleton.parameters() if p.dim() > 1)
@@ -182,17 +182,10 @@ def test_an_incomplete_declaration_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_return_tuples_need_only_say_so(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=3))
-    bloom = Architecture(
-        model_type="bloom",
-        embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
-        blocks="transformer.h",
-        head=("transformer.ln_f", "lm_head"),
-        returned=1,
-    )
+    base = save_model(tmp_path / "base", BLOOM_CONFIG)
     whole = AutoModelForCausalLM.from_pretrained(base)
     batch = make_batch(40, [7, 4])
-    with ZOEngine(open_checkpoint(base, architecture=bloom), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with ZOEngine(open_checkpoint(base, architecture=BLOOM), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
         assert engine.evaluate([batch]).loss == whole(**batch).loss.item()
 
 

@@ -6,13 +6,12 @@ import csv
 import json
 import math
 import re
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import Ended, make_place, refusal, run_here, write_rows
+from command_lines import done, make_place, refusal, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from models import WORDS, save_tokenizer, small_config
@@ -36,22 +35,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         train("run")
     return folder
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def train(output: str, *more: object, data: str = "texts.jsonl", model: str = "base") -> None:

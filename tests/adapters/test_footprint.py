@@ -8,10 +8,10 @@ import families
 import pytest
 import torch
 from footprints import check, really_held
-from models import make_batch, save_model, small_config
-from transformers import BloomConfig, DynamicCache, PretrainedConfig
+from models import BLOOM, BLOOM_CONFIG, make_batch, save_model, small_config
+from transformers import DynamicCache, PretrainedConfig
 
-from zo2adapters import Architecture, open_checkpoint
+from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.tasks.generation import NextToken
 from zo2adapters.tasks.scoring import LogLikelihood
@@ -26,13 +26,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": small_config("qwen3", head_dim=4),
     "qwen3 with wide heads": small_config("qwen3"),
 }
-BLOOM = Architecture(
-    model_type="bloom",
-    embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
-    blocks="transformer.h",
-    head=("transformer.ln_f", "lm_head"),
-    returned=1,
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,8 +75,7 @@ def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(mod
 
 
 def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) -> None:
-    config = BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=3)
-    model = open_checkpoint(save_model(tmp_path, config), architecture=BLOOM)
+    model = open_checkpoint(save_model(tmp_path, BLOOM_CONFIG), architecture=BLOOM)
     with Replayer(model):
         for lengths in ([9, 9], [9, 4]):
             batch = make_batch(40, lengths)

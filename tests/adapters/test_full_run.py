@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import Apart, Ended, make_place, refusal, run_here
+from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import MethodName, block_update
 from zo2core import BAdam, Journal
 from zo2core.checkpoint import Snapshots
 from zo2core.io.direct_file import whole_pages
+from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6
@@ -38,15 +38,6 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("full"))
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +54,6 @@ def train(output: str, *more: object, method: str = "adamw") -> list[object]:
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
 
 
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
-
-
 def outcome(run: str | Path) -> dict[str, object]:
     """Everything of a run that does not measure time."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
@@ -80,13 +64,16 @@ def outcome(run: str | Path) -> dict[str, object]:
     }
 
 
-def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str, torch.Tensor]:
+def plain_loop(directory: Path, method: OptimizerName, *, clip: float) -> dict[str, torch.Tensor]:
     """What a loop over the whole model makes of the same batches, with a warm-up of two steps and a linear decay."""
     whole = WholeModel(directory / "base")
     adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
     if method == "badam":
-        update, layouts = block_update("badam", weight_decay=0.1, switch_every=2, seed=0), open_checkpoint("base").layouts
+        update, layouts = (
+            make_block_update("badam", weight_decay=0.1, switch_every=2, seed=0),
+            open_checkpoint("base").layouts,
+        )
         assert isinstance(update, BAdam)
         segments = [index for index, layout in enumerate(layouts) if layout.parameters]
         turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
@@ -110,8 +97,8 @@ def plain_loop(directory: Path, method: MethodName, *, clip: float) -> dict[str,
     return {name: parameter.detach() for name, parameter in whole.parameters.items()}
 
 
-@pytest.mark.parametrize("method", get_args(MethodName))
-def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName, here: Path, apart: Apart) -> None:
+@pytest.mark.parametrize("method", get_args(OptimizerName))
+def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path, apart: Apart) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, "--snapshot-every", 2, method=method)
     ended = apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 6, "after"))
@@ -217,7 +204,7 @@ def test_the_export_of_a_first_step_is_the_base_without_a_snapshot(here: Path) -
 
 
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
-@pytest.mark.parametrize("method", get_args(MethodName))
+@pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_verify_compares_with_the_whole_model(here: Path, method: str, precision: str) -> None:
     told = done("verify", "--model", "base", "--method", method, "--precision", precision, "--tokens", 6).out
     assert told.startswith("EQUAL over 3 steps, bit for bit: losses, gradient norms and all ")
@@ -246,8 +233,8 @@ def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended.out.startswith("DIFFERENT: ")
 
 
-@pytest.mark.parametrize("method", get_args(MethodName))
-def test_plan_counts_gradients_states_and_snapshots(here: Path, method: MethodName) -> None:
+@pytest.mark.parametrize("method", get_args(OptimizerName))
+def test_plan_counts_gradients_states_and_snapshots(here: Path, method: OptimizerName) -> None:
     common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl")
     planned = json.loads(done(*common, "--json").out)
     parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
@@ -291,8 +278,8 @@ def test_a_quantised_base_is_refused(here: Path) -> None:
 
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zo2adapters.trainers.full_run import FullRun
-    from zo2adapters.trainers.run_method import Opening
+    from zo2adapters.trainers.methods.full_run import FullRun
+    from zo2adapters.trainers.methods.run_method import Opening
 
     class Pair:
         size = 2

@@ -11,42 +11,21 @@ import numpy as np
 import pytest
 import torch
 from command_lines import refusal
-from gguf_models import BOS, MERGES, TOKENS, save_gguf, tiny_config
-from models import make_batch, random_model
+from gguf_models import SPLITTERS, export, save_directory, save_gguf
+from models import make_batch
 from peft import LoraConfig, PeftModel
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_export import export_gguf
-from zo2adapters.models.gguf_layout import ARCHITECTURES
+from zo2adapters.models.gguf.export import export_gguf
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.checkpoint import read_gguf
 
 MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}
-SPLITTERS = {
-    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
-}
-
-
-def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt-2"], **changes: Any) -> Path:
-    """A model in the Hugging Face layout with a byte-level tokenizer."""
-    config = tiny_config(architecture, **changes)
-    random_model(config).save_pretrained(path)
-    vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=MERGES))
-    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[-2:]])
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1])  # type: ignore[no-untyped-call]
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def loss(path: Path) -> float:
@@ -60,14 +39,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in engine.parameters_now()}
 
 
-def export(base: Path, output: Path, **options: Any) -> Path:
-    model = open_checkpoint(base)
-    with Replayer(model) as engine:
-        export_gguf(engine, model, output, base=base, tokenizer=load_tokenizer, **options)
-    return output / "model.gguf"
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", architecture, MIXED)
     written = export(base, tmp_path / "out", kind="F32")

@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_layout import ARCHITECTURES
-from zo2adapters.models.gguf_model import GGUFModel
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
+from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (
     BackpropEngine,
@@ -72,7 +72,7 @@ def assert_equal_to_whole(path: Path, dtype: torch.dtype = torch.float32, **opti
             assert value.equal(state[name]), name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_architecture_has_the_bits_of_transformers(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, MIXED), dtype)
@@ -133,7 +133,7 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
         assert first.evaluate([batch]).loss == second.evaluate([batch]).loss
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_the_config_is_the_one_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0")
     theirs = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)

@@ -14,8 +14,8 @@ from models import small_config as declared_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
@@ -146,4 +146,8 @@ def test_a_declaration_with_the_wrong_axes_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_declared_models_have_rows_and_tokens_first() -> None:
-    assert derive_architecture(build_skeleton(declared_config("llama"), torch.float32)).axes == LLAMA.axes == (0, 1)
+    assert (
+        derive_architecture(build_skeleton(declared_config("llama"), torch.float32)).axes
+        == ARCHITECTURES["llama"].axes
+        == (0, 1)
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_lines import Ended, make_place, refusal, run_here, write_rows
+from command_lines import done, make_place, refusal, write_rows
 from models import WORDS, save_model, small_config
 from transformers import Gemma3nTextConfig
 
@@ -54,21 +53,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preferred = [{"prompt": "the cat", "chosen": " sat", "rejected": " ran"}] * ROWS
     write_rows(folder / "preferred.jsonl", preferred)
     return folder
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def done(*arguments: object) -> Ended:
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def written(data: str, *more: object) -> dict[str, Any]:

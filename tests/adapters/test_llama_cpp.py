@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_models import save_gguf
+from gguf_models import export, save_directory, save_gguf
 from models import make_batch
 from peft import LoraConfig, PeftModel
-from test_gguf_export import export, save_directory
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.models.gguf_export import export_gguf
+from zo2adapters.models.gguf.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, ZOEngine
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from command_lines import Ended, make_place, refusal, run_here, write_rows
+from command_lines import Ended, done, make_place, refusal, run_here, write_rows
 from models import WORDS, save_tokenizer, small_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -30,22 +29,6 @@ METHODS = {"zeroth-order": (), "low-rank": ("--rank", 2), "adamw": ("--method", 
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("lora"))
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def train(output: str, *more: object) -> Ended:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, batches, make_batch, save_model, small_config
-from transformers import AutoModelForCausalLM, BloomConfig
+from models import BLOOM, BLOOM_CONFIG, CONFIGS, batches, make_batch, save_model, small_config
+from transformers import AutoModelForCausalLM
 
-from zo2adapters import Architecture, open_checkpoint
+from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, forward_bytes
 from zo2core import MeZOSGD, MultiQueryRGE, OptionError, ZOEngine
 
@@ -55,17 +55,10 @@ def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> Non
 
 
 def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=3))
-    bloom = Architecture(
-        model_type="bloom",
-        embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
-        blocks="transformer.h",
-        head=("transformer.ln_f", "lm_head"),
-        returned=1,
-    )
+    base = save_model(tmp_path / "base", BLOOM_CONFIG)
     losses = []
     for chunk in (None, 3):
-        with ZOEngine(open_checkpoint(base, architecture=bloom, loss_chunk=chunk), MEZO) as engine:
+        with ZOEngine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), MEZO) as engine:
             losses.append(engine.evaluate([make_batch(40, [7, 4])]).loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import Ended, make_place, refusal, run_here
+from command_lines import done, make_place, refusal
 from models import save_model, small_config
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -36,13 +35,6 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "hra": lambda name: peft.HRAConfig(r=4, target_modules=TARGETS[name]),
     "miss": lambda name: peft.MissConfig(r=2, target_modules=TARGETS[name]),
 }
-
-
-def done(*arguments: object) -> Ended:
-    """Run a command that has to succeed."""
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
-    return ended
 
 
 def save_adapter(base: Path, config: Any, directory: Path) -> None:
@@ -93,15 +85,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done("train", *common, "--lora-rank", 2, "--output", "zeroth")
         done("train", *common, "--lora-rank", 2, "--output", "first", "--method", "adamw", "--snapshot-every", 2)
         done("train", *common, "--output", "all")
-    return folder
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
     return folder
 
 

@@ -10,6 +10,12 @@ import pytest
 from command_lines import make_place, run_here
 
 from zo2adapters.trainers import outlook
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.outlook import plan_of
+from zo2adapters.trainers.run_inputs import RunInputs
 
 pytest.importorskip("peft")
 
@@ -22,15 +28,6 @@ FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("outlook"))
-
-
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def lines(*more: object) -> list[str]:
@@ -82,3 +79,24 @@ def test_a_first_order_run_says_what_saves_much_memory(here: Path, monkeypatch: 
     monkeypatch.setattr(outlook, "_CLEARLY_LESS", 2.0)
     expected = rf"Zeroth-order steps \(without --method\) would take {SIZE} instead of {SIZE} of memory and about {TIME} "
     assert re.match(expected, lines(*FIRST_ORDER)[1])
+
+
+def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
+    written = []
+    for turn in (3, 6):
+        options = TrainOptions(
+            model="base",
+            data=Path("rows.jsonl"),
+            output=Path("run"),
+            steps=4,
+            first_order=FirstOrder(method="badam", stream_blocks=True, switch_every=turn),
+            optimization=Optimization(lr=1e-3),
+            batching=Batching(batch_size=3),
+        )
+        inputs = RunInputs.read(options)
+        plan = plan_of(inputs)
+        inputs.model.weights.close()
+        assert plan.host_plan.buckets is not None
+        assert plan.snapshot_bytes == 0
+        written.append(plan.written_bytes - plan.spilled_bytes)
+    assert written[0] == pytest.approx(2 * written[1], abs=1)

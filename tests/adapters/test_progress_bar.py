@@ -30,15 +30,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
-    return folder
-
-
 COMMANDS = {
     "evaluate --run run --data rows.jsonl": ("base: 100%", "step 2: 100%"),
     "evaluate --model base --data choices.jsonl": ("base: 100%",),

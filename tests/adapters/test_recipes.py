@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_lines import make_place, refusal, run_here
+from command_lines import done, make_place, refusal
 
 from zo2adapters import train
 from zo2adapters.commands.parsing import nearest_name, option_names
@@ -35,18 +35,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path) -> Path:
     """A copy of it with a recipe, to work in."""
-    folder = tmp_path / "here"
-    shutil.copytree(prepared, folder)
-    monkeypatch.chdir(folder)
     Path("recipe.yaml").write_text(RECIPE)
-    return folder
-
-
-def done(*arguments: object) -> None:
-    ended = run_here(*arguments)
-    assert ended.status == 0, ended.err
+    return here
 
 
 def journal_of(run: str) -> bytes:

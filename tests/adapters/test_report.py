@@ -24,7 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     save_model(folder / "model", small_config("llama", max_position_embeddings=32))
     save_tokenizer(folder / "model")
@@ -35,14 +35,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         common = ["train", "--model", "model", "--data", "rows.jsonl", "--batch-size", "2", "--steps", "6", "--lr", "1e-3"]
         main([*common, "--output", "a <b> & c", "--evaluation", "rows.jsonl", "--evaluate-every", "2"])
         main([*common, "--output", "two", "--seed", "1", "--queries", "2"])
-    return folder
-
-
-@pytest.fixture
-def here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    shutil.copytree(runs, folder)
-    monkeypatch.chdir(folder)
     return folder
 
 

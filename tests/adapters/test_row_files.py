@@ -16,7 +16,7 @@ import pytest
 from command_lines import refusal, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import finish, outcome, small_run
-from test_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
+from tokenized_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
 
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choices

@@ -180,3 +180,30 @@ def test_trials_that_do_not_fit_together_run_one_after_the_other(options: TrainO
 def test_a_trainer_says_whose_line_it_prints(options: TrainOptions, tmp_path: Path) -> None:
     ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, {"a": RUNS["low-rank"]})))
     assert "a: step 2: evaluation " in ran.err
+
+
+def plan_of(options: TrainOptions, *more: object) -> Any:
+    given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 2, "--json"]
+    planned = run_here(*given, *more)
+    assert planned.status == 0, planned.err
+    return json.loads(planned.out)
+
+
+@pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
+def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(options: TrainOptions, method: tuple[object, ...]) -> None:
+    memory = f"{(resident_memory() >> 20) + 400}MiB"
+    one, three = (plan_of(options, *method, "--memory", memory, "--runs", runs) for runs in (1, 3))
+    added = three["nbytes"] - one["nbytes"]
+    assert added == pytest.approx(2 * three["memory_a_run"], abs=4 << 20)
+    assert three["seconds"] <= three["seconds_apart"] * 1.5
+    most = three["most_runs"]
+    assert most >= 3
+    assert f"of which {most} fit" in refusal_of_plan(options, *method, "--memory", memory, "--runs", most + 5)
+
+
+def refusal_of_plan(options: TrainOptions, *more: object) -> str:
+    return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 2, *more)
+
+
+def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> None:
+    assert "only read the weights" in refusal_of_plan(options, "--runs", 2)

@@ -13,7 +13,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import (

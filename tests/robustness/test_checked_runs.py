@@ -101,4 +101,4 @@ def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsy
         assert 0 < written[1] <= 1e-8 < written[0]
     with pytest.raises(SystemExit):
         main([*plan, "--write-limit-tb", "0"])
-    assert "found 0.0; expected a number above 0" in capsys.readouterr().err
+    assert "found 0.0; expected a finite number above 0" in capsys.readouterr().err

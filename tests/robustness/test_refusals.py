@@ -122,9 +122,9 @@ def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
         (["--lr", "0.1", "--weight-decay", "11"], "--weight-decay: found 11.0; expected at most 10"),
         (
             ["--write-back-every", "0"],
-            "--write-back-every: found 0; expected a number of steps, at least 1, or auto or never",
+            "--write-back-every: found 0; expected at least 1, or auto or never",
         ),
-        (["--snapshot-every", "0"], "--snapshot-every: found 0; expected a number of steps, at least 1"),
+        (["--snapshot-every", "0"], "--snapshot-every: found 0; expected at least 1"),
         (["--batch-size", HUGE], "--batch-size: found a number of more than 24 digits; expected at most 65536"),
         (["--seed", HUGE], "--seed: found a number of more than 24 digits"),
         (["--steps", "1e3"], "command line: found Error parsing --steps: invalid literal"),

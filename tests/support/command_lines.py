@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,14 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from zo2adapters.cli import COMMANDS, main
 
 SECONDS = 120  # a command takes a fraction of them
-NEEDS = ("tyro", "zo2adapters.commands.help_text", "zo2adapters.commands.refusals")  # what every command imports
+NEEDS = (  # what commands import later: a process that is forked has it
+    "tyro",
+    "zo2adapters.commands.help_text",
+    "zo2adapters.commands.refusals",
+    "transformers.models.llama.modeling_llama",
+    "zo2core.workers.rendezvous",
+    *(["peft"] if importlib.util.find_spec("peft") else []),
+)
 ROWS = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
 
 
@@ -48,6 +56,13 @@ def run_here(*arguments: object) -> Ended:
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 0
     return Ended(status, out.getvalue(), err.getvalue())
+
+
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
 
 
 def refusal(*arguments: object) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from gguf_files import TYPE_NUMBERS, Tensor, gguf_bytes
 from models import random_model
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -18,11 +20,16 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from zo2adapters import open_checkpoint
+from zo2adapters.models.gguf.export import export_gguf
+from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2core import Replayer
 from zo2core.types import GGUF_BLOCKS
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
@@ -171,3 +178,33 @@ def save_gguf(
         named = path.with_name(f"{path.stem}-{number + 1:05}-of-{files:05}.gguf")
         named.write_bytes(gguf_bytes({**(values if number == 0 else {}), **part}, written[number::files]))
     return path.with_name(f"{path.stem}-00001-of-{files:05}.gguf")
+
+
+SPLITTERS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+
+
+def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt-2"], **changes: Any) -> Path:
+    """A model in the Hugging Face layout with a byte-level tokenizer."""
+    config = tiny_config(architecture, **changes)
+    random_model(config).save_pretrained(path)
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
+    backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=MERGES))
+    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[-2:]])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1])  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def export(base: Path, output: Path, **options: Any) -> Path:
+    """Write a base as a GGUF file, and return its path."""
+    model = open_checkpoint(base)
+    with Replayer(model) as engine:
+        export_gguf(engine, model, output, base=base, tokenizer=load_tokenizer, **options)
+    return output / "model.gguf"

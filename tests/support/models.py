@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
@@ -21,9 +22,20 @@ from transformers import (
     Qwen3Config,
 )
 
+from zo2adapters import Architecture
+
 LONGEST = 12  # tokens
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORDS = ["<pad>", "</s>", "<unk>", "the", "cat", "dog", "sat", "ran", "is", "yes", "no"]  # of a whole vocabulary
+
+BLOOM_CONFIG = BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=3)
+BLOOM = Architecture(
+    model_type="bloom",
+    embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
+    blocks="transformer.h",
+    head=("transformer.ln_f", "lm_head"),
+    returned=1,
+)
 
 
 @st.composite

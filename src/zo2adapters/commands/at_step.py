@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from zo2adapters.commands.run_journal import read_journal
-from zo2adapters.ranges import shown
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
@@ -18,6 +17,7 @@ from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
+from zo2core.ranges import shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -177,7 +177,7 @@ class AtStep:
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-        from zo2adapters.trainers.first_order_run import parameters_at
+        from zo2adapters.trainers.methods.first_order_run import parameters_at
 
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
@@ -199,6 +199,20 @@ class AtStep:
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         replayer = SnapshotReplayer if isinstance(model, PeftBlockModel) else StoredSnapshotReplayer
         return replayer(model, step, parameters_at(snapshots, step), **common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritesDirectory(AtStep):
+    """A command that writes the model of a step into a directory, which appears complete or not at all."""
+
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+
+    def after_interruption(self) -> str:
+        """Whether the directory was written."""
+        if self.output.is_dir() and any(self.output.iterdir()):
+            return f"{self.output} is complete"
+        return f"{self.output} was not written; run the same command again to write it"
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

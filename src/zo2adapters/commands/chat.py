@@ -18,12 +18,12 @@ import tyro
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.generate import sampling_of
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling
@@ -62,7 +62,7 @@ class Chat:
 
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
-        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
         with _Conversation(self, variants, sampling) as conversation:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.ranges import require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import NonFiniteLossError, OptionError, Runner, Workers
 from zo2core.planning.host_budget import parse_size
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -71,7 +71,7 @@ class Evaluate(AtStep):
         from zo2adapters.trainers.run_notices import length_notices
 
         self.batching.require_valid()
-        require_between("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
+        require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=self.batching.loss_chunk)

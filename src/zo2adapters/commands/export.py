@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal, OptionError
@@ -15,11 +14,9 @@ from zo2core.checkpoint import require_unused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(AtStep):
+class Export(WritesDirectory):
     """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file."""
 
-    output: Path
-    """Directory to write; it must not exist, or be empty."""
     output_dtype: DtypeName = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the
     base's."""
@@ -31,12 +28,6 @@ class Export(AtStep):
     them."""
     as_adapter: bool = False
     """Write what a run with --rank learned as a LoRA adapter in the format of peft instead of a whole model."""
-
-    def after_interruption(self) -> str:
-        """Print whether the directory was written: it appears complete or not at all."""
-        if self.output.is_dir() and any(self.output.iterdir()):
-            return f"{self.output} is complete"
-        return f"{self.output} was not written; run the same command again to write it"
 
     def run(self) -> None:
         """Replay the run and write the model.
@@ -69,7 +60,7 @@ class Export(AtStep):
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             elif self.format == "gguf":
-                from zo2adapters.models.gguf_export import export_gguf
+                from zo2adapters.models.gguf.export import export_gguf
                 from zo2adapters.tasks.tokenizer import load_tokenizer
 
                 base, kind = at.base(), self.gguf_type

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.ranges import LARGEST, require_between
 from zo2core import NonFiniteLossError, OptionError
+from zo2core.ranges import LARGEST, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling  # command lines are parsed without importing transformers
@@ -78,7 +78,7 @@ def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
     """
     from zo2adapters.tasks.generation import Sampling
 
-    require_between("seed", seed, -LARGEST, LARGEST)
+    require_whole("seed", seed, -LARGEST, LARGEST)
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if top_p != 1:

@@ -7,6 +7,7 @@ docstring but the first are indented. It prints ``help`` in a field's metadata u
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import shutil
@@ -28,7 +29,7 @@ def reflow_help(options: Any) -> None:
     """
     docstrings: dict[str, str] = {}
     for base in reversed(options.__mro__):
-        docstrings |= _docstrings(base) if is_dataclass(base) else {}
+        docstrings |= _docstrings(base) if is_dataclass(base) else {}  # type: ignore[arg-type]
     for option in fields(options):
         if option.name in docstrings:
             paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
@@ -71,7 +72,8 @@ def _help_of(options: Any) -> Iterator[tuple[str, str]]:
             yield option.name, option.metadata["help"] + ("" if default in (None, MISSING) else f" (default: {default})")
 
 
-def _docstrings(options: Any) -> dict[str, str]:
+@functools.cache  # reading a class's source takes some milliseconds, and groups of options repeat in a command
+def _docstrings(options: type) -> dict[str, str]:
     """The docstring below each field of a class, by the field's name."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)

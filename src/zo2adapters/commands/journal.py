@@ -9,10 +9,10 @@ from pathlib import Path
 import tyro
 
 from zo2adapters.commands.run_journal import read_journal
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core import Journal
 from zo2core.checkpoint import Snapshots
+from zo2core.ranges import require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ShowJournal:
     def run(self) -> None:
         """Print the journal's header and steps."""
         if self.last is not None:
-            require_at_least("last", self.last, 1)
+            require_whole("last", self.last, 1)
         journal = read_journal(self.run_directory / JOURNAL)
         assert journal.header is not None, "read_journal refuses a journal without a header"
         for key, value in journal.header.items():

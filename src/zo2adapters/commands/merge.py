@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
-from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal, OptionError
 from zo2core.checkpoint import require_unused
@@ -15,17 +14,8 @@ _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge(AtStep):
+class Merge(WritesDirectory):
     """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
-
-    output: Path
-    """Directory to write; it must not exist, or be empty. from_pretrained loads it without peft."""
-
-    def after_interruption(self) -> str:
-        """Print whether the directory was written: it appears complete or not at all."""
-        if self.output.is_dir() and any(self.output.iterdir()):
-            return f"{self.output} is complete"
-        return f"{self.output} was not written; run the same command again to write it"
 
     def run(self) -> None:
         """Merge, and write the model.

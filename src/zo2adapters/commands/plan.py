@@ -6,17 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import MethodName, block_update, require_method
+from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due, require_eval_split
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
+from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -54,7 +55,7 @@ class Plan:
     """Bytes a second between host and GPU in each direction at the same time. The value is assumed, not measured."""
     json: bool = False
     """Print JSON instead of a table."""
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
     zeroth-order."""
     stream_blocks: bool = False
@@ -96,7 +97,7 @@ class Plan:
 
     def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
         """The plan of several runs that share their base."""
-        from zo2adapters.trainers.first_order_run import reserved_bytes
+        from zo2adapters.trainers.methods.first_order_run import reserved_bytes
         from zo2adapters.trainers.run_plan import step_memory
         from zo2adapters.trainers.shared_plan import plan_shared_runs
         from zo2core.engine.backprop_engine import TRAINED_COPIES
@@ -124,8 +125,8 @@ class Plan:
         Raises:
             OptionError: naming the option.
         """
-        require_between("queries", self.directions.queries, 1, MOST_QUERIES)
-        require_between("workers", self.workers, 1, MOST_WORKERS)
+        require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
+        require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
             raise OptionError(
                 "workers",
@@ -134,7 +135,7 @@ class Plan:
                 remedy="leave one of the two out",
             )
         if self.runs is not None:
-            require_between("runs", self.runs, 1, MOST_RUNS)
+            require_whole("runs", self.runs, 1, MOST_RUNS)
             reads_only = self.directions.rank is not None or self.adapter_options.trains_adapter
             if self.workers > 1 or self.device_memory is not None or not reads_only:
                 raise OptionError(
@@ -152,7 +153,7 @@ class Plan:
                     expected="--data, with --evaluation or --eval-split",
                     remedy="pass the rows, or leave it out",
                 )
-        require_at_least("steps", self.steps, 1)
+        require_whole("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
         for option in ("stream_blocks", "switch_every"):
@@ -197,7 +198,7 @@ class Plan:
             evaluations=self._evaluations,
         )
 
-    def _first_order(self, method: MethodName) -> RunPlan:
+    def _first_order(self, method: OptimizerName) -> RunPlan:
         """The plan of a run that trains by gradients.
 
         Raises:
@@ -248,8 +249,8 @@ class Plan:
         )
         return model, directory
 
-    def _update(self, method: MethodName) -> BlockUpdate:
-        return block_update(method, weight_decay=0.0, switch_every=self.switch_every)
+    def _update(self, method: OptimizerName) -> BlockUpdate:
+        return make_block_update(method, weight_decay=0.0, switch_every=self.switch_every)
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zo2adapters.ranges import LARGEST, require_between
 from zo2core.checkpoint import require_unused
 from zo2core.checkpoint.writer import new_directory
+from zo2core.ranges import LARGEST, require_whole
 
 NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
 
@@ -64,8 +64,8 @@ class WriteRows:
 
         benchmark = benchmark_of(self.task)
         for name in ("train_rows", "dev_rows", "test_rows"):
-            require_between(name, getattr(self, name), 1, LARGEST)
-        require_between("seed", self.seed, -LARGEST, LARGEST)
+            require_whole(name, getattr(self, name), 1, LARGEST)
+        require_whole("seed", self.seed, -LARGEST, LARGEST)
         sizes = Sizes(self.train_rows, self.dev_rows, self.test_rows)
         parts = benchmark_rows(benchmark, self.data, sizes, seed=self.seed)
         files = {"train": parts.train, "dev": parts.dev, "test": parts.test}

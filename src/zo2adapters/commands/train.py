@@ -141,8 +141,7 @@ class Train(RunOptions):
             raise OptionError(
                 missing[0], found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
             )
-        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        return TrainOptions(model=self.model, data=self.data, output=self.output, **shared)
+        return self.of_run(model=self.model, data=self.data, output=self.output)
 
     def _resumed(self, saved: TrainOptions) -> TrainOptions:
         assert self.resume is not None
@@ -150,8 +149,7 @@ class Train(RunOptions):
             return saved
         if self.output is not None and self.output.resolve() != self.resume.resolve():
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
-        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        given = TrainOptions(model=self.model, data=self.data, output=self.resume, **shared)
+        given = self.of_run(model=self.model, data=self.data, output=self.resume)
         _require_same(
             saved, given, changeable=_CHANGEABLE, fixed=_FIXED, remedy="start a new run, or branch with --from-step"
         )
@@ -207,13 +205,8 @@ class Train(RunOptions):
             raise OptionError(
                 "output", found="nothing", expected="a directory for the new run", remedy="pass a new directory"
             )
-        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        given = TrainOptions(
-            model=saved.model if self.model is None else self.model,
-            data=saved.data if self.data is None else self.data,
-            output=self.output,
-            **shared,
-        )
+        model, data = (saved.model if self.model is None else self.model), (saved.data if self.data is None else self.data)
+        given = self.of_run(model=model, data=data, output=self.output)
         _require_same(saved, given, changeable=_CHANGEABLE_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or start a new run")
         return given
 

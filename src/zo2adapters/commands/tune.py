@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import OptionError, Workers
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.tuning import Schedule, Trial  # command lines are parsed without importing transformers
@@ -58,7 +58,7 @@ class Tune(RunOptions):
         """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
         from zo2adapters.trainers.tuning import tune
 
-        require_at_least("forwards", self.forwards, 1)
+        require_whole("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
         if self.steps != RunOptions().steps:
@@ -68,8 +68,7 @@ class Tune(RunOptions):
                 expected="no --steps, because --forwards sets the budget",
                 remedy="leave it out",
             )
-        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        options = TrainOptions(model=self.model, data=self.data, output=self.output, **shared)
+        options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions(key_file=self.key_file).workers() as workers:
             first = is_first(workers)
             best = tune(

@@ -6,13 +6,14 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.first_order import MethodName, require_method
+from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2core import MeZOSGD
+from zo2core.optimizers import OptimizerName
+from zo2core.ranges import LARGEST, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
@@ -25,7 +26,7 @@ class Verify:
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
     zeroth-order steps are compared with MeZO on the whole model."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
@@ -45,10 +46,10 @@ class Verify:
         from zo2adapters.trainers.first_order_verification import verify_first_order
         from zo2adapters.trainers.verification import RandomBatches, verify
 
-        require_at_least("steps", self.steps, 1)
-        require_between("batch_size", self.batch_size, 1, MOST_ROWS)
-        require_at_least("tokens", self.tokens, 2)
-        require_between("seed", self.seed, 0, LARGEST - self.steps)
+        require_whole("steps", self.steps, 1)
+        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
+        require_whole("tokens", self.tokens, 2)
+        require_whole("seed", self.seed, 0, LARGEST - self.steps)
         size, opening = self.step_size, self.model_options
         self.adapter_options.require_valid()
         if self.method is not None:

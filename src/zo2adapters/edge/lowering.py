@@ -30,10 +30,10 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config
 from zo2adapters.optional_package import executorch
-from zo2core import OptionError, OutputError, UnsupportedModelError, ZO2Error
+from zo2core import OutputError, UnsupportedModelError, ZO2Error
 from zo2core.errors import reason
-from zo2core.estimators.inputs import require_positive
 from zo2core.io.durable import create_file, sync_path
+from zo2core.ranges import LARGEST, require_number, require_whole
 
 _LARGEST_SEED = 1 << 62  # largest seed of the first step, which leaves 2**62 seeds for later steps
 _STATE = ("state_adapter", "state_seed")  # parts of the names of the state's buffers in the exported program
@@ -85,7 +85,7 @@ def write_program(
     if path.exists() or path.is_symlink():
         raise _in_use(path)
     _require_ranges(model, rows, tokens, seed)
-    require_positive("zo_eps", zo_eps)
+    require_number("zo_eps", zo_eps, above=0)
     exir = executorch("exir")
     assembled = assemble(model, rows=rows, tokens=tokens, zo_eps=zo_eps, seed=seed)
     assert isinstance(model, PeftBlockModel), "others were refused"
@@ -149,15 +149,9 @@ def _lowered(
 
 
 def _require_ranges(model: HFBlockModel, rows: int, tokens: int, seed: int) -> None:
-    longest = model.longest_row
-    for name, value, least, most in (
-        ("rows", rows, 1, None),
-        ("tokens", tokens, 2, longest),
-        ("seed", seed, 0, _LARGEST_SEED),
-    ):
-        if type(value) is not int or value < least or (most is not None and value > most):
-            expected = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
-            raise OptionError(name, found=repr(value)[:40], expected=expected, remedy="pass a number in this range")
+    require_whole("rows", rows, 1)
+    require_whole("tokens", tokens, 2, model.longest_row or LARGEST)
+    require_whole("seed", seed, 0, _LARGEST_SEED)
 
 
 def _write(path: Path, program: Any) -> None:

@@ -18,6 +18,7 @@ from zo2adapters.models.prepared_batch import check_batch
 from zo2adapters.optional_package import executorch
 from zo2core import Batch, BatchError, CheckpointError, NonFiniteLossError, OptionError
 from zo2core.errors import reason
+from zo2core.ranges import require_number
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 _METHODS = ("step", "state", "restore", "frozen")
@@ -82,10 +83,7 @@ class TrainingProgram:
             OptionError: if the learning rate is negative or not finite.
             NonFiniteLossError: if a loss is not finite. B does not change, and the next step has another direction.
         """
-        if not (math.isfinite(lr) and lr >= 0):
-            raise OptionError(
-                "lr", found=repr(lr), expected="a finite number of at least 0", remedy="correct the learning-rate schedule"
-            )
+        require_number("lr", lr, least=0, remedy="correct the learning-rate schedule")
         losses, projected_grad, seed = self._run("step", *self._fitted(batch), torch.tensor(lr, dtype=torch.float32))
         if not math.isfinite(projected_grad.item()):
             raise NonFiniteLossError(

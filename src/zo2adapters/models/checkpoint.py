@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, ParameterFormats
 from zo2adapters.models.architecture_file import read_architecture
+from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.companions import (
     SUFFIXES,
     companion_files,
@@ -27,26 +28,22 @@ from zo2adapters.models.companions import (
 )
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.gguf_model import GGUFModel
+from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
-from zo2adapters.models.opt import OPT
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2adapters.models.peft_kinds.reader import AdapterReader
 from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
-from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
-from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
+from zo2adapters.models.vision import HFVisionModel
 from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
+from zo2core.ranges import require_whole
 from zo2core.types import Encoding, SavedForm
-
-ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -160,10 +157,7 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
     """Refuse a chunk out of range, or for a head that computes the loss at once."""
     if loss_chunk in (None, "auto"):
         return
-    if not (isinstance(loss_chunk, int) and loss_chunk >= 1):
-        raise OptionError(
-            "loss_chunk", found=repr(loss_chunk), expected="an integer of at least 1, None or 'auto'", remedy="leave it out"
-        )
+    require_whole("loss_chunk", loss_chunk, 1, otherwise=", None or 'auto'")
     if kind is not CAUSAL_LM:
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
 
@@ -202,7 +196,7 @@ def _architecture(declared: Architecture | Path | None, skeleton: PreTrainedMode
     """The caller's declaration of a model, else the known or the derived one."""
     model_type = skeleton.config.model_type
     if declared is None:
-        known = {**ARCHITECTURES, **VISION_MODELS}.get(model_type) if kind is CAUSAL_LM else None
+        known = ARCHITECTURES.get(model_type) if kind is CAUSAL_LM else None
         return known or derive_architecture(skeleton, head=kind)
     architecture = read_architecture(declared) if isinstance(declared, Path) else declared
     if architecture.model_type != model_type:
@@ -345,7 +339,7 @@ def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
 
 
 class ModelFiles(Protocol):
-    """What a model's files say before the model is built."""
+    """A model's config and tensors, before the model is built."""
 
     config: PretrainedConfig
     described_in: Path  # the file that has the config

@@ -113,20 +113,16 @@ def activation_bytes(
     return -(-streams // stacked) * held + running_bytes
 
 
-def least_activation_bytes(
-    config: PretrainedConfig, rows: int, tokens: int, *, micro_rows: int | None = None, loss_chunk: int | None = None
-) -> int:
+def least_activation_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
     """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory.
 
     Args:
         config: The model's config.
-        rows: Rows of a batch.
+        rows: Rows that run at a time.
         tokens: Tokens of a row.
-        micro_rows: Rows that run at a time; None: all of a batch.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
-    running = rows if micro_rows is None else min(rows, micro_rows)
-    return activation_bytes(config, running, tokens, streams=1 + STAGING_BUFFERS, loss_chunk=loss_chunk)
+    return activation_bytes(config, rows, tokens, streams=1 + STAGING_BUFFERS, loss_chunk=loss_chunk)
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:

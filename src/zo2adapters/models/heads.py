@@ -21,23 +21,28 @@ from zo2core import Batch, BatchError, OptionError
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 
-@dataclass(frozen=True, kw_only=True)
+def _count_labels(batch: Batch) -> int:
+    labels = batch["labels"]
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True)
 class Head:
     """One kind of head.
 
     Args:
         name: Name of the head in options.
         auto_class: transformers' class that builds the model from a config.
-        targets: Entries of a batch that only the loss reads.
         check: Raises BatchError if a batch's targets do not fit the config.
+        targets: Entries of a batch that only the loss reads.
         count: Returns the number of labels that a batch's loss is the mean over.
     """
 
     name: str
     auto_class: Any
-    targets: tuple[str, ...]
     check: Callable[[Batch, PretrainedConfig], None]
-    count: Callable[[Batch], int]
+    targets: tuple[str, ...] = ("labels",)
+    count: Callable[[Batch], int] = _count_labels
 
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
@@ -114,48 +119,19 @@ def _refusal(key: str, found: str, expected: str) -> BatchError:
     return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy="pass the labels of this head")
 
 
-def _count_labels(batch: Batch) -> int:
-    labels = batch["labels"]
-    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
-
-
-CAUSAL_LM = Head(
-    name="causal-lm",
-    auto_class=AutoModelForCausalLM,
-    targets=("labels",),
-    check=_token_label_check("vocab_size"),
-    count=_count_labels,
-)
+CAUSAL_LM = Head("causal-lm", AutoModelForCausalLM, _token_label_check("vocab_size"))
 HEADS: Mapping[str, Head] = {
     head.name: head
     for head in (
         CAUSAL_LM,
+        Head("masked-lm", AutoModelForMaskedLM, _token_label_check("vocab_size")),
+        Head("sequence-classification", AutoModelForSequenceClassification, _check_row_labels),
+        Head("token-classification", AutoModelForTokenClassification, _token_label_check("num_labels")),
         Head(
-            name="masked-lm",
-            auto_class=AutoModelForMaskedLM,
-            targets=("labels",),
-            check=_token_label_check("vocab_size"),
-            count=_count_labels,
-        ),
-        Head(
-            name="sequence-classification",
-            auto_class=AutoModelForSequenceClassification,
-            targets=("labels",),
-            check=_check_row_labels,
-            count=_count_labels,
-        ),
-        Head(
-            name="token-classification",
-            auto_class=AutoModelForTokenClassification,
-            targets=("labels",),
-            check=_token_label_check("num_labels"),
-            count=_count_labels,
-        ),
-        Head(
-            name="question-answering",
-            auto_class=AutoModelForQuestionAnswering,
+            "question-answering",
+            AutoModelForQuestionAnswering,
+            _check_spans,
             targets=("start_positions", "end_positions"),
-            check=_check_spans,
             count=lambda batch: len(batch["input_ids"]),
         ),
     )

@@ -33,6 +33,7 @@ from zo2core import CheckpointError, OptionError
 from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
+from zo2core.ranges import require_whole
 
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind(), *INJECTED)}
 
@@ -62,11 +63,7 @@ class Adapter:
     is_trained: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            expected = "a whole number of at least 0 and below 2^63"
-            raise OptionError(
-                "adapter.seed", found=repr(self.seed)[:40], expected=expected, remedy="pass a number in this range"
-            )
+        require_whole("adapter.seed", self.seed, 0)
 
 
 class ChosenConfig(NamedTuple):

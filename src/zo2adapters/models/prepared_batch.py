@@ -55,9 +55,8 @@ def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> 
     Raises:
         BatchError: naming the entry.
     """
-    for key in ("input_ids", "labels"):
-        if key not in batch:
-            raise _refusal(key, f"no {key}", "a (batch, tokens) tensor", "pass input_ids and labels")
+    if "labels" not in batch:
+        raise _refusal("labels", "no labels", "a (batch, tokens) tensor", "pass input_ids and labels")
     check_inputs(batch, config, longest)
     if not bool(predicted(batch["labels"]).any()):
         raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")

@@ -1,16 +1,9 @@
-"""Models that read images and text: their declarations, and the entries of a batch that are images.
-
-The vision tower and its projector belong to the embedding, since they run before the first layer. A dry run has no images,
-so these models are declared; tests compare each with the whole model.
-"""
+"""Models that read images and text, and the entries of a batch that are images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from zo2adapters.models.architecture import Architecture
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.footprint import expected_held_bytes, vision_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
@@ -19,26 +12,6 @@ from zo2core import Batch, BatchError, ZO2Error
 
 _IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # entries that mark the tokens of images
-
-
-def _declared(model_type: str, *vision: str) -> Architecture:
-    return Architecture(
-        model_type=model_type,
-        embedding=(*vision, "model.language_model.embed_tokens"),
-        blocks="model.language_model.layers",
-        head=("model.language_model.norm", "lm_head"),
-    )
-
-
-VISION_MODELS: Mapping[str, Architecture] = {
-    known.model_type: known
-    for known in (
-        _declared("gemma3", "model.vision_tower", "model.multi_modal_projector"),
-        _declared("llava", "model.vision_tower", "model.multi_modal_projector"),
-        _declared("mistral3", "model.vision_tower", "model.multi_modal_projector"),
-        _declared("qwen2_5_vl", "model.visual"),
-    )
-}
 
 
 class HFVisionModel(HFBlockModel):

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2core.ranges import require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 Row = TypeVar("Row", covariant=True)
@@ -62,8 +62,8 @@ def training_batches(dataset: Rows[Row], *, batch_size: int, seed: int, first_st
     Raises:
         OptionError: `batch_size` or `first_step` is out of range.
     """
-    require_at_least("batch_size", batch_size, 1)
-    require_at_least("first_step", first_step, 0)
+    require_whole("batch_size", batch_size, 1)
+    require_whole("first_step", first_step, 0)
     epoch, skipped = divmod(first_step * batch_size, len(dataset))
     orders = (_epoch_order(len(dataset), seed, number) for number in count(epoch))
     indices = islice(chain.from_iterable(orders), skipped, None)
@@ -83,7 +83,7 @@ def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[To
     Raises:
         OptionError: `batch_size` is below 1.
     """
-    require_at_least("batch_size", batch_size, 1)
+    require_whole("batch_size", batch_size, 1)
     return (list(dataset.rows[start : start + batch_size]) for start in range(0, len(dataset), batch_size))
 
 

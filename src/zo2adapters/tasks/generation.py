@@ -26,6 +26,7 @@ from zo2core import (
     UnsupportedModelError,
     ZOEngine,
 )
+from zo2core.ranges import require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
-            raise OptionError(
-                "temperature", found=repr(self.temperature), expected="a number above 0", remedy="pass a value near 1"
-            )
-        if not 0 < self.top_p <= 1:
-            raise OptionError("top_p", found=repr(self.top_p), expected="above 0, at most 1", remedy="pass 1 for all tokens")
+        require_number("temperature", self.temperature, above=0, remedy="pass a value near 1")
+        require_number("top_p", self.top_p, above=0, most=1, remedy="pass 1 for all tokens")
 
     def processors(self) -> LogitsProcessorList:
         """Make Hugging Face's logits warpers for these options."""

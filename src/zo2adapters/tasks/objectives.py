@@ -18,7 +18,7 @@ from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2core import Batch, BatchError
-from zo2core.estimators.inputs import require_positive
+from zo2core.ranges import require_number
 from zo2core.sweep.microbatch import predicted
 
 PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
@@ -227,7 +227,7 @@ class PreferenceLoss(ChoiceObjective):
 
     def __init__(self, model: HFBlockModel, *, beta: float = BETA) -> None:
         super().__init__(model)
-        require_positive("beta", beta)
+        require_number("beta", beta, above=0)
         self.beta = beta
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:

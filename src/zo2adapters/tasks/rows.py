@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core import DataError
+from zo2core.ranges import require_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def read_dataset(
         DataError: if the file cannot be read, or a row is malformed or has no token to predict.
         OptionError: if ``sequence_length`` is below 2.
     """
-    require_at_least("sequence_length", sequence_length, 2)
+    require_whole("sequence_length", sequence_length, 2)
     options = RowOptions() if options is None else options
     rows, truncated, dropped = [], 0, 0
     for line, row in converted_rows(path, options):

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters.models.companions import companion_files
-from zo2adapters.models.gguf_model import gguf_tokenizer
+from zo2adapters.models.gguf.model import gguf_tokenizer
 from zo2core import DataError
 from zo2core.checkpoint import is_gguf
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from zo2adapters.ranges import require_at_least
 from zo2core import OptionError
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.peft_model import Adapter  # a command line is read without transformers
@@ -77,9 +77,9 @@ class AdapterOptions:
                         option, found=str(value), expected=expected, remedy="pass --lora-rank 8, or leave it out"
                     )
             return
-        require_at_least("lora_rank", self.lora_rank, 1)
+        require_whole("lora_rank", self.lora_rank, 1)
         if self.lora_alpha is not None:
-            require_at_least("lora_alpha", self.lora_alpha, 1)
+            require_whole("lora_alpha", self.lora_alpha, 1)
         if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
             raise OptionError(
                 "lora_targets",

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.outlook import Outlook, outlook_of

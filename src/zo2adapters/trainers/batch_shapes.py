@@ -13,7 +13,7 @@ from zo2adapters.trainers.batching import Batching
 
 Sequences: TypeAlias = Sequence[tuple[int, int]]  # of a row: tokens of each, and for how many the loss needs logits
 
-_SAMPLED = 200  # batches to average over; more hardly change the mean
+_SAMPLED_BATCHES, _SAMPLED_ROWS = 200, 20_000  # to average over, whichever ends first; more hardly change the mean
 
 
 class BatchShape(NamedTuple):
@@ -65,7 +65,8 @@ class RowShapes(NamedTuple):
         """
         files = [data, *([] if evaluation is None else [evaluation])]
         longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
-        steps = islice(training_batches(data, batch_size=batching.batch_size, seed=seed), _SAMPLED)
+        sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
+        steps = islice(training_batches(data, batch_size=batching.batch_size, seed=seed), sampled)
         step = _mean(_shape([trained(row) for row in batch], pack=batching.pack) for batch in steps)
         largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
         if evaluation is None:

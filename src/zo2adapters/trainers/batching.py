@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zo2adapters.ranges import require_at_least, require_between
 from zo2core import OptionError
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -38,16 +38,16 @@ class Batching:
         Raises:
             OptionError: naming the option.
         """
-        require_between("batch_size", self.batch_size, 1, MOST_ROWS)
+        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
         for option in ("micro_batch_size", "loss_chunk"):
             value = getattr(self, option)
             if value is not None:
-                require_at_least(option, value, 1)
+                require_whole(option, value, 1)
         if self.pack and self.micro_batch_size is not None:
             expected = "whole batches, because packed rows run together"
             raise OptionError("pack", found="--micro-batch-size", expected=expected, remedy="leave one of the two out")
         if self.sequence_length is not None:
-            require_at_least("sequence_length", self.sequence_length, 2)
+            require_whole("sequence_length", self.sequence_length, 2)
 
     def shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Rows and tokens per row of a batch.

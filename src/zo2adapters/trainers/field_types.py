@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from zo2adapters.ranges import LARGEST
+from zo2core.ranges import LARGEST
 
 
 def require_field_types(options: Any) -> None:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import torch
-
-from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
-from zo2core.estimators.inputs import require_positive, require_weight_decay
+from zo2core import OptionError
+from zo2core.optimizers import OPTIMIZERS, OptimizerName
+from zo2core.ranges import require_number, require_whole
 
-AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
-MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
-
-METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  # of adapters
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
-SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
-
-_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+_OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
@@ -52,7 +39,7 @@ class CheckedOptions(Protocol):
 class FirstOrder:
     """Training by gradients."""
 
-    method: MethodName | None = None
+    method: OptimizerName | None = None
     """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
     --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
     max_grad_norm: float | None = None
@@ -114,12 +101,12 @@ class FirstOrder:
             if options.model_options.trains_adapter:
                 found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
                 raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
-            require_positive("max_grad_value", self.max_grad_value)
+            require_number("max_grad_value", self.max_grad_value, above=0)
         if self.switch_every is not None:
             if self.method != "badam":
                 found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
                 raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
-            require_at_least("switch_every", self.switch_every, 1)
+            require_whole("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
         optimization, storage = options.optimization, options.storage
@@ -129,13 +116,13 @@ class FirstOrder:
         if options.model_options.trains_adapter:
             self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
         elif storage.write_limit_tb is not None:
-            require_positive("write_limit_tb", storage.write_limit_tb)
+            require_number("write_limit_tb", storage.write_limit_tb, above=0)
         self._require_lr(optimization)
-        require_weight_decay(optimization.weight_decay)
+        require_number("weight_decay", optimization.weight_decay, least=0)
         if self.max_grad_norm is not None:
-            require_positive("max_grad_norm", self.max_grad_norm)
+            require_number("max_grad_norm", self.max_grad_norm, above=0)
         if storage.snapshot_every is not None:
-            require_at_least("snapshot_every", storage.snapshot_every, 1)
+            require_whole("snapshot_every", storage.snapshot_every, 1)
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
@@ -169,11 +156,9 @@ class FirstOrder:
         rates = [("betas", beta) for beta in self.betas or ()]
         rates += [] if self.momentum is None else [("momentum", self.momentum)]
         for name, rate in rates:
-            if not 0 <= rate < 1:
-                expected = "a number of at least 0 and below 1"
-                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+            require_number(name, rate, least=0, below=1)
         if self.eps is not None:
-            require_positive("eps", self.eps)
+            require_number("eps", self.eps, above=0)
         if self.nesterov and not self.momentum:
             raise OptionError(
                 "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
@@ -194,7 +179,7 @@ class FirstOrder:
         """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         if optimization.lr == "auto":
             return
-        require_positive("lr", optimization.lr)
+        require_number("lr", optimization.lr, above=0)
         if optimization.lr == type(optimization).lr:
             raise OptionError(
                 "lr",
@@ -204,48 +189,17 @@ class FirstOrder:
             )
 
 
-def require_method(method: MethodName, adapter: AdapterOptions) -> None:
+def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
     """Refuse a method that does not train adapters beside one.
 
     Raises:
         OptionError: naming both.
     """
-    if method not in METHODS and adapter.trains_adapter:
+    of_adapters = [name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None]
+    if method not in of_adapters and adapter.trains_adapter:
         raise OptionError(
             "method",
             found=f"{method} with {adapter.adapter_name}",
-            expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
-            remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
+            expected=f"{' or '.join(of_adapters)} for an adapter; {method} trains all parameters",
+            remedy=f"leave the adapter out, or pass --method {of_adapters[0]}",
         )
-
-
-def block_update(
-    method: MethodName,
-    *,
-    weight_decay: float,
-    switch_every: int | None = None,
-    seed: int = 0,
-    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
-) -> BlockUpdate:
-    """The optimizer of all parameters.
-
-    Args:
-        method: Its name.
-        weight_decay: Its weight decay.
-        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
-        seed: Seed of the order in which badam trains blocks.
-        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
-    """
-    rates = {"weight_decay": weight_decay, **optimizer_options}
-    options = {"name": method, **rates}
-    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
-    if method == "lomo":
-        return LOMO(weight_decay=weight_decay)
-    if method == "adalomo":
-        return AdaLOMO(weight_decay=weight_decay)
-    if method == "badam":
-        return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
-    if method == "sgd":
-        copies = 1 if optimizer_options.get("momentum") else 0
-        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
-    return TorchOptimizer(adamw, options=options)

@@ -12,8 +12,10 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.first_order_run import reserved_bytes
-from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
+from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+from zo2adapters.trainers.methods.full_run import snapshot_bytes, tied_gradient_bytes
+from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
+from zo2adapters.trainers.methods.streamed_turns_run import written_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -23,8 +25,6 @@ from zo2adapters.trainers.run_plan import (
     fastest,
     measured_forward_seconds,
 )
-from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
-from zo2adapters.trainers.streamed_turns_run import written_bytes
 from zo2core import BAdam, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes

@@ -13,7 +13,6 @@ from torch import nn
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
-from zo2adapters.trainers.first_order import METHODS, MethodName, block_update
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.verification import (
@@ -25,13 +24,14 @@ from zo2adapters.trainers.verification import (
     whole_model,
 )
 from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult
+from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.types import widened
 
 
 def verify_first_order(
     directory: Path,
     opening: ModelOptions,
-    method: MethodName,
+    method: OptimizerName,
     adapter: Adapter | None,
     size: StepSize,
     batches: RandomBatches,
@@ -60,8 +60,9 @@ def verify_first_order(
     require_fit(model, batches)
     if adapter is None:
         return _verify_all(directory, model, opening.head, method, size, batches)
-    assert method == "adamw" or method == "sgd", "others were refused with an adapter"
-    optimizer = partial(METHODS[method], lr=size.rate, weight_decay=size.weight_decay)
+    of_adapter = OPTIMIZERS[method].of_adapter
+    assert of_adapter is not None, "others were refused with an adapter"
+    optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
     with BackpropEngine(model, optimizer) as engine:
         whole = whole_model(model, directory, opening.head, adapter)
         trained = copy_trained(model, whole, engine.parameters)
@@ -77,10 +78,10 @@ def verify_first_order(
 
 
 def _verify_all(
-    directory: Path, model: HFBlockModel, head: str, method: MethodName, size: StepSize, batches: RandomBatches
+    directory: Path, model: HFBlockModel, head: str, method: OptimizerName, size: StepSize, batches: RandomBatches
 ) -> Comparison:
     """Train all parameters both ways: the whole model by autograd, with an optimizer of its own."""
-    ours, theirs = (block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
+    ours, theirs = (make_block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
     whole = whole_model(model, directory, head, None).eval()
     values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
     everything = copy_trained(model, whole, values)

@@ -24,7 +24,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions, evaluations_due
 from zo2adapters.trainers.outlook import LORA_RANK, method_words, plan_of

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
-from zo2adapters.ranges import require_between
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import (
     BlockLayout,
@@ -23,6 +22,7 @@ from zo2core import (
 )
 from zo2core.estimators import EstimatorName
 from zo2core.perturbation import Perturbation
+from zo2core.ranges import require_whole
 
 MOST_QUERIES = 1 << 16
 
@@ -225,7 +225,7 @@ class Optimization(StepSize, Directions):
         Raises:
             OptionError: if a number is out of range, or options cannot be combined.
         """
-        require_between("queries", self.queries, 1, MOST_QUERIES)
+        require_whole("queries", self.queries, 1, MOST_QUERIES)
         self.require_consistent()
         classes, q = self.estimator.classes, self.queries
         kind: Callable[..., Any] = classes.multi_query  # a dataclass

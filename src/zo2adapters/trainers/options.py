@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
@@ -22,9 +21,9 @@ from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunMode
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import OptionError, ZOEstimator
 from zo2core.estimators import EstimatorName
-from zo2core.estimators.inputs import require_positive
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.low_bit import Replay
+from zo2core.ranges import LARGEST, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -59,10 +58,8 @@ def require_eval_split(share: float | None, seed: int, evaluation: Path | None) 
     if share is not None:
         if evaluation is not None:
             raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-        if not 0 < share < 1:
-            expected = "a share between 0 and 1, such as 0.1"
-            raise OptionError("eval_split", found=repr(share), expected=expected, remedy="pass a share in this range")
-    require_between("eval_seed", seed, -LARGEST, LARGEST)
+        require_number("eval_split", share, above=0, below=1, remedy="pass a share such as 0.1")
+    require_whole("eval_seed", seed, -LARGEST, LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +100,10 @@ class Storage(Resources):
         Raises:
             OptionError: naming the option.
         """
-        for option, words, remedy in (
-            ("write_back_every", ", or auto or never", "pass never to write nothing"),
-            ("snapshot_every", "", "leave it out to set no limit"),
-        ):
-            value = getattr(self, option)
-            if isinstance(value, int) and not 1 <= value <= LARGEST:
-                expected = f"a number of steps, at least 1{words}"
-                raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
+        if isinstance(self.write_back_every, int):
+            require_whole("write_back_every", self.write_back_every, 1, otherwise=", or auto or never")
+        if self.snapshot_every is not None:
+            require_whole("snapshot_every", self.snapshot_every, 1)
         for option in ("memory", "device_memory", "activation_memory"):
             value = getattr(self, option)
             if value is not None and (value != "auto" or option == "activation_memory"):
@@ -177,6 +170,11 @@ class RunOptions:
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
 
+    def of_run(self, *, model: str, data: Path, output: Path) -> TrainOptions:
+        """These options, for a run of this model on these rows in this directory."""
+        given = {option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)}
+        return TrainOptions(model=model, data=data, output=output, **given)
+
     @property
     def evaluates(self) -> bool:
         """Whether there are rows to evaluate on."""
@@ -193,11 +191,11 @@ class RunOptions:
         Raises:
             OptionError: naming the option.
         """
-        require_at_least("steps", self.steps, 1)
+        require_whole("steps", self.steps, 1)
         if self.evaluate_every is not None:
-            require_at_least("evaluate_every", self.evaluate_every, 1)
+            require_whole("evaluate_every", self.evaluate_every, 1)
         if self.beta is not None:
-            require_positive("beta", self.beta)
+            require_number("beta", self.beta, above=0)
         if self.keep_best and not self.evaluates:
             raise OptionError(
                 "keep_best",
@@ -206,7 +204,7 @@ class RunOptions:
                 remedy="pass --evaluation or --eval-split, or leave it out",
             )
         require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
-        require_between("samples", self.samples, 0, MOST_ROWS)
+        require_whole("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
         self.rows.require_valid(takes_labels=self.takes_labels)
@@ -238,7 +236,7 @@ class RunOptions:
                 "no snapshots, because only parameters in memory change",
             )
         self.model_options.require_valid()
-        require_between("seed", self.seed, -LARGEST, LARGEST)
+        require_whole("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
         self.storage.require_valid()
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zo2adapters.tasks.registry import is_differentiable
-from zo2adapters.trainers.first_order import FirstOrder, block_update
+from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
+from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.types import shown_bytes
 
 LORA_RANK = 8  # of the adapter that a run of first-order steps is planned with
-_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lomo": "LOMO", "adalomo": "AdaLOMO", "badam": "BAdam"}
 _COMPARED_FROM = 10.0  # seconds of a run; shorter ones need no advice on their cost
 _CLEARLY_LESS = 0.8  # share of a first-order run's memory below which zeroth-order steps are worth a line
 
@@ -49,15 +49,18 @@ def plan_of(inputs: RunInputs) -> RunPlan:
         "steps": options.steps,
         "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
     }
-    method = options.first_order.method
-    if method is not None:
-        weight_decay, further = options.optimization.weight_decay, options.first_order.optimizer_options
-        update = (
-            None
-            if options.model_options.trains_adapter
-            else block_update(method, weight_decay=weight_decay, optimizer_options=further)
-        )
-        return plan_first_order_run(inputs.model, inputs.shapes(), update=update, scratch=options.output, **given)
+    chosen = options.first_order
+    if chosen.method is not None:
+        update = None
+        if not options.model_options.trains_adapter:
+            update = make_block_update(
+                chosen.method,
+                weight_decay=options.optimization.weight_decay,
+                switch_every=chosen.switch_every,
+                options=chosen.optimizer_options,
+            )
+        given |= {"update": update, "scratch": options.output, "streams": chosen.stream_blocks}
+        return plan_first_order_run(inputs.model, inputs.shapes(), **given)
     return plan_run(
         inputs.model,
         inputs.shapes(),
@@ -98,7 +101,7 @@ def method_words(options: TrainOptions) -> str:
     adapter, method = options.model_options.adapter_name, options.first_order.method
     trained = "all parameters" if adapter is None else f"the adapter {adapter}" if options.model_options.adapter else adapter
     if method is not None:
-        return f"{_NAMES[method]} trains {trained}"
+        return f"{OPTIMIZERS[method].title} trains {trained}"
     return f"Zeroth-order steps train {trained}"
 
 

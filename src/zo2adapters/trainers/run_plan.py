@@ -42,7 +42,7 @@ from zo2core.types import aligned, flat_views, shown_bytes
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
 _ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
-_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 100  # seconds of all probes of a forward, unless so many take less
+_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, unless so many take less
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
 # second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.

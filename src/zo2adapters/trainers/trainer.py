@@ -31,7 +31,8 @@ from zo2adapters.trainers.evaluations import (
     shown_steps,
 )
 from zo2adapters.trainers.live_metrics import LiveMetrics
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods.choice import method_of
+from zo2adapters.trainers.methods.run_method import Opening, replayer
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
@@ -50,7 +51,6 @@ from zo2adapters.trainers.run_directory import (
     require_new,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_method import Opening, replayer
 from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.step_bar import StepBar

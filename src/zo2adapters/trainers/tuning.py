@@ -21,10 +21,10 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods.choice import method_of
+from zo2adapters.trainers.methods.run_method import RunMethod
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, replace_file, require_new
-from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.shared_runs import can_share, open_shared_base
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.gguf_model import load_whole
+from zo2adapters.models.gguf.model import load_whole
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel

@@ -1,11 +1,11 @@
-"""Read GGUF files, llama.cpp's checkpoints: first the header, which is checked, then tensors by range, as of safetensors.
+"""Reader of GGUF files, the checkpoints of llama.cpp: headers are read and checked, tensors are read by range.
 
 Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian: ``GGUF``, a version, the numbers of
 tensors and of metadata values; the values, each with a key and a type; for each tensor its name, its sizes (of a row first),
 its type and its offset in the data, which begin at the next multiple of the alignment. A model may be split into files
 named ``NAME-00001-of-0000N.gguf``, each with a header of its own; the first has the metadata.
 
-Nothing that a header claims is believed before it is compared with the file's size. Long values stay in the file.
+Each size in a header is compared with the size of the file before it is used. Long values stay in the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEY_BYTES = (1 << 16) - 1  # of a metadata key, the format's own limit
 _NAME_BYTES = 1 << 10  # of a tensor's name; llama.cpp writes at most 63
 _SHORT = 1 << 16  # bytes of a string that is kept in memory; longer ones stay in the file
 _MOST_VALUES, _MOST_TENSORS, _MOST_FILES = 1 << 12, 1 << 16, 1 << 10  # far above those of any model
-_MOST_SIZES = 4  # axes of a tensor, ggml's limit
+_MOST_AXES = 4  # axes of a tensor, ggml's limit
 _LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -83,7 +83,7 @@ class GGUFFile:
     """A GGUF model's metadata and tensors.
 
     Args:
-        path: The file, of several the first.
+        path: The file; the first one of a split model.
         metadata: Values by key.
         kinds: The numbers of the values' types by key.
         tensors: Location of each tensor by its name in the file, in the order of the headers. Shapes are torch's, rows
@@ -96,10 +96,10 @@ class GGUFFile:
     tensors: Mapping[str, TensorEntry]
 
     def text(self, key: str) -> str | None:
-        """A string of the metadata, wherever it is; None if there is none.
+        """A string of the metadata, from memory or from the file; None if there is no such key.
 
         Raises:
-            CheckpointError: if the value is none, or cannot be read.
+            CheckpointError: if the value is not a string, or cannot be read.
         """
         value = self.metadata.get(key)
         if value is None or isinstance(value, str):
@@ -114,7 +114,7 @@ class GGUFFile:
         """Yield the elements of an array of the metadata; none if there is no such key.
 
         Raises:
-            CheckpointError: if the value is no array, or cannot be read.
+            CheckpointError: if the value is not an array, or cannot be read.
         """
         value = self.metadata.get(key)
         if value is None:
@@ -133,14 +133,16 @@ def is_gguf(path: Path | str) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read and check the header of a GGUF file and, if its model is split, those of its other files. Data are not read.
+    """Read and check the header of a GGUF file and, if its model is split, the headers of its other files.
+
+    The data of tensors are not read.
 
     Args:
-        path: The file, of a split model the first one.
+        path: The file; the first one of a split model.
 
     Raises:
-        CheckpointError: if a file is missing, truncated or malformed, or the path is that of another file than the first.
-        UnsupportedModelError: for a version or a type of tensors that is not known.
+        CheckpointError: if a file is missing, truncated or malformed, or the path is not that of the first file.
+        UnsupportedModelError: for an unknown version, or an unknown type of tensors.
     """
     first = _read_file(path)
     count = first.metadata.get("split.count", 1)
@@ -174,7 +176,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """Reads a file from front to back, and nothing behind its end."""
+    """Reads a file from its start to its end; lengths beyond the end are refused."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -208,7 +210,7 @@ class _Cursor:
 
 
 class _opened:  # noqa: N801 - used as a function
-    """A context with a cursor on a file. What the system refuses is a ``CheckpointError``."""
+    """A context with a cursor on a file. Errors of the system become ``CheckpointError``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -264,7 +266,7 @@ def _read_file(path: Path) -> GGUFFile:
 
 
 def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int) -> dict[str, TensorEntry]:
-    """Check where tensors lie, of which ``start`` says where their data begin, and give them their places in the file."""
+    """Check the offsets of tensors, which count from ``start``, and return entries that count from the file's beginning."""
     placed: dict[str, TensorEntry] = {}
     for entry in entries:
         where = f"{path}: {entry.name}"
@@ -287,11 +289,11 @@ def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, align
 
 
 def _tensor(cursor: _Cursor) -> TensorEntry:
-    """Read what the header says of a tensor. Its start is counted from the beginning of the data."""
+    """Read the header's entry of a tensor. Its ``start`` counts from the beginning of the data."""
     name = _string(cursor, "a tensor's name", _NAME_BYTES)
     where, axes = f"{cursor.path}: {name}", cursor.integer("I")
-    if not 1 <= axes <= _MOST_SIZES:
-        raise _malformed(where, f"{axes} axes", f"1 to {_MOST_SIZES}")
+    if not 1 <= axes <= _MOST_AXES:
+        raise _malformed(where, f"{axes} axes", f"1 to {_MOST_AXES}")
     shape = tuple(reversed([cursor.integer() for _ in range(axes)]))
     number, offset = cursor.integer("I"), cursor.integer()
     kind = _TYPES.get(number, f"type {number}")
@@ -310,7 +312,7 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Value:
-    """Read a metadata value, or pass over one that stays in the file."""
+    """Read a metadata value, or skip one that stays in the file."""
     if kind in _SCALARS:
         return cursor.scalar(_SCALARS[kind])
     if kind == _STRING:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.estimators.inputs import require_positive
 from zo2core.estimators.wrapper import EstimatorWrapper
+from zo2core.ranges import require_number
 from zo2core.types import Evaluation, Update
 
 WINDOW = 50  # steps of the running median
@@ -41,14 +41,9 @@ class Clipped(EstimatorWrapper):
 
     def __post_init__(self) -> None:
         if self.value is not None:
-            require_positive("clip_grad", self.value)
-        if self.medians is not None and not (math.isfinite(self.medians) and self.medians >= 1):
-            raise OptionError(
-                "clip_median",
-                found=repr(self.medians),
-                expected="a finite number of at least 1: with a smaller one the median would shrink to 0",
-                remedy="choose `clip_median` such as 3",
-            )
+            require_number("clip_grad", self.value, above=0)
+        if self.medians is not None:  # with a smaller one the median would shrink to 0
+            require_number("clip_median", self.medians, least=1, remedy="choose `clip_median` such as 3")
         if self.value is None and self.medians is None:
             raise OptionError("clipping", found="no bound", expected="value or medians", remedy="pass one of the two")
 

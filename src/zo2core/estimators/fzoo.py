@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.inputs import describe_lr, distinct, require_positive, require_query_count, require_weight_decay
+from zo2core.estimators.inputs import describe_lr, distinct
+from zo2core.ranges import require_number, require_whole
 from zo2core.types import Distribution, Evaluation, Update
 
 # Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by zo_eps, as a gradient
@@ -47,6 +48,7 @@ class FZOO:
     perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
     distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
     least_queries: ClassVar[int] = 2  # one direction has no standard deviation
+    is_two_sided: ClassVar[bool] = False
 
     lr: float | Callable[[int], float]
     zo_eps: float
@@ -55,10 +57,10 @@ class FZOO:
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            require_positive("lr", self.lr)
-        require_positive("zo_eps", self.zo_eps)
-        require_weight_decay(self.weight_decay)
-        require_query_count(self.q, least=self.least_queries)
+            require_number("lr", self.lr, above=0)
+        require_number("zo_eps", self.zo_eps, above=0)
+        require_number("weight_decay", self.weight_decay, least=0)
+        require_whole("q", self.q, self.least_queries)
 
     @staticmethod
     def forwards(queries: int) -> int:

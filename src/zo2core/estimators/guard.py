@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import DivergenceError, OptionError, ZO2Warning
+from zo2core.errors import DivergenceError, ZO2Warning
 from zo2core.estimators.run_health import MOST_MOVED, RECENT, RunHealth, best_step, drift, is_refused, outlier, squared_move
 from zo2core.estimators.wrapper import EstimatorWrapper
+from zo2core.ranges import require_number, require_whole
 from zo2core.types import Evaluation, Update
 
 
@@ -35,12 +36,9 @@ class GuardPolicy:
     refusals: int = 5
 
     def __post_init__(self) -> None:
-        if type(self.window) is not int or self.window < RECENT:
-            raise _out_of_range("window", self.window, f"a whole number of at least {RECENT}")
-        if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise _out_of_range("factor", self.factor, "a finite number of at least 1")
-        if type(self.refusals) is not int or not 1 <= self.refusals <= RECENT:
-            raise _out_of_range("refusals", self.refusals, f"a whole number from 1 to {RECENT}")
+        require_whole("guard.window", self.window, RECENT)
+        require_number("guard.factor", self.factor, least=1)
+        require_whole("guard.refusals", self.refusals, 1, RECENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,3 @@ def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> D
         remedy=f"branch the journal at step {best}, the best so far, and continue with a lower `lr`; the step was not taken",
         best_step=best,
     )
-
-
-def _out_of_range(name: str, value: object, expected: str) -> OptionError:
-    return OptionError(f"guard.{name}", found=repr(value), expected=expected, remedy="leave it out for the default")

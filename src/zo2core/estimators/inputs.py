@@ -1,66 +1,14 @@
-"""Inputs of estimators: checks of numbers, learning rates, seeds of directions and their distribution."""
+"""Inputs of estimators: learning rates, seeds of directions and their distribution."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 
 from zo2core.errors import OptionError
 from zo2core.protocols import CounterNoise, NoiseGenerator, ZOEstimator
-
-
-def require_positive(name: str, value: float) -> None:
-    """Refuse a number that is not positive and finite.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not (math.isfinite(value) and value > 0):
-        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose `{name}` > 0")
-
-
-def require_scheduled_lr(name: str, value: float) -> None:
-    """Refuse a learning rate of a schedule that is negative or not finite.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not (math.isfinite(value) and value >= 0):
-        raise OptionError(
-            name,
-            found=repr(value),
-            expected="a finite number of at least 0",
-            remedy="correct the learning rate schedule",
-        )
-
-
-def require_weight_decay(value: float) -> None:
-    """Refuse a weight decay that is negative or not finite.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not (math.isfinite(value) and value >= 0):
-        raise OptionError(
-            "weight_decay",
-            found=repr(value),
-            expected="a finite number of at least 0",
-            remedy="pass 0 for no weight decay",
-        )
-
-
-def require_query_count(q: int, *, least: int) -> None:
-    """Refuse a number of directions that is too small or not an integer.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not isinstance(q, int) or q < least:
-        raise OptionError(
-            "q", found=repr(q), expected=f"a whole number of at least {least}", remedy=f"choose `q` >= {least}"
-        )
+from zo2core.ranges import require_number
 
 
 def learning_rate(estimator: ZOEstimator, step: int) -> float:
@@ -71,10 +19,10 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
     """
     if callable(estimator.lr):
         value = estimator.lr(step)
-        require_scheduled_lr(f"lr at step {step}", value)
+        require_number(f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule")
     else:
         value = estimator.lr
-        require_positive("lr", value)
+        require_number("lr", value, above=0)
     return float(value)
 
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.inputs import describe_lr, require_positive, require_weight_decay
+from zo2core.estimators.inputs import describe_lr
+from zo2core.ranges import require_number
 from zo2core.types import Distribution, Evaluation, Update
 
 
@@ -31,6 +32,7 @@ class MeZOSGD:
     name: ClassVar[str] = "mezo-sgd"
     distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
     least_queries: ClassVar[int] = 1
+    is_two_sided: ClassVar[bool] = True  # losses come in pairs, of both sides of a direction
 
     lr: float | Callable[[int], float]
     zo_eps: float
@@ -39,9 +41,9 @@ class MeZOSGD:
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            require_positive("lr", self.lr)
-        require_positive("zo_eps", self.zo_eps)
-        require_weight_decay(self.weight_decay)
+            require_number("lr", self.lr, above=0)
+        require_number("zo_eps", self.zo_eps, above=0)
+        require_number("weight_decay", self.weight_decay, least=0)
 
     @staticmethod
     def forwards(queries: int) -> int:

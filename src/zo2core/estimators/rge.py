@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.inputs import distinct, require_query_count
+from zo2core.estimators.inputs import distinct
 from zo2core.estimators.mezo import MeZOSGD
+from zo2core.ranges import require_whole
 from zo2core.types import Evaluation, Update
 
 
@@ -38,7 +39,7 @@ class MultiQueryRGE(MeZOSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_query_count(self.q, least=self.least_queries)
+        require_whole("q", self.q, self.least_queries)
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""The blocks of GGUF files, decoded by torch operations: the reference of gguf.c, and what runs on devices.
+"""Decoding of the blocks of GGUF files with torch operations: the reference of gguf.c, and the code that runs on devices.
 
-Operations are those of llama.cpp's gguf package, in its order, so that the bits are, too. NaNs are NaNs, with any payload.
+The operations and their order are those of llama.cpp's gguf package, so the bits are equal. NaNs may have another payload.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from zo2core.types import GGUF_BLOCKS, GGUFRows
 
 
 def decode_rows(encoding: GGUFRows, codes: torch.Tensor) -> torch.Tensor:
-    """Decode rows, which stay in the order in which they are stored.
+    """Decode rows, in the order in which they are stored.
 
     Args:
         encoding: The matrix's encoding.
@@ -26,7 +26,7 @@ def decode_rows(encoding: GGUFRows, codes: torch.Tensor) -> torch.Tensor:
 
 
 def row_order(encoding: GGUFRows, rows: int, device: torch.device) -> torch.Tensor:
-    """The row of the matrix that each stored row is."""
+    """For each stored row, its index in the matrix: int64, (rows,)."""
     order = torch.arange(rows, device=device)
     return order if encoding.heads == 0 else order.view(encoding.heads, 2, -1).transpose(1, 2).reshape(-1)
 
@@ -37,14 +37,14 @@ def _numbers(blocks: torch.Tensor, start: int, stop: int, dtype: torch.dtype = t
 
 
 def _shifted(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Codes of so many bits: of each ``group`` bytes first the lowest bits of all, then the next. (blocks, codes)."""
+    """Unpack codes of some bits, (blocks, codes): from each group of bytes first the lowest bits of all, then the next."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     parts = codes.reshape(len(codes), -1, 1, group) >> shifts[:, None]
     return (parts & ((1 << bits) - 1)).reshape(len(codes), -1)
 
 
 def _scaled(scales: torch.Tensor, codes: torch.Tensor, least: torch.Tensor | None = None) -> torch.Tensor:
-    """Each group of a block's codes times its scale, less its minimum."""
+    """Multiply each group of a block's codes by its scale, and subtract its minimum."""
     weights = scales[:, :, None] * codes.view(*scales.shape, -1).float()
     return (weights if least is None else weights - least[:, :, None]).view(len(codes), -1)
 
@@ -84,12 +84,12 @@ def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     low, high = _shifted(blocks[:, 96:104], 4, 8), _shifted(blocks[:, 104:108], 2, 4)
     scales = _numbers(blocks, 108, 110) * ((low | high << 4).to(torch.int8) - 32).float()
-    missing = (_shifted(blocks[:, :32], 1, 32) ^ 1) << 2  # a bit that is set stands for no 4 to subtract
+    missing = (_shifted(blocks[:, :32], 1, 32) ^ 1) << 2  # 4 is subtracted where the bit is not set
     return _scaled(scales, _shifted(blocks[:, 32:96], 2, 32).to(torch.int8) - missing.to(torch.int8))
 
 
 def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the minimum of each group of 32."""
+    """The scales and the minima of the groups of 32 codes, 6 bits each."""
     first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     codes = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
     least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)

@@ -1,8 +1,11 @@
-"""Optimizers whose step comes apart into segments: each changes a segment's weights as soon as their gradients are there."""
+"""Optimizers that change one segment at a time, as soon as the gradients of that segment are computed."""
 
 from zo2core.optimizers.adalomo import AdaLOMO as AdaLOMO
 from zo2core.optimizers.badam import BAdam as BAdam
 from zo2core.optimizers.lomo import LOMO as LOMO
+from zo2core.optimizers.registry import OPTIMIZERS as OPTIMIZERS
+from zo2core.optimizers.registry import OptimizerName as OptimizerName
+from zo2core.optimizers.registry import make_block_update as make_block_update
 from zo2core.optimizers.torch_optimizer import OptimizerFactory as OptimizerFactory
 from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer
 from zo2core.optimizers.torch_optimizer import copied_state as copied_state

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
-from zo2core.optimizers.ranges import require_at_least_zero
+from zo2core.ranges import require_number
 from zo2core.types import BlockLayout, trained, widened
 
 _FLOAT32 = torch.float32.itemsize
@@ -27,7 +26,7 @@ class AdaLOMO:
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
-        eps: Added to squared gradients, and the least root mean square of a parameter that its rate is scaled by.
+        eps: Term added to squared gradients; and the least root mean square by which a parameter's rate is scaled.
         clip_threshold: Largest root mean square of an update.
         decay_rate: Exponent of the running means' decay.
 
@@ -42,16 +41,14 @@ class AdaLOMO:
     _moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_at_least_zero("weight_decay", self.weight_decay)
+        require_number("weight_decay", self.weight_decay, least=0)
         for value in self.eps:
-            require_at_least_zero("eps", value)
-        if not self.clip_threshold > 0:
-            found, expected = repr(self.clip_threshold), "a number above 0"
-            raise OptionError("clip_threshold", found=found, expected=expected, remedy="pass such a number")
+            require_number("eps", value, least=0)
+        require_number("clip_threshold", self.clip_threshold, above=0)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         options = asdict(self)
         del options["_moments"]
         return {"name": "adalomo", **options, "eps": list(self.eps)}
@@ -88,7 +85,7 @@ class AdaLOMO:
                 weights[name].copy_(theta)
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float) -> torch.Tensor:
-        """Take a gradient into its parameter's moments, and divide it by their root."""
+        """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
         squares = gradient**2 + self.eps[0]
         if gradient.dim() < 2:
             moments = self._moments.setdefault(name, {"squares": torch.zeros_like(gradient)})
@@ -103,7 +100,7 @@ class AdaLOMO:
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
 
     def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """Of each matrix one row and one column in float32; of a vector as much as it has elements. See the contract."""
+        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
         elements = 0
         for spec in trained(layouts):
             rows_and_columns = sum(spec.shape[-2:]) * math.prod(spec.shape[:-2])

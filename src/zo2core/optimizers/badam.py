@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.optimizers.torch_optimizer import ADAM_COPIES, OptimizerFactory, TorchOptimizer, make_optimizer
+from zo2core.ranges import require_whole
 from zo2core.types import HALVES, MAX_SEED, BlockLayout, widened
 
 
 class BAdam:
-    """Trains one segment for a number of steps, then another one: all once in each epoch, in an order drawn for it.
+    """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
-    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained, in which the
-    optimizer works; after each step they are that copy, rounded.
+    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
+    changes the copy, which is rounded into the weights after each step.
 
     Args:
         factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The rate of each step
             replaces the factory's.
         every: Steps for which a segment is trained.
         seed: Decides the order of segments.
-        options: The optimizer with its options, as JSON values, for the journal.
-        state_copies: How many times the size of a float32 parameter its state has, for the memory plan.
+        options: Name and options of the optimizer, as JSON values, for the journal.
+        state_copies: Size of a parameter's state as a multiple of the float32 parameter's, for the memory plan.
 
     Raises:
         OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer, or the optimizer's step
@@ -40,23 +40,21 @@ class BAdam:
         options: Mapping[str, Any] | None = None,
         state_copies: int = ADAM_COPIES,
     ) -> None:
-        for option, value, least in (("every", every, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or not least <= value <= MAX_SEED:
-                expected = f"a whole number of at least {least}"
-                raise OptionError(option, found=repr(value), expected=expected, remedy="pass such a number")
+        require_whole("every", every, 1)
+        require_whole("seed", seed, 0, MAX_SEED)
         self._name = type(make_optimizer(factory, [torch.nn.Parameter(torch.empty(0))])).__name__
         self._factory = factory
         self._every = every
         self._seed = seed
         self._options = {"name": "badam", "optimizer": self._name} if options is None else options
         self._state_copies = state_copies
-        self._period = -1  # number of the segment's turn, of which the state is; -1 before the first step
+        self._period = -1  # turn that the state belongs to; -1 before the first step
         self._optimizer = TorchOptimizer(factory)
         self._masters: dict[str, torch.Tensor] = {}  # float32 copies of the segment's 16-bit weights, by name
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return {**self._options, "switch_every": self._every, "switch_seed": self._seed}
 
     @property
@@ -66,7 +64,7 @@ class BAdam:
 
     @property
     def every(self) -> int:
-        """Steps for which a segment is trained. After a multiple of them nothing is kept from step to step."""
+        """Steps for which a segment is trained. After each turn the optimizer has no state."""
         return self._every
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zo2core.optimizers.ranges import require_at_least_zero
+from zo2core.ranges import require_number
 from zo2core.types import BlockLayout, widened
 
 
@@ -28,11 +28,11 @@ class LOMO:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        require_at_least_zero("weight_decay", self.weight_decay)
+        require_number("weight_decay", self.weight_decay, least=0)
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
 
     @property

@@ -1,4 +1,4 @@
-"""Any ``torch.optim`` optimizer whose state is a parameter's own, one segment at a time, with its state in host memory."""
+"""Any ``torch.optim`` optimizer with a state for each parameter, one segment at a time. The state is in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zo2core.errors import OptionError
 from zo2core.types import BlockLayout, trained
 
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
-ADAM_COPIES = 2  # of each parameter: its two moments; no common optimizer keeps more
+ADAM_COPIES = 2  # sizes of a parameter: its two moments; no common optimizer keeps more
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
@@ -51,8 +51,8 @@ class TorchOptimizer:
     Args:
         factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5, fused=True)``. The learning rate
             of each step replaces the factory's.
-        options: The optimizer with its options, as JSON values, for the journal.
-        state_copies: How many times the size of a parameter its state has, for the memory plan.
+        options: Name and options of the optimizer, as JSON values, for the journal.
+        state_copies: Size of a parameter's state as a multiple of the parameter's, for the memory plan.
 
     Raises:
         OptionError: if the factory returns no optimizer, or the optimizer's step needs a closure.
@@ -70,7 +70,7 @@ class TorchOptimizer:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The optimizer with its options. See the contract."""
+        """Name and options. See the contract."""
         return self._options
 
     @property
@@ -105,7 +105,7 @@ class TorchOptimizer:
             parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
     def _of(self, segment: int, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, nn.Parameter], Any]:
-        """A segment's parameters and their optimizer, made at its first step."""
+        """A segment's parameters and their optimizer, which are made at the segment's first step."""
         if segment not in self._segments:
             parameters = {name: nn.Parameter(torch.empty(0, dtype=weight.dtype)) for name, weight in weights.items()}
             optimizer = self._factory(list(parameters.values()))

@@ -11,6 +11,7 @@ from zo2core.errors import JournalError, OptionError, UnsupportedModelError
 from zo2core.journal import Journal
 from zo2core.perturbation.stacked_model import StackedModel
 from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.ranges import require_whole
 from zo2core.types import trained
 
 _KIND = "beside-activations"
@@ -50,18 +51,10 @@ class LowRankPerturbation:
     stack: int | None = None
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("rank", self.rank),
-            ("period", self.period),
-            ("stack", 1 if self.stack is None else self.stack),
-        ):
-            if type(value) is not int or value < 1:
-                raise OptionError(
-                    f"perturbation.{option}",
-                    found=repr(value),
-                    expected="a whole number of at least 1",
-                    remedy="pass a number of at least 1",
-                )
+        require_whole("perturbation.rank", self.rank, 1)
+        require_whole("perturbation.period", self.period, 1)
+        if self.stack is not None:
+            require_whole("perturbation.stack", self.stack, 1)
 
     @property
     def options(self) -> Mapping[str, Any]:

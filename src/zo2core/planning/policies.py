@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.protocols import NoiseGenerator
+from zo2core.ranges import require_number, require_whole
 from zo2core.types import BlockLayout
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations by default
@@ -151,21 +151,10 @@ class WriteBackPolicy:
         return None if self.terabytes_per_1000_steps is None else self.terabytes_per_1000_steps * 1e9
 
     def __post_init__(self) -> None:
-        limit = self.terabytes_per_1000_steps
-        if limit is not None and not (type(limit) in (int, float) and 0 < limit < math.inf):
-            raise OptionError(
-                "write_back.terabytes_per_1000_steps",
-                found=repr(limit),
-                expected="a number above 0, or None for no limit",
-                remedy="pass a limit above 0; every=None writes nothing",
-            )
-        for option, value in (("every", self.every), ("snapshot_every", self.snapshot_every)):
-            if value is None or (option == "every" and value == "auto"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise OptionError(
-                    f"write_back.{option}",
-                    found=repr(value),
-                    expected="a whole number of at least 1" + (", 'auto' or None" if option == "every" else " or None"),
-                    remedy="pass a number of at least 1",
-                )
+        limit, remedy = self.terabytes_per_1000_steps, "pass a limit above 0; every=None writes nothing"
+        if limit is not None:
+            require_number("write_back.terabytes_per_1000_steps", limit, above=0, remedy=remedy)
+        if self.every not in (None, "auto"):
+            require_whole("write_back.every", self.every, 1, otherwise=", 'auto' or None")
+        if self.snapshot_every is not None:
+            require_whole("write_back.snapshot_every", self.snapshot_every, 1, otherwise=", or None")

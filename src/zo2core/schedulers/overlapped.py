@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline, now
 from zo2core.protocols import BlockSource, Device, Store, Transfer, Visitor, Wait
+from zo2core.ranges import require_whole
 from zo2core.schedulers.upcoming import upcoming
 from zo2core.types import Bucket, Event, Lane
 
@@ -122,10 +122,7 @@ class OverlappedScheduler:
         self._timeline = Timeline() if timeline is None else timeline
         self._layouts = source.layouts
         blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
-        if not 0 <= kept <= len(blocks):
-            raise OptionError(
-                "kept", found=repr(kept), expected=f"0 to {len(blocks)} blocks", remedy="pass a value in this range"
-            )
+        require_whole("kept", kept, 0, len(blocks))
         staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(blocks, kept)
         self._free: deque[_Slot] = deque()  # free slots of blocks that do not stay
         self._own: dict[int, _Slot] = {}  # slots of segments that stay

@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
+from zo2core.ranges import require_whole
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, portions
 from zo2core.sources.reading_order import NEVER, READ_AHEAD
@@ -101,8 +101,7 @@ class StreamedSource(SegmentSource):
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        if buckets < 1:
-            raise OptionError("buckets", found=repr(buckets), expected="at least 1", remedy="leave it at its default")
+        require_whole("buckets", buckets, 1)
         super().__init__(
             weights,
             layouts,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zo2core.errors import BatchError, OptionError
+from zo2core.errors import BatchError
+from zo2core.ranges import require_whole
 from zo2core.types import Batch, RowGroup, require_tensors
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
@@ -39,10 +40,8 @@ def require_rows(rows: int | None) -> None:
     Raises:
         OptionError: if the number is less than 1.
     """
-    if rows is not None and rows < 1:
-        raise OptionError(
-            "micro_batch_size", found=repr(rows), expected="at least 1", remedy="leave it out to run batches whole"
-        )
+    if rows is not None:
+        require_whole("micro_batch_size", rows, 1)
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:

@@ -19,6 +19,7 @@ from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
+from zo2core.ranges import require_number
 from zo2core.types import Batch, BlockLayout, Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent_worker
 from zo2core.workers.journal_sync import require_agreement, sync_journals
@@ -81,8 +82,8 @@ class Workers:
 
     def __init__(self, exchange: Exchange, *, split: str = "auto", deadline: float | None = None) -> None:
         require_split(split)
-        if deadline is not None and not 0 <= deadline < float("inf"):
-            raise OptionError("deadline", found=repr(deadline), expected="seconds, at least 0", remedy="leave it out")
+        if deadline is not None:
+            require_number("deadline", deadline, least=0, remedy="pass such a number of seconds, or leave it out")
         self._exchange = exchange
         self.split = split
         self._deadline = deadline

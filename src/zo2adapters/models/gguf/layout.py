@@ -1,4 +1,4 @@
-"""How llama.cpp names and orders a model's tensors, as transformers' reader of GGUF files knows it, in both directions."""
+"""The names and the order of rows that llama.cpp gives a model's tensors, by transformers' reader of GGUF files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # llama.cpp's names of what is tested
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # by llama.cpp's names; all are tested
 GGUF_EXTRA = "zo2core[gguf]"
+ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
 
 
 class LlamaCppLayout:
     """Names, order of rows and values of a model's tensors in GGUF files.
 
     Args:
-        architecture: llama.cpp's name of the architecture, one of ``ARCHITECTURES``.
+        architecture: llama.cpp's name of the architecture, one of ``GGUF_ARCHITECTURES``.
         config: The model's config.
     """
 
@@ -39,7 +40,7 @@ class LlamaCppLayout:
         return kind(config=self._config.to_dict())
 
     def names(self, parameters: Iterable[str]) -> dict[str, str]:
-        """A model's names of parameters by llama.cpp's, of those that llama.cpp has.
+        """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out.
 
         Args:
             parameters: Names in the model.
@@ -55,14 +56,14 @@ class LlamaCppLayout:
         return names
 
     def heads(self, name: str, shape: tuple[int, ...]) -> int:
-        """Heads whose rows are stored in pairs; 0 for vectors, and if the rows of a matrix are in the model's order.
+        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in the model's order.
 
         Args:
             name: llama.cpp's name of the tensor.
             shape: The tensor's shape.
 
         Raises:
-            UnsupportedModelError: if transformers' reader does anything else to the matrix.
+            UnsupportedModelError: if transformers' reader changes the matrix in another way.
         """
         if len(shape) != 2:
             return 0
@@ -83,33 +84,33 @@ class LlamaCppLayout:
         )
 
     def changes(self, name: str, length: int) -> bool:
-        """Whether a vector's values in a file are not those in the model."""
+        """Whether a vector has other values in the file than in the model."""
         probe = torch.arange(length, dtype=torch.float32)
         return not self.read(name, probe).equal(probe)
 
     def read(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """A vector's values in the model, of those in a file, float32."""
+        """Convert a vector from the file's values to the model's: float32."""
         processed = self._processed(name, stored.numpy().copy()).weights
         return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
 
     def _processed(self, name: str, values: Any) -> Any:
-        """What transformers' reader makes of a tensor.
+        """The tensor as transformers' reader converts it.
 
         Raises:
-            CheckpointError: if its shape does not go with the config.
+            CheckpointError: if its shape does not fit the config.
         """
         try:
             return self._processor.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:
             raise CheckpointError(
                 name,
-                found=f"{len(values)} rows, and metadata that do not go with them ({error})",
+                found=f"{len(values)} rows, which do not fit the metadata ({error})",
                 expected="as many rows as the heads of the metadata have",
                 remedy="download the file again",
             ) from error
 
     def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        """A tensor's values in a file, of those in the model, float32: the inverse of what reading does."""
+        """Convert a tensor from the model's values to the file's, float32: the inverse of reading."""
         if len(weights.shape) == 2:
             heads = self.heads(name, tuple(weights.shape))
             return weights[_order(len(weights), heads)] if heads else weights
@@ -122,5 +123,5 @@ class LlamaCppLayout:
 
 
 def _order(rows: int, heads: int) -> torch.Tensor:
-    """The row of the model that each stored row is."""
+    """For each stored row, its index in the model's matrix."""
     return row_order(GGUFRows("F32", heads), rows, torch.device("cpu"))

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.gguf_layout import ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
+from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
@@ -28,15 +28,14 @@ from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, Store
 from zo2core.types import GGUFRows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
-_LARGE_GEMMA2 = 46  # layers of the Gemma 2 whose attention is scaled otherwise, as llama.cpp knows by this number
+_LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
 
 
 class GGUFModel:
-    """What a GGUF file says of its model, before the model is built.
+    """The config and the tensors of a model in a GGUF file, before the model is built.
 
     Args:
-        path: The file, of a split model the first one.
+        path: The file; the first one of a split model.
 
     Raises:
         CheckpointError: if a file is missing or malformed.
@@ -50,8 +49,8 @@ class GGUFModel:
         self.where = self.described_in = path
         self.file = read_gguf(path)
         self._architecture = str(self.file.metadata.get("general.architecture"))
-        if self._architecture not in ARCHITECTURES:
-            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(ARCHITECTURES)}")
+        if self._architecture not in GGUF_ARCHITECTURES:
+            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(GGUF_ARCHITECTURES)}")
         optional_package("gguf", install=GGUF_EXTRA)
         self._require_known_settings()
         self.config = self._read_config()
@@ -88,7 +87,7 @@ class GGUFModel:
         plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
         self._processed: dict[str, TensorEntry] = {}
         for entry in self.file.tensors.values():
-            if entry.name == _ROTARY_FACTORS:
+            if entry.name == ROTARY_FACTORS:
                 continue
             if entry.name not in names:
                 raise CheckpointError(
@@ -139,13 +138,13 @@ class GGUFModel:
             ) from error
         config.tie_word_embeddings = "output.weight" not in self.file.tensors  # transformers saw no tensors
         config.name_or_path = ""
-        factors = self.file.tensors.get(_ROTARY_FACTORS)
+        factors = self.file.tensors.get(ROTARY_FACTORS)
         if factors is not None:
             config.rope_parameters = self._scaled_rotary(config, factors)
         return config
 
     def _require_known_settings(self) -> None:
-        """Refuse settings that change the model's forward, and that transformers' reader passes over."""
+        """Refuse settings that change the model's forward and that transformers' reader ignores."""
         metadata, architecture = self.file.metadata, self._architecture
         scaling, factor = (metadata.get(f"{architecture}.rope.scaling.{key}") for key in ("type", "factor"))
         if scaling not in (None, "none") or factor not in (None, 0.0, 1.0):
@@ -169,7 +168,7 @@ class GGUFModel:
             )
 
     def _scaled_rotary(self, config: PretrainedConfig, entry: TensorEntry) -> dict[str, Any]:
-        """The rotary settings that have these factors: those of Llama 3.1 and 3.2, whose files have nothing else of them."""
+        """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files have only the factors."""
         plain = dict(config.rope_parameters or {})
         values = torch.empty(entry.shape[0])
         with contextlib.closing(SafetensorsReader({"factors": entry})) as reader:
@@ -192,7 +191,7 @@ class GGUFModel:
             if torch.allclose(found * values, base, rtol=1e-5, atol=0.0):
                 return scaled
         raise self._refused(
-            f"{_ROTARY_FACTORS} of other factors than Llama 3.1's", "rotary tables that follow from the config"
+            f"{ROTARY_FACTORS} of other factors than Llama 3.1's", "rotary tables that follow from the config"
         )
 
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
@@ -201,9 +200,9 @@ class GGUFModel:
 
 
 def _excerpt(file: GGUFFile) -> bytes:
-    """A GGUF file of the single values of another one's metadata, and of the vocabulary's size.
+    """The bytes of a GGUF file that has the numbers and short texts of another file's metadata, and the vocabulary's size.
 
-    Transformers takes seconds to read a vocabulary, which says nothing of the config beside its size.
+    Transformers takes seconds to read a whole vocabulary, and the config needs only its size.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     values: dict[str, Scalar | str] = {}
@@ -215,7 +214,7 @@ def _excerpt(file: GGUFFile) -> bytes:
 
 
 def _coded(value: Scalar | str) -> bytes:
-    """The number of a value's type, and the value, as GGUF has them."""
+    """A value in GGUF's encoding, after the number of its type."""
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, bool):
@@ -229,12 +228,12 @@ def _text(value: str) -> bytes:
 
 
 class _GGUFReader:
-    """Reads parameters as ``SafetensorsReader``, but for some vectors whose values are computed of those in the file.
+    """Reads parameters as ``SafetensorsReader`` does, and converts some vectors from the file's values to the model's.
 
     Args:
         base: Reads the file.
-        vectors: The vectors to compute, by parameter.
-        layout: Computes them, of float32 values.
+        vectors: The vectors to convert, by parameter.
+        layout: Converts them.
     """
 
     def __init__(self, base: SafetensorsReader, vectors: Mapping[str, TensorEntry], layout: LlamaCppLayout) -> None:
@@ -245,11 +244,11 @@ class _GGUFReader:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of what is in the file."""
+        """Fingerprint of the file."""
         return self._base.fingerprint
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """None for what is computed. See the contract."""
+        """None for converted vectors. See the contract."""
         return None if spec.name in self._vectors else self._base.page_offset(spec)
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
@@ -288,7 +287,7 @@ class _Companions(Mapping[str, Path | bytes]):
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def isolated(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A directory that holds a link to a GGUF file and nothing else, and the further arguments of ``from_pretrained``.
 
     Transformers would read other files beside it, too, such as a tokenizer's config.
@@ -300,7 +299,7 @@ def alone(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> Any:
-    """The model of a directory or a GGUF file, whole and decoded, as transformers loads it.
+    """Load the whole model of a directory or a GGUF file with transformers, decoded.
 
     Args:
         auto_class: One of transformers' auto classes.
@@ -308,7 +307,7 @@ def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> 
         dtype: The weights' dtype.
     """
     with contextlib.ExitStack() as stack:
-        directory, options = stack.enter_context(alone(path)) if is_gguf(path) else (path, {})
+        directory, options = stack.enter_context(isolated(path)) if is_gguf(path) else (path, {})
         return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False, **options)
 
 
@@ -316,9 +315,9 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF file describes, by transformers' own reader.
 
     Raises:
-        Exception: of any kind, as transformers raises them for what it cannot read.
+        Exception: of any kind, if transformers cannot read it.
     """
-    with alone(path) as (directory, options):
+    with isolated(path) as (directory, options):
         # The auto class reads the vocabulary twice, once for a config that decides nothing here.
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
     return tokenizer

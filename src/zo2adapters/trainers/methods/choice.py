@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from zo2adapters.trainers.first_order_run import FirstOrderRun
-from zo2adapters.trainers.full_run import FullRun
+from zo2adapters.trainers.methods.first_order_run import FirstOrderRun
+from zo2adapters.trainers.methods.full_run import FullRun
+from zo2adapters.trainers.methods.run_method import RunMethod
+from zo2adapters.trainers.methods.streamed_turns_run import StreamedTurnsRun
+from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.shared_runs import require_shareable
-from zo2adapters.trainers.streamed_turns_run import StreamedTurnsRun
-from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 from zo2core import SharedBase
 
 

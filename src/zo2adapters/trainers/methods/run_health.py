@@ -8,7 +8,6 @@ from statistics import fmean, median
 
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DivergenceError, StepResult, Update, ZO2Error
-from zo2core.estimators import EstimatorName
 from zo2core.estimators.run_health import best_step
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change
@@ -80,10 +79,10 @@ def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
     """Warning that all steps of the run together can hardly lower the loss; None if they can.
 
     To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr * g`` times the slope there.
-    The slope is computed from the losses, since g may have been clipped or divided. FZOO evaluates one side of each
-    direction, which gives no slope, and is not judged.
+    The slope is computed from the losses, since g may have been clipped or divided. An estimator that evaluates
+    one side of each direction, such as FZOO, gives no slope, and is not judged.
     """
-    if options.steps < _FEWEST_STEPS or options.optimization.estimator is EstimatorName.FZOO:
+    if options.steps < _FEWEST_STEPS or not options.optimization.estimator.classes.multi_query.is_two_sided:
         return None
     fall, loss = options.steps * median(map(_promised_fall, updates)), updates[0].losses[0]
     if fall >= LEAST_FALL * abs(loss):

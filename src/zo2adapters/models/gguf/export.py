@@ -1,4 +1,4 @@
-"""Models and adapters as GGUF files, which llama.cpp and ollama run."""
+"""Export of models and adapters as GGUF files for llama.cpp and ollama."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.gguf_layout import GGUF_EXTRA, LlamaCppLayout
-from zo2adapters.models.gguf_vocabulary import vocabulary
+from zo2adapters.models.gguf.layout import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
+from zo2adapters.models.gguf.vocabulary import vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
@@ -28,9 +28,8 @@ GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's, by the config's model type
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # written from the Hugging Face layout; llama.cpp calls them the same
 _REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")  # the writer's own
-_ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def export_gguf(
@@ -46,17 +45,17 @@ def export_gguf(
     """Write a model at the present version as a GGUF file, or an adapter as llama.cpp's GGUF LoRA, and a Modelfile.
 
     Args:
-        engine: At the step whose weights are wanted.
-        model: The engine's.
-        directory: Must not exist, or be empty. It appears whole or not at all.
+        engine: Runner at the step to export.
+        model: The runner's model.
+        directory: A directory that does not exist or is empty. It appears whole or not at all.
         base: The model's directory or GGUF file.
-        tokenizer: Loads the tokenizer of a directory. That of a GGUF file is copied as it is.
+        tokenizer: Loads the tokenizer of a model directory. The tokenizer of a GGUF file is copied unchanged.
         kind: Type of the matrices; vectors are float32. "auto" is the dtype in which the run computes.
-        files: Further files of the directory: name to content, or to the file to copy.
+        files: Further files of the directory: content, or path of the file to copy, by name.
 
     Raises:
-        OptionError: if the adapter is of a kind that llama.cpp does not have, or a type is passed for an adapter.
-        UnsupportedModelError: if llama.cpp has no such model, or would tokenize otherwise.
+        OptionError: if llama.cpp has no such kind of adapter, or a type is passed for an adapter.
+        UnsupportedModelError: if llama.cpp has no such model, or would split text in another way.
         OutputError: if the directory is in use or cannot be written.
         MissingPackageError: without the gguf package.
     """
@@ -82,15 +81,14 @@ def export_gguf(
 def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
     if is_gguf(base):
         return LlamaCppLayout(str(read_gguf(base).metadata["general.architecture"]), model.config)
-    architecture = _ARCHITECTURES.get(model.config.model_type)
-    if architecture is None:
+    if model.config.model_type not in _ARCHITECTURES:
         raise UnsupportedModelError(
             base,
             found=f"model type {model.config.model_type}",
             expected=f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
             remedy="export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py",
         )
-    return LlamaCppLayout(architecture, model.config)
+    return LlamaCppLayout(model.config.model_type, model.config)
 
 
 class _Writer:
@@ -113,7 +111,7 @@ class _Writer:
         self.header.close()
 
     def copy_metadata(self, file: GGUFFile) -> None:
-        """Take over another file's metadata."""
+        """Copy another file's metadata."""
         types = self._gguf.GGUFValueType
         for key, value in file.metadata.items():
             if key in _REPLACED or key.startswith("split."):
@@ -127,7 +125,7 @@ class _Writer:
                 self.header.add_key_value(key, plain, types(file.kinds[key]))
 
     def add_metadata(self, values: Mapping[str, Any]) -> None:
-        """Add values: integers as unsigned ones of 32 bits, floats in 32 bits."""
+        """Add values by key: integers as uint32, floats as float32."""
         types = self._gguf.GGUFValueType
         for key, value in values.items():
             if isinstance(value, list):
@@ -137,7 +135,7 @@ class _Writer:
             else:
                 self.header.add_key_value(key, value, types.get_type(value))
 
-    def announce(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> None:
+    def write_header(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> None:
         """Write the header, with the names, shapes and types of all tensors."""
         for name, shape, kind in tensors:
             block, quantization = GGUF_BLOCKS[kind], self._gguf.GGMLQuantizationType[kind]
@@ -152,7 +150,7 @@ class _Writer:
     def write(self, name: str, weights: torch.Tensor) -> None:
         """Write the next tensor, float32, rounded to its type."""
         expected, kind = next(self._left)
-        assert name == expected, f"{name} is written where {expected} was announced"
+        assert name == expected, f"{name} is written where {expected} comes next"
         coded = self._gguf.quantize(weights.contiguous().numpy(), self._gguf.GGMLQuantizationType[kind])
         self.header.write_tensor_data(np.ascontiguousarray(coded).view(np.uint8))
 
@@ -191,7 +189,7 @@ def _write_model(
             writer.add_metadata({"general.quantization_version": 2})
         infos = [(name, tuple(tensor.shape), "F32") for name, tensor in further]
         infos += [(names[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
-        writer.announce(infos)
+        writer.write_header(infos)
         for name, tensor in further:
             writer.write(name, tensor)
         with contextlib.closing(engine.parameters_now()) as parameters:
@@ -200,14 +198,14 @@ def _write_model(
 
 
 def _type_of(shape: Sequence[int], chosen: str) -> str:
-    """Vectors are float32; rows that are no whole blocks are half floats, as llama.cpp's converter has them."""
+    """The type of a tensor: F32 for vectors, F16 for rows that are not whole blocks, as in llama.cpp's converter."""
     if len(shape) == 1:
         return "F32"
     return "F16" if shape[-1] % GGUF_BLOCKS[chosen].weights else chosen
 
 
 def _rotary_factors(file: GGUFFile) -> Iterator[tuple[str, torch.Tensor]]:
-    entry = file.tensors.get(_ROTARY_FACTORS)
+    entry = file.tensors.get(ROTARY_FACTORS)
     if entry is not None:
         values = torch.empty(entry.shape[0])
         with contextlib.closing(SafetensorsReader({entry.name: entry})) as reader:
@@ -221,14 +219,14 @@ def _scaled_rotary(model: HFBlockModel) -> Iterator[tuple[str, torch.Tensor]]:
     if rotary.get("rope_type", "default") == "llama3":
         scaled: Any = model.skeleton.get_submodule("model.rotary_emb").inv_freq
         steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
-        yield _ROTARY_FACTORS, (1.0 / rotary["rope_theta"] ** steps) / scaled.float().cpu()
+        yield ROTARY_FACTORS, (1.0 / rotary["rope_theta"] ** steps) / scaled.float().cpu()
 
 
 def _settings(config: Any, architecture: str, base: Path) -> dict[str, Any]:
-    """What llama.cpp has to know of a model of the Hugging Face layout.
+    """llama.cpp's settings of a model in the Hugging Face layout, by key.
 
     Raises:
-        UnsupportedModelError: for a setting that llama.cpp's model does not have.
+        UnsupportedModelError: for a setting that llama.cpp does not have for this model.
     """
     rotary = dict(config.rope_parameters or {})
     window = getattr(config, "use_sliding_window", False)
@@ -258,7 +256,7 @@ def _settings(config: Any, architecture: str, base: Path) -> dict[str, Any]:
 
 
 def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a file says of a model of the Hugging Face layout, by key."""
+    """The metadata of a model in the Hugging Face layout, by key."""
     rows = model.layouts[0].parameters[0].shape[0]
     return {**_settings(model.config, architecture, base), **vocabulary(tokenizer, rows, base)}
 
@@ -277,7 +275,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> list[_Lora]:
     """The layers that an adapter changes.
 
     Raises:
-        OptionError: for anything that llama.cpp's adapters do not have.
+        OptionError: for parts that llama.cpp's adapters do not have.
     """
     config: Any = model.adapter.config
     unknown = None
@@ -302,7 +300,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> list[_Lora]:
 
 
 def _scale(config: Any, path: str, rank: int) -> float:
-    """The number by which peft multiplies a layer's two matrices."""
+    """The factor by which peft multiplies the product of a layer's two matrices."""
     patterns = optional_package("peft.utils.other", install="zo2core[peft]")
     key = patterns.get_pattern_key(config.alpha_pattern.keys(), path)
     alpha = config.alpha_pattern.get(key, config.lora_alpha)
@@ -324,6 +322,6 @@ def _write_adapter(
             factor, up = lora.scale * lora.rank / alpha, layout.write(lora.tensor, values[lora.up])
             tensors.append((f"{lora.tensor}.lora_a", values[lora.down]))
             tensors.append((f"{lora.tensor}.lora_b", up if factor == 1.0 else up * factor))
-        writer.announce((name, tuple(tensor.shape), "F32") for name, tensor in tensors)
+        writer.write_header((name, tuple(tensor.shape), "F32") for name, tensor in tensors)
         for name, tensor in tensors:
             writer.write(name, tensor)

@@ -1,4 +1,4 @@
-"""A tokenizer as the metadata of a GGUF file: byte-level BPE whose way of splitting text llama.cpp knows by a name."""
+"""The tokenizer in the metadata of a GGUF file: byte-level BPE whose splitting of text has a name in llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
-    """Metadata that describe a tokenizer, by key.
+    """The metadata of a tokenizer, by key.
 
     Args:
         tokenizer: The tokenizer.
-        size: Rows of the model's embedding; ids without a token become unused ones.
+        size: Rows of the model's embedding. Ids without a token become unused tokens.
         where: The model's path, for errors.
 
     Raises:
-        UnsupportedModelError: if llama.cpp would tokenize otherwise.
+        UnsupportedModelError: if llama.cpp would split text in another way.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     name = _splitter(backend)
@@ -66,7 +66,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
 
 
 def _splitter(backend: dict[str, Any]) -> str | None:
-    """llama.cpp's name of how a tokenizer splits text; None if it knows none."""
+    """llama.cpp's name of the way in which a tokenizer splits text; None if it has no such name."""
     if backend["model"]["type"] != "BPE" or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
         return None
     steps = _steps(backend)

@@ -15,14 +15,13 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
-from zo2adapters.trainers.first_order import METHODS
 from zo2adapters.trainers.lr_schedules import LearningRate
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits
+from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening, RunMethod, limits
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
-from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
     DurableBackpropEngine,
@@ -37,6 +36,7 @@ from zo2core import (
 )
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
+from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
 
@@ -152,12 +152,14 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
         if execution.replay != "auto":
             raise self._refusal("replay", execution.replay, "none: nothing is replayed")
         optimization, limit, method = options.optimization, options.first_order.max_grad_norm, options.first_order.method
-        assert method == "adamw" or method == "sgd", "others were refused with an adapter"
+        assert method is not None, "it is what chose this class"
+        optimizer = OPTIMIZERS[method].of_adapter
+        assert optimizer is not None, "others were refused with an adapter"
         rates = {"lr": optimization.rate, "weight_decay": optimization.weight_decay}
         rates |= options.first_order.optimizer_options
         engine = DurableBackpropEngine(
             opening.model,
-            partial(METHODS[method], **rates),
+            partial(optimizer, **rates),
             directory=options.output,
             journal=options.output / JOURNAL,
             method={"name": method, **rates, "max_grad_norm": limit},

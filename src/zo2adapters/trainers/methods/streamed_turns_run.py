@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
-from zo2adapters.trainers.full_run import FullRun
+from zo2adapters.trainers.methods.full_run import FullRun
+from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import worker_trace
 from zo2core import (
     BAdam,

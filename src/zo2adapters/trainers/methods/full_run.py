@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order import MethodName, block_update
-from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import BlockUpdate, FullBackpropEngine, OptionError, Runner, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
+from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
-
-_LEARNING_RATES: Mapping[MethodName, Sequence[float]] = {
-    "lomo": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "adalomo": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-    "adamw": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
-    "badam": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
-}
 
 
 class FullRun(GradientRun[FullBackpropEngine]):
@@ -37,7 +28,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
         assert options.first_order.method is not None, "it is what chose this class"
-        self.learning_rates = _LEARNING_RATES[options.first_order.method]
+        self.learning_rates = OPTIMIZERS[options.first_order.method].learning_rates
         self.few_learning_rates = self.learning_rates[1:-1]
 
     @property
@@ -51,12 +42,12 @@ class FullRun(GradientRun[FullBackpropEngine]):
         """A new optimizer, as the options say."""
         given = self.options.first_order
         assert given.method is not None, "it is what chose this class"
-        return block_update(
+        return make_block_update(
             given.method,
             weight_decay=self.options.optimization.weight_decay,
             switch_every=given.switch_every,
             seed=self.options.seed % (1 << 62),
-            optimizer_options=given.optimizer_options,
+            options=given.optimizer_options,
         )
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:

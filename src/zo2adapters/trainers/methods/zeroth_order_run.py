@@ -5,10 +5,10 @@ from __future__ import annotations
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2adapters.trainers.methods.run_health import HealthMonitor, destroyed, diverged
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits, replayer
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_health import HealthMonitor, destroyed, diverged
-from zo2adapters.trainers.run_method import Opening, RunMethod, limits, replayer
 from zo2adapters.trainers.run_notices import disk_writes, storage
 from zo2adapters.trainers.run_plan import step_memory, step_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace

@@ -1,0 +1,70 @@
+"""Checks that numbers are in their ranges."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from zo2core.errors import OptionError
+
+LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
+
+
+def require_whole(option: str, value: object, least: int, most: int = LARGEST, *, otherwise: str = "") -> None:
+    """Refuse what is not a whole number in a range.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        least: The least number that is valid.
+        most: The largest number that is valid.
+        otherwise: Further valid values in words, such as ", or None".
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if type(value) is not int:
+        expected, remedy = f"a whole number of at least {least}{otherwise}", "pass such a number"
+        raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
+    if value < least:
+        raise OptionError(option, found=shown(value), expected=f"at least {least}{otherwise}", remedy=f"raise `{option}`")
+    if value > most:
+        raise OptionError(option, found=shown(value), expected=f"at most {most}{otherwise}", remedy=f"lower `{option}`")
+
+
+def require_number(
+    option: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    remedy: str = "pass such a number",
+) -> None:
+    """Refuse what is not a finite number in a range.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        above: A number that is too small; all larger ones are valid.
+        least: The least number that is valid.
+        below: A number that is too large; all smaller ones are valid.
+        most: The largest number that is valid.
+        remedy: What to do.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    is_number = isinstance(value, Real)
+    if is_number and math.isfinite(value) and above < value < below and least <= value <= most:
+        return
+    bounds = [("above", above), ("of at least", least), ("below", below), ("of at most", most)]
+    expected = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
+    raise OptionError(option, found=repr(value)[:40], expected=f"a finite number {expected}", remedy=remedy)
+
+
+def shown(value: int) -> str:
+    """A whole number in a few characters. Python refuses to write one of thousands of digits."""
+    return str(value) if abs(value) < 10**24 else "a number of more than 24 digits"
