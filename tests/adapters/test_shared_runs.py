@@ -20,6 +20,7 @@ from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, tune
 from zo2core import SharedBase, ZOEngine
 from zo2core.planning.host_budget import resident_memory
@@ -207,3 +208,70 @@ def refusal_of_plan(options: TrainOptions, *more: object) -> str:
 
 def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> None:
     assert "only read the weights" in refusal_of_plan(options, "--runs", 2)
+
+
+@pytest.fixture
+def trained(options: TrainOptions, tmp_path: Path) -> dict[str, Path]:
+    """Three runs of one base, and an exported adapter."""
+    runs = {name: RUNS[name] for name in ("low-rank", "lora", "zo-lora")}
+    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
+    assert ran.status == 0, ran.err
+    return {**{name: tmp_path / "all" / name for name in runs}, "model": tmp_path / "all" / "lora" / "model"}
+
+
+def counted_sweeps() -> tuple[list[int], Any]:
+    sweeps: list[int] = []
+    made = SharedBase._sweep
+
+    def counted(self: SharedBase, requests: Any, order: Any) -> None:
+        sweeps.append(len(requests))
+        made(self, requests, order)
+
+    return sweeps, patch.object(SharedBase, "_sweep", counted)
+
+
+def test_several_models_are_evaluated_in_one_pass(
+    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
+) -> None:
+    first, *others = trained.values()
+    sweeps, counting = counted_sweeps()
+    with counting:
+        together = run_here("evaluate", "--run", first, "--data", options.data, "--others", *others)
+    assert together.status == 0, together.err
+    assert sweeps == [5], "the base, too"
+    header, loss, *_ = together.out.splitlines()
+    assert header.split() == ["base", "step", "4", *list(trained)[1:]]
+    shown = dict(zip(["base", *trained], loss.split()[1:], strict=True))
+    for name, path in trained.items():
+        given = ("--run", path) if name != "model" else ("--model", options.model, "--adapter", path)
+        alone = run_here("evaluate", *given, "--data", options.data, "--no-base")
+        assert f"loss {shown[name]}" in alone.out, name
+
+
+def test_several_models_continue_prompts_in_one_pass_a_token(
+    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
+) -> None:
+    first, *others = trained.values()
+    ask = ("--prompt", "the cat", "--max-new-tokens", 3)
+    sweeps, counting = counted_sweeps()
+    with counting:
+        together = run_here("generate", "--run", first, *ask, "--others", *others)
+    assert together.status == 0, together.err
+    assert sweeps[0] == 4
+    assert len(sweeps) <= 3
+    said = [run_here("generate", "--run", path, *ask).out.strip() for path in list(trained.values())[:3]]
+    assert [part.partition(":\n")[2].strip() or part.strip() for part in together.out.split("\n\n")][:3] == said
+
+
+def test_models_that_cannot_share_passes_run_one_after_the_other(options: TrainOptions, tmp_path: Path) -> None:
+    low_rank = tmp_path / "low-rank"
+    assert run_here(*arguments(options, "--output", low_rank, *flags(RUNS["low-rank"]))).status == 0
+    (tmp_path / "dense").mkdir()
+    dense = small_run(tmp_path / "dense")
+    with Trainer(dense, quiet=True) as trainer:
+        trainer.train()
+    sweeps, counting = counted_sweeps()
+    with counting:
+        table = run_here("evaluate", "--run", dense.output, "--data", dense.data, "--others", low_rank)
+    assert table.status == 0, table.err
+    assert sweeps == []
