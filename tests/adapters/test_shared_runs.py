@@ -146,7 +146,7 @@ METHODS: Mapping[str, Any] = {
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str
 ) -> None:
-    given: Any = {"forwards": 240, "learning_rates": (1e-7, 1e-3, 1e-2, 0.9)}
+    given: Any = {"forwards": 240, "learning_rates": (1e-7, 1e-4, 1e-3, 1e-2)}
     tried = replace(options, steps=1000, **METHODS[method])
     shared: list[int] = []
     together = SharedBase.together
@@ -184,7 +184,7 @@ def test_a_trainer_says_whose_line_it_prints(options: TrainOptions, tmp_path: Pa
 
 
 def plan_of(options: TrainOptions, *more: object) -> Any:
-    given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 2, "--json"]
+    given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 400, "--json"]
     planned = run_here(*given, *more)
     assert planned.status == 0, planned.err
     return json.loads(planned.out)
@@ -203,7 +203,7 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(options: TrainOpt
 
 
 def refusal_of_plan(options: TrainOptions, *more: object) -> str:
-    return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 2, *more)
+    return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 400, *more)
 
 
 def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> None:

@@ -413,6 +413,16 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mappin
             assert not isinstance(results[healthy], Exception)
 
 
+def test_a_base_may_be_named_by_other_paths(
+    bases: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(bases["llama"])
+    monkeypatch.chdir(bases["llama"].parent)
+    with SharedBase(open_checkpoint(bases["llama"])) as shared:
+        for path in (Path("llama"), tmp_path / "link"):
+            low_rank(path, 0, shared=shared).close()
+
+
 def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
     base = bases["llama"]
     with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host="2GiB")) as shared:

@@ -6,6 +6,7 @@ their version: a run's visitor cannot tell that others share its segments.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
@@ -237,8 +238,8 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
     """
     layout, shared = model.layouts[index], base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
-    files = {base.weights.origin(spec.name) for spec in shared.parameters}
-    renamed = [spec for spec in layout.parameters if spec.name not in by_name and model.weights.origin(spec.name) in files]
+    files = {_file(base, spec) for spec in shared.parameters}
+    renamed = [spec for spec in layout.parameters if spec.name not in by_name and _file(model, spec) in files]
     names = {spec.name for spec in layout.parameters}
     left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
     positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
@@ -246,10 +247,15 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
     for spec in layout.parameters:
         if spec.name in positions:
             expected = shared.parameters[positions[spec.name]]
-            _require_same(spec, expected, model.weights.origin(spec.name), base.weights.origin(expected.name))
+            _require_same(spec, expected, _file(model, spec), _file(base, expected))
         elif not layout.resident or spec in renamed:
             raise _other_base(spec.name, f"only the parameters that {shared.name} has")
     return positions
+
+
+def _file(model: BlockModel, spec: ParameterSpec) -> str:
+    """The file of a parameter, by one path however the model was named."""
+    return os.path.realpath(model.weights.origin(spec.name))
 
 
 def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:
