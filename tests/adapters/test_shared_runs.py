@@ -12,8 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from command_lines import refusal, run_here
+from command_lines import Apart, refusal, run_here
 from runs import small_run
+from strikes import strike
 
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.trainers import tuning
@@ -101,6 +102,19 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(options
     with patch.object(ZOEngine, "step", counted):
         assert run_here(*command).status != 0
     assert run_here("train", "--resume", tmp_path / "all" / "zo-lora").status == 0
+    assert run_here(*command).status == 0
+    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+
+
+def test_killed_processes_lose_nothing(options: TrainOptions, tmp_path: Path) -> None:
+    command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
+    apart = Apart(tmp_path)
+    try:
+        for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
+            struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
+            assert struck.status != 0
+    finally:
+        apart.close()
     assert run_here(*command).status == 0
     assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
 
