@@ -161,7 +161,7 @@ METHODS: Mapping[str, Any] = {
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str
 ) -> None:
-    given: Any = {"forwards": 240, "learning_rates": (1e-7, 1e-6, 1e-5, 1e-4)}
+    given: Any = {"forwards": 240, "learning_rates": (1e-7, 2e-6, 1e-5, 1e-4)}
     tried = replace(options, steps=1000, **METHODS[method])
     shared: list[int] = []
     together = SharedBase.together
