@@ -76,7 +76,14 @@ def test_the_weights_are_those_that_peft_merges(kind: str, model_type: str, dtyp
 
 
 def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
-    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: dict[str, Any] = {
+        "n_embd": 12,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     base = save_model(tmp_path / "base", GPT2Config(vocab_size=40, **sizes), torch.bfloat16)
     save_adapter(base, peft.LoraConfig(r=3, target_modules="all-linear", fan_in_fan_out=True), tmp_path / "adapter")
     expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")

@@ -92,7 +92,7 @@ class LoRALoop(StackedLoop):
         self.base = {name: value for name, value in self.base.items() if name in trained}
 
 
-GPT2 = {
+GPT2: dict[str, Any] = {
     "vocab_size": 40,
     "tie_word_embeddings": False,
     "n_embd": 12,
