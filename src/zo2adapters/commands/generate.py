@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zo2adapters.commands.at_step import AtStep, run_together
-from zo2core import NonFiniteLossError, OptionError, SharedBase
-from zo2core.ranges import LARGEST, require_whole
+from zo2core import NonFiniteLossError, SharedBase
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.tasks.generation import Sampling  # command lines are parsed without importing transformers
+    from zo2adapters.tasks.next_token import Sampling  # command lines are parsed without importing transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,7 @@ class Generate(AtStep):
     def run(self) -> None:
         """Print each prompt with its continuation."""
         from zo2adapters.tasks.generation import require_lengths
+        from zo2adapters.tasks.next_token import sampling_of
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
         drawn = sampling_of(self.temperature, self.top_p, self.seed)
@@ -99,24 +99,3 @@ class Generate(AtStep):
                 require_finite_base(model, at.base())
                 raise
         return continued
-
-
-def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
-    """How the options sample tokens; None takes the likeliest token.
-
-    Raises:
-        OptionError: if a number is out of its range, or ``top_p`` has no effect.
-    """
-    from zo2adapters.tasks.generation import Sampling
-
-    require_whole("seed", seed, -LARGEST, LARGEST)
-    if temperature:
-        return Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    if top_p != 1:
-        raise OptionError(
-            "top_p",
-            found=f"{top_p} with a temperature of 0, which takes the likeliest token",
-            expected="a temperature above 0",
-            remedy="pass --temperature 1, or leave --top-p out",
-        )
-    return None

@@ -15,7 +15,7 @@ from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2adapters.trainers.methods.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
-from zo2adapters.trainers.methods.streamed_turns_run import written_bytes
+from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -25,14 +25,16 @@ from zo2adapters.trainers.run_plan import (
     fastest,
     measured_forward_seconds,
 )
-from zo2core import BAdam, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2core import BlockLayout, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, SegmentKind, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
+from zo2core.engine.streamed_full_engine import optimizer_bytes, stored_layouts
+from zo2core.optimizers import StateMemory, state_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.scratch import scratch_bytes
+from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_visitor import tensor_ids
@@ -54,6 +56,7 @@ def plan_first_order_run(
     update: BlockUpdate | None = None,
     scratch: Path = Path(),
     streams: bool = False,
+    commit_every: int = 1,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -65,28 +68,33 @@ def plan_first_order_run(
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
         scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
-        streams: Whether blocks stream from disk, with badam.
+        streams: Whether blocks stream from disk and change there.
+        commit_every: Steps between two commits of such blocks, unless the optimizer has turns.
 
     Raises:
         MemoryBudgetError: if no plan fits.
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
-    longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
+    longest = shapes.longest
+    stored = stored_layouts(update, model.layouts) if streams and update is not None else model.layouts
+    optimizer = 0
+    if update is not None:
+        optimizer = optimizer_bytes(update, model.layouts) if streams else state_bytes(update, model.layouts)
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
         tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
         activations, least = activations + tied, least + tied
     request = RunRequest(
         layouts=model.layouts,
-        on_disk=on_disk,
+        on_disk=laid_out_as_on_disk(stored, model.weights),
         noise=PhiloxNoise(),  # none is drawn
         perturb_in_place=False,
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
         trained_copies=TRAINED_COPIES if update is None else 0,
         gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
-        optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
+        optimizer_bytes=optimizer,
         stays_in_memory=update is not None and not streams,
         streams=streams,
     )
@@ -104,7 +112,9 @@ def plan_first_order_run(
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
-    moving = host_plan.buckets if host_plan.buckets is None or not streams else host_plan.buckets - 1  # one stays
+    moving = host_plan.buckets
+    if moving is not None and update is not None and update.turn is not None:
+        moving -= 1  # that of the block whose turn it is
     read = 2 * streamed_bytes(layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
@@ -114,8 +124,8 @@ def plan_first_order_run(
     if update is not None:
         arithmetic = measured_update_seconds(model, update)
     if streams:
-        assert isinstance(update, BAdam), "other methods were refused"
-        written = written_bytes(layouts, update)
+        assert update is not None, "adapters do not change on disk"
+        written = written_bytes(layouts, update, host_plan.buckets or 0, commit_every)
     elif update is not None:
         snapshot = snapshot_bytes(model, update)
         bound = max((times + 1 - kept / blocks) * forward + arithmetic, read_seconds)
@@ -124,7 +134,7 @@ def plan_first_order_run(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
-        scratch_bytes=scratch_bytes(layouts) if streams else 0,
+        scratch_bytes=slot_bytes(layouts, 1 if update is None or update.turn is not None else blocks) if streams else 0,
         spilled_bytes=spilled,
         read_bytes=read + spilled,
         written_bytes=round(written) + spilled,
@@ -209,15 +219,17 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
 
     Args:
         model: The model.
-        update: The optimizer; its state is that of the probe afterwards.
+        update: The optimizer.
     """
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     weight = torch.zeros(_PROBED_ROWS, _PROBED_ROWS, dtype=specs[0].dtype)
     gradient = widened(weight) if update.widens_gradients else weight
+    probe = replace(specs[0], name="probe", shape=tuple(weight.shape))
+    states = StateMemory(update, [BlockLayout("probe", SegmentKind.BLOCK, (probe,))]).of(0, ())
     seconds = math.inf
     for step in range(_PROBE_ROUNDS):
         started = time.perf_counter()
-        update.apply(0, {"probe": weight}, {"probe": gradient}, step=step, lr=0.0)
+        update.apply(0, {"probe": weight}, {"probe": gradient}, states, step=step, lr=0.0)
         seconds = min(seconds, time.perf_counter() - started)
     segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
     share = len(update.segments(0, segments)) / len(segments)
