@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -57,6 +58,7 @@ from zo2adapters.trainers.worker_options import device_kinds, is_first, require_
 from zo2core import (
     CheckpointError,
     DivergenceError,
+    HostPlan,
     Journal,
     JournalError,
     NonFiniteLossError,
@@ -64,6 +66,7 @@ from zo2core import (
     OutputError,
     Runner,
     ScratchError,
+    SharedBase,
     Workers,
 )
 from zo2core.io.durable import open_no_follow
@@ -83,6 +86,7 @@ class Trainer:
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
         evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
         plans: Whether to plan the run, for its ``outlook``.
+        shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
@@ -99,20 +103,21 @@ class Trainer:
         workers: Workers | None = None,
         evaluates: bool = True,
         plans: bool = False,
+        shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        method_of(options)  # checks the options that depend on neither model nor data
+        method_of(options, shared)  # checks the options that depend on neither model nor data
         if not resume:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed, self._workers = quiet, resume, workers
-        self._label = label
+        self._label, self._shared = label, shared
         execution = Execution() if execution is None else execution
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
         inputs = RunInputs.read(options, workers)
         self._model, self.options = model, options = inputs.model, inputs.options
-        self._method = method_of(options)
+        self._method = method_of(options, shared)
         require_same_steps(options.steps, workers)
         tokenizer, self._data, self._evaluation = inputs.tokenizer, inputs.data, inputs.evaluation
         task_options = TaskOptions(
@@ -151,7 +156,7 @@ class Trainer:
         try:
             if resume:
                 self._run.require_same_base(options, model)
-            self._task.prepare(partial(replayer, options, model, activations, workers), self._remaining_rows)
+            self._task.prepare(partial(replayer, options, model, activations, workers, shared=shared), self._remaining_rows)
             decides = provenance(
                 options,
                 inputs.directory,
@@ -180,8 +185,9 @@ class Trainer:
             else:
                 self._run.remove()
             raise
-        assert self.engine.host_plan is not None, "the engine has planned its memory"
-        self.host_plan = self.engine.host_plan
+        host_plan: HostPlan | None = self.engine.host_plan if shared is None else shared.host_plan
+        assert host_plan is not None, "the engine has planned its memory"
+        self.host_plan = host_plan
         if options.storage.device == "cpu" and options.first_order.method is None:  # graphs take what memory is spare
             self.host_plan = with_kept_memory(self.host_plan, activations)
         if resume:
@@ -306,7 +312,7 @@ class Trainer:
                 file=sys.stderr,
                 dynamic_ncols=True,
             ) as bar,
-            sweep_bars(engine, quiet=self._quiet),
+            sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
             if lost:
                 self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
@@ -369,6 +375,15 @@ class Trainer:
         losses = self._losses()
         best = best_step(losses)
         return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
+
+    def evaluation_losses(self) -> list[float]:
+        """The loss of each evaluation so far."""
+        return list(self._losses().values())
+
+    def seconds(self) -> float:
+        """Seconds of all steps so far, as metrics.jsonl has them."""
+        rows = self._run.metrics(self.engine.journal)
+        return math.fsum(row.get("seconds", 0.0) for row in rows)
 
     def _losses(self) -> dict[int, float]:
         """Loss of each evaluation, by step."""
@@ -444,9 +459,9 @@ class Trainer:
                 replace_file(self.options.output / SAMPLES, content)
 
     def _print(self, bar: StepBar, line: str) -> None:
-        """Print a line above the bar. With several workers only the first one prints."""
+        """Print a line above the bar, with the run's label. With several workers only the first one prints."""
         if is_first(self._workers):
-            bar.write(line, file=sys.stderr)
+            bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
 
 
 def _require_steps_left(options: TrainOptions, taken: int) -> None:

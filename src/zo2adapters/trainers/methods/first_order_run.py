@@ -16,7 +16,7 @@ from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2adapters.trainers.methods.run_method import Opening, RunMethod
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits
 from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -32,6 +32,7 @@ from zo2core import (
     OptionError,
     Runner,
     SegmentKind,
+    SharedBase,
 )
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
@@ -52,8 +53,8 @@ class GradientRun(RunMethod[GradientEngineT]):
     snapshot_of: str  # what a snapshot has, for messages
     exported: str  # what an export is
 
-    def __init__(self, options: TrainOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
+        super().__init__(options, shared)
         optimization = options.optimization
         steps = options.steps if options.schedule_steps is None else options.schedule_steps
         self._lr = LearningRate(
@@ -129,13 +130,7 @@ class GradientRun(RunMethod[GradientEngineT]):
             raise self._refusal("keep_best", found, "it from the beginning of a run")
 
     def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
-        stored = self.options.storage
-        return MemoryPolicy(
-            host=stored.memory,
-            device=stored.device_memory,
-            activations=activations,
-            least_activations=least,
-        )
+        return MemoryPolicy(**limits(self.options, self.shared), activations=activations, least_activations=least)
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
@@ -177,6 +172,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, opening.workers),
             workers=opening.workers,
+            shared=self.shared,
         )
         try:
             self._require_best(engine)
@@ -198,6 +194,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             micro_batch_size=self.options.batching.micro_batch_size,
             device=local_device(self.options.storage.device, None),
             memory=self._memory(min(activations, engine.activation_bytes), None),
+            shared=self.shared,
         )
 
 
