@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +28,18 @@ from zo2adapters.trainers.run_plan import (
     fastest,
     measured_forward_seconds,
 )
-from zo2core import BAdam, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2core import (
+    BAdam,
+    BlockLayout,
+    BlockUpdate,
+    HostPlan,
+    Machine,
+    MemoryPolicy,
+    PhiloxNoise,
+    RunRequest,
+    RunSpec,
+    plan,
+)
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
 from zo2core.planning.memory_plan import MemoryPart
@@ -72,14 +86,53 @@ def plan_first_order_run(
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
-    longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
+    request = _request(model, shapes, memory, update, streams=streams)
+    activations, speeds = request.memory.activation_bytes, MeasuredSpeeds(model.weights)
+    spec = plan(request, Machine(), speeds)
+    layouts = spec.layouts
+    room = _room(model, shapes, spec, activations)
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
+    times = measured_backward(model, shapes.step, shapes.micro_rows) + 1 - room.graphs
+    decoding = decoding_seconds(layouts)
+    moving = room.host_plan.buckets if room.host_plan.buckets is None or not streams else room.host_plan.buckets - 1
+    read = 2 * streamed_bytes(layouts, moving)  # where blocks change, one of the buckets keeps its block
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
+    arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
+    step_seconds = max(times * forward + arithmetic, read_seconds)
+    written = _written_bytes(model, layouts, update, step_seconds, partial(speeds.writing, scratch), streams=streams)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    return RunPlan(
+        host_plan=room.host_plan,
+        model_bytes=sum(layout.nbytes for layout in layouts),
+        write_back_every=None,
+        scratch_bytes=scratch_bytes(layouts) if streams else 0,
+        spilled_bytes=room.spilled,
+        read_bytes=read + room.spilled,
+        written_bytes=round(written) + room.spilled,
+        terabytes_per_1000_steps=(written + room.spilled) / 1e9,
+        snapshot_bytes=0 if update is None or streams else snapshot_bytes(model, update),
+        forward_seconds=times * forward,
+        update_seconds=arithmetic,
+        disk_seconds=read_seconds + spill_seconds,
+        steps=steps,
+        evaluations=evaluations,
+        evaluation_seconds=evaluation,
+    )
+
+
+def _request(
+    model: HFBlockModel, shapes: RowShapes, memory: int | str, update: BlockUpdate | None, *, streams: bool
+) -> RunRequest:
+    """The request of a run, as its engine makes it from the same options."""
+    longest = shapes.longest
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
         tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
         activations, least = activations + tied, least + tied
-    request = RunRequest(
+    return RunRequest(
         layouts=model.layouts,
-        on_disk=on_disk,
+        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
         noise=PhiloxNoise(),  # none is drawn
         perturb_in_place=False,
         takes_steps=False,
@@ -90,53 +143,60 @@ def plan_first_order_run(
         stays_in_memory=update is not None and not streams,
         streams=streams,
     )
-    speeds = MeasuredSpeeds(model.weights)
-    spec = plan(request, Machine(), speeds)
-    layouts, host_plan = spec.layouts, spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
-    blocks = sum(not layout.resident for layout in layouts)
-    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
+
+
+class _Room(NamedTuple):
+    """The memory that a plan leaves over, filled with inputs and graphs of blocks."""
+
+    host_plan: HostPlan
+    spilled: int  # bytes of inputs that have no room
+    graphs: float  # share of the blocks whose graphs are kept
+
+
+def _room(model: HFBlockModel, shapes: RowShapes, spec: RunSpec, activations: int) -> _Room:
+    """Fill the memory that a plan leaves over: first with inputs of blocks, then with graphs.
+
+    Args:
+        model: The model.
+        shapes: Shapes of the run's batches.
+        spec: The plan.
+        activations: Bytes of activations with the inputs of all blocks in memory.
+    """
+    host_plan, blocks = spec.host_plan, sum(not layout.resident for layout in spec.layouts)
+    graph = measured_graph_bytes(model, shapes.longest)
     inputs = min(host_plan.spare, activations - spec.activation_bytes)
-    spilled = activations - spec.activation_bytes - inputs
     kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
-    if inputs:
-        host_plan = replace(host_plan, parts=(*host_plan.parts, MemoryPart("inputs of blocks", inputs)))
-    host_plan = replace(
-        host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
-    )
-    moving = host_plan.buckets if host_plan.buckets is None or not streams else host_plan.buckets - 1  # one stays
-    read = 2 * streamed_bytes(layouts, moving)
-    read_seconds = read / speeds.reading(layouts) if read else 0.0
-    spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
-    decoding = decoding_seconds(layouts)
-    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
-    arithmetic, snapshot, written = 2 * decoding, 0, 0.0
-    if update is not None:
-        arithmetic = measured_update_seconds(model, update)
+    parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
+    parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+    host_plan = replace(host_plan, parts=(*host_plan.parts, *parts))
+    return _Room(host_plan, activations - spec.activation_bytes - inputs, kept / blocks)
+
+
+def _written_bytes(
+    model: HFBlockModel,
+    layouts: Sequence[BlockLayout],
+    update: BlockUpdate | None,
+    step_seconds: float,
+    writing: Callable[[], float],
+    *,
+    streams: bool,
+) -> float:
+    """Bytes that a step writes on average: of blocks that stream, or of snapshots, which cost a share of the time.
+
+    Args:
+        model: The model.
+        layouts: Its segments, with their layout in memory.
+        update: The optimizer of all parameters; None: snapshots of an adapter are small.
+        step_seconds: Seconds of a step.
+        writing: Measures in how many bytes a second the disk writes.
+        streams: Whether blocks stream from disk.
+    """
+    if update is None:
+        return 0.0
     if streams:
         assert isinstance(update, BAdam), "other methods were refused"
-        written = written_bytes(layouts, update)
-    elif update is not None:
-        snapshot = snapshot_bytes(model, update)
-        bound = max((times + 1 - kept / blocks) * forward + arithmetic, read_seconds)
-        written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
-    return RunPlan(
-        host_plan=host_plan,
-        model_bytes=sum(layout.nbytes for layout in layouts),
-        write_back_every=None,
-        scratch_bytes=scratch_bytes(layouts) if streams else 0,
-        spilled_bytes=spilled,
-        read_bytes=read + spilled,
-        written_bytes=round(written) + spilled,
-        terabytes_per_1000_steps=(written + spilled) / 1e9,
-        snapshot_bytes=snapshot,
-        forward_seconds=(times + 1 - kept / blocks) * forward,
-        update_seconds=arithmetic,
-        disk_seconds=read_seconds + spill_seconds,
-        steps=steps,
-        evaluations=evaluations,
-        evaluation_seconds=evaluation,
-    )
+        return written_bytes(layouts, update)
+    return LARGEST_SHARE * step_seconds / (1 / writing() + 1 / hashing_speed())
 
 
 def hands_over_tensors(model: HFBlockModel) -> bool:

@@ -229,16 +229,15 @@ def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
 
 def _fitting(inputs: RunInputs) -> Batching:
     """Choose the rows of a batch, and of them those that run at a time."""
-    options, rows = inputs.options, inputs.files
+    options = inputs.options
     budget = free_memory() if options.storage.memory == "auto" else parse_size(options.storage.memory)
-    longest, sequences = max(file.longest for file in rows), max(file.most_sequences for file in rows)
     batching = replace(options.batching, batch_size=min(_BATCH, len(inputs.data)))
     for micro_rows in _MICRO_BATCHES:
-        if micro_rows is not None and micro_rows >= batching.batch_size * sequences:
+        if micro_rows is not None and micro_rows >= batching.batch_size * inputs.most_sequences:
             continue
         batching = replace(batching, micro_batch_size=micro_rows)
         method = method_of(replace(options, batching=batching, optimization=replace(options.optimization, lr=1e-6)))
-        if method.reserved_bytes(inputs.model, longest, sequences)[0] <= _ACTIVATIONS * budget:
+        if method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)[0] <= _ACTIVATIONS * budget:
             break
     return batching
 

@@ -75,6 +75,16 @@ class RunInputs:
         """The rows of each file."""
         return [self.data, *([] if self.evaluation is None else [self.evaluation])]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row of all files."""
+        return max(rows.longest for rows in self.files)
+
+    @property
+    def most_sequences(self) -> int:
+        """Most sequences of a row of all files."""
+        return max(rows.most_sequences for rows in self.files)
+
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""
         tokens: dict[str, object] = {"padding": self.pad}
