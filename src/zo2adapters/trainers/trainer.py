@@ -240,9 +240,9 @@ class Trainer:
         lines = [self.storage()] if self.outlook is None else self.outlook.lines(self.storage())
         return [*lines, *self.notices()]
 
-    def ways_on(self) -> str:
+    def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""
-        lines: str = self._method.ways_on(self.engine)
+        lines: str = self._method.how_to_continue(self.engine)
         return lines
 
     def run(self) -> Path:
@@ -450,7 +450,7 @@ class Trainer:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
-        self._method.before_noting(self.engine, results["loss"])
+        self._method.before_recording(self.engine, results["loss"])
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}

@@ -34,7 +34,7 @@ from zo2core import (
     SegmentKind,
 )
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer
+from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
@@ -51,6 +51,7 @@ class GradientRun(RunMethod[GradientEngineT]):
     has_gradient = True
     snapshot_of: str  # what a snapshot has, for messages
     exported: str  # what an export is
+    replayer: type[SnapshotReplayer | StoredSnapshotReplayer]  # runs the parameters of a snapshot
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -100,12 +101,23 @@ class GradientRun(RunMethod[GradientEngineT]):
             self._take_snapshot(engine)
         return []
 
-    def before_noting(self, engine: GradientEngineT, loss: float) -> None:
+    def before_recording(self, engine: GradientEngineT, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
         if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
             self._take_snapshot(engine)
 
-    def ways_on(self, engine: GradientEngineT) -> str:
+    def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """The parameters of the step's snapshot. See the contract."""
+        return self.replayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
+        )
+
+    def how_to_continue(self, engine: GradientEngineT) -> str:
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
@@ -121,12 +133,14 @@ class GradientRun(RunMethod[GradientEngineT]):
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_best(self, engine: GradientEngineT) -> None:
-        """Refuse to export a step at the end of which nothing was kept: that was not asked for from the beginning."""
+    def _with_best_step(self, engine: GradientEngineT) -> GradientEngineT:
+        """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
+            engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
             raise self._refusal("keep_best", found, "it from the beginning of a run")
+        return engine
 
     def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
         stored = self.options.storage
@@ -150,6 +164,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     forwards = FORWARDS
     snapshot_of = "adapter and optimizer"
     exported = "adapter"
+    replayer = SnapshotReplayer
 
     def engine(self, opening: Opening) -> DurableBackpropEngine:
         """An engine at the last snapshot. See the contract."""
@@ -178,27 +193,11 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             trace=worker_trace(execution.trace, opening.workers),
             workers=opening.workers,
         )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+        return self._with_best_step(engine)
 
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """Little: an adapter is small. See the contract."""
         return f"negligible, {super().writes(every, model)}"
-
-    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return SnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-        )
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:

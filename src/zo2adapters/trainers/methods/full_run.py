@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.methods.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.first_order_run import GradientRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, FullBackpropEngine, OptionError, Runner, RunRecord
+from zo2core import BlockUpdate, FullBackpropEngine, OptionError, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.types import divide_tied, packed_bytes
@@ -24,6 +24,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
 
     snapshot_of = "weights and optimizer"
     exported = "model"
+    replayer = StoredSnapshotReplayer
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -82,12 +83,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, None),
         )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+        return self._with_best_step(engine)
 
     def _require_alone(self, opening: Opening) -> None:
         """Refuse other workers, and a replay.
@@ -124,17 +120,6 @@ class FullRun(GradientRun[FullBackpropEngine]):
                 remedy="raise one of the two",
             )
         return least
-
-    def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return StoredSnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-        )
 
 
 def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:

@@ -62,14 +62,14 @@ class StreamedTurnsRun(FullRun):
         """Do nothing: the engine writes what has to be written. See the contract."""
         return []
 
-    def before_noting(self, engine: FullBackpropEngine, loss: float) -> None:
+    def before_recording(self, engine: FullBackpropEngine, loss: float) -> None:
         """Do nothing: no step is kept for its evaluation. See the contract."""
 
     def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """Refuse: earlier weights are not kept. See the contract."""
         raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
 
-    def ways_on(self, engine: FullBackpropEngine) -> str:
+    def how_to_continue(self, engine: FullBackpropEngine) -> str:
         """At the end of which turn. See the contract."""
         return (
             f"stopped after {engine.version} steps; the run goes on from the end of its last turn:\n"
