@@ -243,7 +243,7 @@ def _fitting(inputs: RunInputs) -> Batching:
 
 
 def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
-    """Plan one step and one evaluation. If blocks stream, zeroth-order runs get directions of low rank, which write no block."""
+    """Plan one step and one evaluation. Zeroth-order runs with streamed blocks get low-rank directions: these write none."""
     inputs = replace(inputs, options=replace(inputs.options, steps=1))
     plan = plan_of(inputs)
     if inputs.options.first_order.method is not None or plan.host_plan.buckets is None:
