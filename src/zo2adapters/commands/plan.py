@@ -89,11 +89,7 @@ class Plan:
         print(planned.to_json() if self.json else planned.table())
 
     def _require_consistent(self) -> None:
-        """Refuse options that are out of range, or have no effect together.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse options that are out of range, or have no effect together."""
         require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
         require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:

@@ -95,11 +95,7 @@ class Storage(Resources):
     process as many batches per sweep as fit in it. By default it is what a step needs."""
 
     def require_valid(self) -> None:
-        """Check numbers of steps and sizes of memory.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check numbers of steps and sizes of memory."""
         if isinstance(self.write_back_every, int):
             require_whole("write_back_every", self.write_back_every, 1, otherwise=", or auto or never")
         if self.snapshot_every is not None:
@@ -186,11 +182,7 @@ class RunOptions:
         return self.model_options.head != "causal-lm"
 
     def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options that depend on neither model nor data."""
         require_whole("steps", self.steps, 1)
         if self.evaluate_every is not None:
             require_whole("evaluate_every", self.evaluate_every, 1)
@@ -285,11 +277,7 @@ class TrainOptions(RunOptions):
         )
 
     def require_valid(self) -> None:
-        """Check the options as above, and refuse to lengthen a run whose learning rate decays.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options as above, and refuse to lengthen a run whose learning rate decays."""
         super().require_valid()
         scheduled = self.schedule_steps
         if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:

@@ -12,7 +12,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
-from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.options import TrainOptions
