@@ -12,7 +12,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
-from zo2adapters.trainers.options import evaluations_due, require_eval_split
+from zo2adapters.trainers.options import EvaluationOptions
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.perturbation import require_perturbation
@@ -29,7 +29,7 @@ MOST_WORKERS = 1024  # on one host
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(EvaluationOptions):
     """Print what a run would take in memory, disk and time, without loading the model."""
 
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
@@ -65,14 +65,6 @@ class Plan:
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
-    evaluation: Path | None = None
-    """File to evaluate on, as in zo2 train."""
-    eval_split: float | None = None
-    """Share of the training rows that is evaluated on instead, as in zo2 train."""
-    eval_seed: int = 0
-    """Seed with which --eval-split chooses the rows."""
-    evaluate_every: int | None = None
-    """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
     steps: int = 1000
     """Steps of the run whose total time is printed."""
@@ -99,9 +91,9 @@ class Plan:
                 expected="1, because workers with GPUs do not share blocks",
                 remedy="leave one of the two out",
             )
-        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
+        self.require_valid()
         for option in ("evaluation", "eval_split", "evaluate_every"):
-            if getattr(self, option) is not None and (self.data is None or not self._evaluates):
+            if getattr(self, option) is not None and (self.data is None or not self.evaluates):
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
@@ -150,7 +142,7 @@ class Plan:
             write_back=write_back,
             workers=self.workers,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
         )
 
     def _first_order(self, method: OptimizerName) -> RunPlan:
@@ -172,20 +164,11 @@ class Plan:
             self._shapes(model, directory),
             memory=self.memory,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
             update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
             streams=self.stream_blocks,
         )
-
-    @property
-    def _evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.evaluation is not None or self.eval_split is not None
-
-    @property
-    def _evaluations(self) -> int:
-        return evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
         """The model, opened with these options as well, and its directory."""

@@ -26,7 +26,7 @@ from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions, evaluations_due
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.outlook import LORA_RANK, method_words, plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
@@ -120,7 +120,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     plan = replace(
         plan,
         steps=options.steps,
-        evaluations=evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
+        evaluations=options.evaluations(options.steps),
     )
     choices = [
         *_data_choices(options, surveyed),

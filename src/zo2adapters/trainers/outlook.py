@@ -9,7 +9,7 @@ from zo2adapters.tasks.registry import is_differentiable
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
+from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
@@ -47,7 +47,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     given: Any = {
         "memory": options.storage.memory,
         "steps": options.steps,
-        "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
+        "evaluations": options.evaluations(options.steps),
     }
     chosen = options.first_order
     if chosen.method is not None:
