@@ -41,11 +41,10 @@ from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     BackpropEngine,
-    BAdam,
     FullBackpropEngine,
     MemoryPolicy,
     RunRecord,
-    StreamedBAdamEngine,
+    StreamedFullBackpropEngine,
     WriteBackPolicy,
     ZOEngine,
 )
@@ -102,9 +101,8 @@ def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Pa
         memory = MemoryPolicy(host=options.memory, activations=activations + tied, least_activations=least + tied)
         update = make_block_update(options.method, weight_decay=0.0)
         if options.stream:
-            assert isinstance(update, BAdam), "other methods do not stream"
             record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
-            return StreamedBAdamEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
+            return StreamedFullBackpropEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
         return FullBackpropEngine(model, update, lr=1e-6, memory=memory, spill=run, micro_batch_size=options.micro_rows)
     memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
     of_adapter = OPTIMIZERS[options.method].of_adapter
@@ -250,7 +248,7 @@ def main() -> None:
         "--method", choices=get_args(OptimizerName), default=None, help="train a LoRA adapter by this optimizer"
     )
     parser.add_argument("--full", action="store_true", help="with --method: train all parameters")
-    parser.add_argument("--stream", action="store_true", help="with badam and --full: stream blocks from disk")
+    parser.add_argument("--stream", action="store_true", help="with --full: stream blocks from disk")
     parser.add_argument("--micro-rows", type=int, default=None, help="with --method: rows that run at a time")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")

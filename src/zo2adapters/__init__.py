@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
     from zo2adapters.frameworks.backprop_lightning_module import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
+    from zo2adapters.frameworks.full_lightning_module import FullBackpropLightningModule as FullBackpropLightningModule
+    from zo2adapters.frameworks.full_trainer_mixin import FullBackpropTrainerMixin as FullBackpropTrainerMixin
     from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
@@ -48,6 +50,8 @@ _MODULES = {
     "BackpropLightningModule": "zo2adapters.frameworks.backprop_lightning_module",
     "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
     "ZOArguments": "zo2adapters.frameworks.arguments",
+    "FullBackpropLightningModule": "zo2adapters.frameworks.full_lightning_module",
+    "FullBackpropTrainerMixin": "zo2adapters.frameworks.full_trainer_mixin",
     "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
     "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",
     "Architecture": "zo2adapters.models.architecture",

@@ -15,7 +15,7 @@ from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
 from zo2core.engine import RunRecord as RunRecord
 from zo2core.engine import SharedBase as SharedBase
-from zo2core.engine import StreamedBAdamEngine as StreamedBAdamEngine
+from zo2core.engine import StreamedFullBackpropEngine as StreamedFullBackpropEngine
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
@@ -38,6 +38,8 @@ from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.estimators import FZOO as FZOO
 from zo2core.estimators import Clipped as Clipped
+from zo2core.estimators import EvolutionStrategies as EvolutionStrategies
+from zo2core.estimators import Fitness as Fitness
 from zo2core.estimators import Guarded as Guarded
 from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD
@@ -47,11 +49,14 @@ from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal
 from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
+from zo2core.methods import GradientPolicy as GradientPolicy
+from zo2core.methods import LossScaling as LossScaling
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.optimizers import LOMO as LOMO
 from zo2core.optimizers import AdaLOMO as AdaLOMO
 from zo2core.optimizers import BAdam as BAdam
+from zo2core.optimizers import Delayed as Delayed
 from zo2core.optimizers import TorchOptimizer as TorchOptimizer
 from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation

@@ -6,7 +6,7 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -45,10 +45,12 @@ from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.choice import open_source
+from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.shared import SharedSource, shared_bytes
+from zo2core.sources.slot_file import SlotFile
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.input_file import InputFile
@@ -61,7 +63,7 @@ from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visits import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Distribution
+from zo2core.types import BlockLayout, Distribution, StateSpec
 from zo2core.updates import Trajectory, seeds_of
 from zo2core.workers import SoloWorker, Workers
 
@@ -88,6 +90,8 @@ class Parts(NamedTuple):
     visits: Visits  # makes the visitor of each sweep
     require_version: Callable[[int], None]  # refuses results of weights that another worker has changed meanwhile
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
+    layouts: Sequence[BlockLayout]  # segments as they are stored
+    generations: Generations | None  # segments on disk that change at each step; None: there are none
     host_plan: HostPlan | None  # None if the caller passed the parts
     device_plan: DevicePlan | None  # None if the device computes in host memory, or the caller passed the parts
 
@@ -139,6 +143,15 @@ class SharedSegments(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationPolicy:
+    """How segments that change at each step are kept on disk, while blocks stream."""
+
+    directory: Path  # of the files
+    states: Sequence[Sequence[StateSpec]]  # for each segment, the optimizer's states that are stored with it
+    changing: int  # blocks that change from one generation to the next
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options of a run, as in the constructors of engines."""
 
@@ -160,7 +173,7 @@ class RunOptions:
     gradient_bytes: int = 0  # of one segment, in first-order steps that change weights where they are stored
     optimizer_bytes: int = 0  # of the optimizer's state in such steps, in host memory
     stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
-    streams: bool = False  # whether blocks have to be streamed, though memory may have room for all
+    generations: GenerationPolicy | None = None  # weights that change on disk; None: none do, or as in zeroth-order runs
     shared: SharedSegments | None = None  # a base that other runs read, too; None: the run reads its base alone
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
@@ -224,9 +237,12 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
     with ExitStack() as opened:
         opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
         run, perturbation = _opened_run(model, estimator, options, opened)
+        write_back = options.write_back
+        if options.generations is not None:
+            write_back = WriteBackPolicy(directory=options.generations.directory, every=1)
         request = RunRequest(
             layouts=model.layouts,
-            on_disk=laid_out_as_on_disk(model.layouts, model.weights),
+            on_disk=laid_out_as_on_disk(with_states(model.layouts, options.generations), model.weights),
             noise=run.noise,
             perturbation=perturbation,
             perturb_in_place=run.perturb_in_place,
@@ -234,14 +250,14 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             directions=_most_directions(run.estimator, run.journal),
             updates=len(run.journal.updates),
             memory=options.memory,
-            write_back=options.write_back,
+            write_back=write_back,
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
             gradient_bytes=options.gradient_bytes,
             optimizer_bytes=options.optimizer_bytes,
             stays_in_memory=options.stays_in_memory,
-            streams=options.streams,
+            streams=options.generations is not None,
         )
         if options.shared is not None:
             return _join(options.shared, run, request, options, opened)
@@ -250,7 +266,9 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
         _begin(run, options, perturbation, opened)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
-        source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
+        generations = _open_generations(spec, run, options.generations, opened)
+        scratch = generations or _open_scratch(spec, run, opened)
+        source = _open_source(spec, run, base_digests, scratch, opened, is_shared=is_shared)
         scheduler = _scheduler(spec, run, source, opened, overlap=options.overlap)
         allowed = None if options.memory.least_activations is None else spec.activation_bytes
         return _assembled(
@@ -262,6 +280,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             base_digests=base_digests,
             activations=ActivationOffload(run.device, allowed, spec.waiting_bytes, timeline=run.timeline),
             activation_bytes=spec.activation_bytes,
+            generations=generations,
         )
 
 
@@ -368,6 +387,7 @@ def _assembled(
     base_digests: BaseDigests,
     activations: ActivationOffload,
     activation_bytes: int,
+    generations: Generations | None = None,
     work_memory: Callable[[int], torch.Tensor] | None = None,
 ) -> Parts:
     """Make the work buffer, bind the model's modules to it, and collect the parts of a run.
@@ -407,6 +427,8 @@ def _assembled(
         visits=visits,
         require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
         factors=run.factors,
+        layouts=model.layouts if spec is None else spec.layouts,
+        generations=generations,
         host_plan=None if spec is None else spec.host_plan,
         device_plan=None if spec is None else spec.device_plan,
     )
@@ -483,13 +505,43 @@ def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
     return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
 
 
-def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: ExitStack, *, is_shared: bool) -> BlockSource:
+def with_states(layouts: Sequence[BlockLayout], policy: GenerationPolicy | None) -> Sequence[BlockLayout]:
+    """The segments with the optimizer states that are stored with them."""
+    if policy is None:
+        return layouts
+    return [replace(layout, states=tuple(states)) for layout, states in zip(layouts, policy.states, strict=True)]
+
+
+def _open_generations(spec: RunSpec, run: _Run, policy: GenerationPolicy | None, opened: ExitStack) -> Generations | None:
+    """Open the files of segments that change at each step."""
+    if policy is None:
+        return None
+    journal = run.journal
+    generations = Generations(policy.directory, spec.layouts, journal.chain, journal.require_version, spare=policy.changing)
+    opened.callback(generations.close)
+    return generations
+
+
+def _open_scratch(spec: RunSpec, run: _Run, opened: ExitStack) -> Scratch | None:
+    """Open the files of segments that are written back."""
+    if spec.write_back is None:
+        return None
+    scratch = Scratch(Path(spec.write_back.directory), spec.layouts, run.journal.chain, run.journal.require_version)
+    opened.callback(scratch.close)
+    return scratch
+
+
+def _open_source(
+    spec: RunSpec,
+    run: _Run,
+    base_digests: BaseDigests,
+    scratch: SlotFile | None,
+    opened: ExitStack,
+    *,
+    is_shared: bool,
+) -> BlockSource:
     """Open the source of the plan."""
-    journal, device, weights = run.journal, run.device, run.model.weights
-    scratch = None
-    if spec.write_back is not None:
-        scratch = Scratch(Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version)
-        opened.callback(scratch.close)
+    device, weights = run.device, run.model.weights
     source = open_source(
         weights,
         spec.layouts,

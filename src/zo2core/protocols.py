@@ -10,7 +10,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, Update
+from zo2core.types import (
+    Batch,
+    BlockLayout,
+    Bucket,
+    Distribution,
+    Evaluation,
+    Event,
+    Lane,
+    ParameterSpec,
+    StateSpec,
+    Update,
+)
 
 Activations: TypeAlias = Any  # values that a model passes from segment to segment
 SEEDS_IN_TURN = 256  # most seeds from which a thread draws alternately, one chunk after the other
@@ -191,6 +202,10 @@ class BlockUpdate(Protocol):
     def widens_gradients(self) -> bool:
         """Whether 16-bit gradients are converted to float32 before they are measured, clipped and applied."""
 
+    @property
+    def turn(self) -> int | None:
+        """Steps after each multiple of which all states are forgotten; None: never."""
+
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
         """Choose the segments that a step changes.
 
@@ -199,11 +214,15 @@ class BlockUpdate(Protocol):
             trained: All segments that own trained parameters.
         """
 
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """List the tensors that it keeps from step to step beside a segment's weights. They are zero at first."""
+
     def apply(
         self,
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
         *,
         step: int,
         lr: float,
@@ -214,18 +233,13 @@ class BlockUpdate(Protocol):
             segment: Index of the segment.
             weights: Its trained parameters by name, as they are stored: on the device, shaped.
             gradients: Their gradients by name, contiguous; only read. A parameter that the loss does not depend on has none.
+            states: Its states by name, as ``states`` lists them, in host memory; changed in place.
             step: 0-based.
             lr: Learning rate of the step.
         """
 
-    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """Return the most bytes of host memory that its state takes for segments of these layouts."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that later steps depend on: nested mappings of tensors, which are not copied, and numbers."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a copy of what ``state_dict`` returned, of the same optimizer and model."""
+    def settle(self) -> None:
+        """Finish work on weights and states that ``apply`` has left to another thread."""
 
 
 class NoiseGenerator(Protocol):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with zeroth-order steps."""
+"""Lightning's Trainer with steps that an engine takes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,26 @@ import torch
 from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import Adapter, BackpropLightningModule, ZOLightningModule, open_checkpoint
-from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZO2Warning, ZOEngine
+from zo2adapters import (
+    Adapter,
+    BackpropLightningModule,
+    FullBackpropLightningModule,
+    ZOLightningModule,
+    open_checkpoint,
+)
+from zo2core import (
+    CheckpointError,
+    Distribution,
+    GradientPolicy,
+    Guarded,
+    JournalError,
+    MeZOSGD,
+    OptionError,
+    PhiloxNoise,
+    TorchOptimizer,
+    ZO2Warning,
+    ZOEngine,
+)
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -319,3 +337,51 @@ def test_lists_of_batches_are_accumulated_in_one_pass(base: Path, tmp_path: Path
 def test_accumulation_by_lightning_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="have the loader give lists of batches"):
         trainer(tmp_path, 2, accumulate_grad_batches=2).fit(first_order(base), ResumableLoader())
+
+
+def full_module(base: Path) -> FullBackpropLightningModule:
+    update = TorchOptimizer(partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1))
+    policy = GradientPolicy(clip_norm=0.5)
+    return FullBackpropLightningModule(open_checkpoint(base), update, lr=1e-2, lr_lambda=halving, gradients=policy)
+
+
+def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
+    ours, model = full_module(base), AutoModelForCausalLM.from_pretrained(base)
+    fitted = trainer(tmp_path, 6, val_check_interval=2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    fitted.fit(ours, ResumableLoader(), held_out)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+    for step, batch in enumerate(BATCHES[:6]):
+        optimizer.zero_grad()
+        model(**batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = 1e-2 * halving(step)
+        optimizer.step()
+    trained = dict(model.named_parameters())
+    assert all(torch.equal(value, trained[name].detach()) for name, value in ours.engine.parameters_now())
+    assert fitted.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
+    ours.export(tmp_path / "out")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in trained.items())
+
+
+def test_all_parameters_go_on_from_a_checkpoint_with_the_same_bits(base: Path, tmp_path: Path) -> None:
+    whole, resumed = full_module(base), full_module(base)
+    trainer(tmp_path, 6).fit(whole, ResumableLoader())
+    [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
+    trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle)
+    expected = {name: value.clone() for name, value in whole.engine.parameters_now()}
+    assert resumed.engine.steps == 6
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.engine.parameters_now())
+    checkpoint = torch.load(middle, weights_only=True)
+    del checkpoint["full_backprop_engine"]
+    torch.save(checkpoint, middle)
+    with pytest.raises(CheckpointError, match="no weights and optimizer states"):
+        trainer(tmp_path, 6).fit(full_module(base), ResumableLoader(), ckpt_path=middle)
+
+
+def test_lightning_clips_no_gradient_of_all_parameters(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"gradient_clip_val.*GradientPolicy"):
+        trainer(tmp_path, 2, gradient_clip_val=1.0).fit(full_module(base), ResumableLoader())

@@ -21,6 +21,7 @@ from zo2core import (
     ClosedError,
     DurableBackpropEngine,
     FullBackpropEngine,
+    GradientPolicy,
     Journal,
     JournalError,
     MeZOSGD,
@@ -260,7 +261,7 @@ def test_a_run_of_all_parameters_is_not_resumed_with_another_optimizer(base: Pat
     with pytest.raises(JournalError, match="method"):
         Full.engine(base, tmp_path / "run", "badam")
     with pytest.raises(JournalError, match="method"):
-        Full.engine(base, tmp_path / "run", "lomo", clip_value=1.0)
+        Full.engine(base, tmp_path / "run", "lomo", gradients=GradientPolicy(clip_value=1.0))
 
 
 def test_the_state_of_all_parameters_is_views_of_the_stored_weights_and_what_a_snapshot_has(

@@ -17,15 +17,20 @@ from models import CONFIGS, batches, make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.precision import Precision
 from zo2core import (
     LOMO,
     AdaLOMO,
     BAdam,
     BatchError,
     BlockUpdate,
+    CheckpointError,
     ClosedError,
+    Delayed,
     FullBackpropEngine,
+    GradientPolicy,
     HostPlan,
+    LossScaling,
     MemoryBudgetError,
     MemoryPolicy,
     NonFiniteLossError,
@@ -121,7 +126,11 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
     base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
     model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
-    options: Any = {"clip_value": clips[0], "clip_norm": clips[1], "memory": memory(room), "overlap": overlap}
+    options: Any = {
+        "gradients": GradientPolicy(clip_value=clips[0], clip_norm=clips[1]),
+        "memory": memory(room),
+        "overlap": overlap,
+    }
     with FullBackpropEngine(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
@@ -135,7 +144,9 @@ def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None,
     update, whole = CASES[case].update(), WholeModel(base, torch.float32, torch.bfloat16)
     loop = CASES[case].loop(whole, turns_of(model, update), None, clip_norm)
     micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
-    with FullBackpropEngine(model, update, lr=rate(case), clip_norm=clip_norm, memory=memory()) as engine:
+    with FullBackpropEngine(
+        model, update, lr=rate(case), gradients=GradientPolicy(clip_norm=clip_norm), memory=memory()
+    ) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
@@ -192,9 +203,9 @@ def test_a_tied_weight_is_updated_once(base: Path) -> None:
     counted: list[str] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
+        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
             counted.extend(gradients)
-            super().apply(segment, weights, gradients, **at)
+            super().apply(segment, weights, gradients, states, **at)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -207,9 +218,9 @@ def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> Non
     held: list[int] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, **at: Any) -> None:
-            held.append(len(engine._parameters._gradients))
-            super().apply(segment, weights, gradients, **at)
+        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
+            held.append(len(engine._trained._gradients))
+            super().apply(segment, weights, gradients, states, **at)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -229,8 +240,8 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
             before = weights(engine)
             engine.step(make_batch(40, [7, 5]))
             changed = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
-            [segment] = update.segments(step, engine._parameters.segments)
-            assert changed == set(engine._parameters.names_of(segment))
+            [segment] = update.segments(step, engine._trained.segments)
+            assert changed == set(engine._trained.names_of(segment))
             leaves = engine._method._visits.leaves
             assert next(index for index, names in enumerate(leaves) if names) == segment
 
@@ -273,7 +284,7 @@ def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: P
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan")
 
-    with engine_of(base, "lomo", clip_norm=clip_norm) as engine:
+    with engine_of(base, "lomo", gradients=GradientPolicy(clip_norm=clip_norm)) as engine:
 
         class Forward:
             def __getattr__(self, name: str) -> Any:
@@ -333,9 +344,9 @@ def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
     with pytest.raises(OptionError, match="which is frozen; expected a model all of whose parameters are trained"):
         FullBackpropEngine(open_checkpoint(base, adapter=adapter), LOMO(), lr=1e-3)
     with pytest.raises(OptionError, match="clip_value: found 0"):
-        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_value=0)
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, gradients=GradientPolicy(clip_value=0))
     with pytest.raises(OptionError, match="clip_norm: found nan"):
-        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_norm=float("nan"))
+        FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, gradients=GradientPolicy(clip_norm=float("nan")))
     with pytest.raises(MemoryBudgetError, match=r"the smallest plan.*4 of 4 blocks"):
         FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, memory=MemoryPolicy(host="1MB"))
     with pytest.raises(OptionError, match="weight_decay: found -1"):
@@ -348,3 +359,231 @@ def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
         FullBackpropEngine(
             open_checkpoint(base, precision="mixed", dtype="bfloat16", transfer_dtype="float8"), LOMO(), lr=1.0
         )
+
+
+def delayed_loop(whole: WholeModel, make: Any, clip_norm: float | None) -> Callable[[float], None]:
+    """ZeRO-Offload's delayed step, written out: the gradients of a step are applied after those of the next are computed."""
+    optimizer = make(list(whole.parameters.values()))
+    waiting: list[tuple[float, dict[str, torch.Tensor]]] = []
+
+    def step(lr: float) -> None:
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(whole.parameters.values()), clip_norm)
+        waiting.append((lr, {name: gradient.clone() for name, gradient in whole.gradients().items()}))
+        if len(waiting) < 2:
+            return
+        rate, gradients = waiting.pop(0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for name, parameter in whole.parameters.items():
+            parameter.grad = gradients.get(name)
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_delayed_updates_are_those_of_a_loop_with_the_delay(
+    tied: bool, dtype: torch.dtype, clip_norm: float | None, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), dtype)
+    whole, update = WholeModel(base), Delayed(TorchOptimizer(FUSED))
+    loop = delayed_loop(whole, FUSED, clip_norm)
+    policy = GradientPolicy(clip_norm=clip_norm)
+    with FullBackpropEngine(open_checkpoint(base), update, lr=rate("adamw"), gradients=policy, memory=memory()) as engine:
+        for step in range(STEPS):
+            batch = make_batch(40, [7, 5], seed=step)
+            loss = whole.backward([batch])
+            loop(rate("adamw")(step))
+            assert engine.step(batch).loss == loss
+            assert all(torch.equal(value, whole.parameters[name].detach()) for name, value in engine.parameters_now()), step
+        assert engine._update.options["delayed"] is True
+
+
+def test_a_delayed_run_goes_on_from_its_state_with_the_same_bits(base: Path, tmp_path: Path) -> None:
+    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+
+    def delayed() -> FullBackpropEngine:
+        update = Delayed(TorchOptimizer(FUSED))
+        return FullBackpropEngine(open_checkpoint(base), update, lr=rate("adamw"), memory=memory())
+
+    with delayed() as engine:
+        for batch in rows[:3]:
+            engine.step(batch)
+        torch.save(engine.state_dict(), tmp_path / "state.pt")
+        losses = [engine.step(batch).loss for batch in rows[3:]]
+        expected = weights(engine)
+    with delayed() as other:
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert [other.step(batch).loss for batch in rows[3:]] == losses
+        assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+    with engine_of(base, "fused adamw") as prompt:
+        assert [prompt.step(batch).loss for batch in rows][3:] != losses, "it is another run"
+
+
+def test_only_updates_of_all_segments_are_delayed() -> None:
+    with pytest.raises(OptionError, match="update: found badam, which trains segments in turns"):
+        Delayed(BAdam(ADAMW))
+
+
+def scaled_loop(whole: WholeModel, make: Any, scaler: torch.amp.GradScaler, clip: float | None) -> Callable[..., float]:
+    """A step with torch's own scaler of the loss."""
+    trained = list(whole.parameters.values())
+    optimizer = make(trained)
+
+    def step(batch: Any, lr: float) -> float:
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = whole.model(**batch, use_cache=False).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if clip is not None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(trained, clip, norm)
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.detach())
+
+    return step
+
+
+class PlainLOMO(torch.optim.Optimizer):
+    """LOMO as an optimizer of torch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1.0 - group["lr"] * 0.1)
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(("case", "make"), [("lomo", PlainLOMO), ("adamw", ADAMW), ("fused adamw", FUSED)])
+def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: float | None, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.float16)
+    precision = Precision(stored=torch.float32, computed=torch.float16)
+    whole = WholeModel(base, torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**28, backoff_factor=1 / 8, growth_interval=2)
+    loop = scaled_loop(whole, make, scaler, clip)
+    policy = GradientPolicy(clip_norm=clip, loss_scaling=LossScaling(initial=2.0**28, backoff=1 / 8, interval=2))
+    model, skipped = open_checkpoint(base, precision=precision, loss_chunk=None), 0
+    with FullBackpropEngine(model, CASES[case].update(), lr=rate(case), gradients=policy, memory=memory()) as engine:
+        for step in range(12):
+            batch = make_batch(40, [7, 5], seed=step)
+            assert engine._method.values()["loss_scale"] == scaler.get_scale()
+            loss = loop(batch, rate(case)(step))
+            result = engine.step(batch)
+            assert result.loss == loss
+            skipped += result.grad_norm == 0.0
+            for name, value in engine.parameters_now():
+                assert torch.equal(value, whole.parameters[name].detach()), (step, name)
+    assert 2 <= skipped <= 9, "some steps overflow, and others do not"
+
+
+def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.float16)
+    policy = GradientPolicy(loss_scaling=LossScaling())
+    with pytest.raises(OptionError, match="loss_scaling: found float16 gradients of "):
+        FullBackpropEngine(open_checkpoint(base, precision="exact"), TorchOptimizer(ADAMW), lr=1.0, gradients=policy)
+    with pytest.raises(OptionError, match=r"loss_scaling.backoff: found 1\.5"):
+        LossScaling(backoff=1.5)
+
+
+def test_a_gradient_that_overflows_without_a_scale_is_an_error(base: Path) -> None:
+    policy = GradientPolicy(loss_scaling=LossScaling(initial=1.0))
+
+    class Poisoned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("inf")
+
+    with engine_of(base, "lomo", gradients=policy) as engine:
+
+        class Forward:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(engine._model, name)
+
+            def block(self, index: int, activations: Any) -> Any:
+                given: Any = engine._model.block(index, activations)
+                poisoned: Any = Poisoned.apply
+                return given._replace(hidden=poisoned(given.hidden)) if index == 2 else given
+
+        with pytest.raises(NonFiniteLossError, match="no step was taken"):
+            engine.step(make_batch(40, [7, 5]), forward=Forward())
+
+
+STATEFUL: dict[str, Any] = {
+    "adagrad": partial(torch.optim.Adagrad, lr=1.0, initial_accumulator_value=0.5),
+    "adafactor": partial(torch.optim.Adafactor, lr=1.0),
+    "nadam": partial(torch.optim.NAdam, lr=1.0),
+    "amsgrad": partial(torch.optim.AdamW, lr=1.0, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1.0, momentum=0.5, centered=True),
+    "asgd": partial(torch.optim.ASGD, lr=1.0),
+    "rprop": partial(torch.optim.Rprop, lr=1.0),
+    "8 bits": lambda parameters: pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters, lr=1.0, min_8bit_size=128),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_any_optimizer_of_torchs_interface_works(name: str, base: Path, tmp_path: Path) -> None:
+    make, rows = STATEFUL[name], [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+    whole = WholeModel(base)
+    loop = torch_loop(whole, make, None, None)
+
+    def engine_with() -> FullBackpropEngine:
+        return FullBackpropEngine(open_checkpoint(base), TorchOptimizer(make), lr=lambda step: 1e-2, memory=memory())
+
+    with engine_with() as engine:
+        for step, batch in enumerate(rows):
+            whole.backward([batch])
+            loop(1e-2)
+            engine.step(batch)
+            for parameter, value in engine.parameters_now():
+                assert torch.equal(value, whole.parameters[parameter].detach()), (step, parameter)
+            if step == 2:
+                torch.save(engine.state_dict(), tmp_path / "state.pt")
+        expected = weights(engine)
+    with engine_with() as other:
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        for batch in rows[3:]:
+            other.step(batch)
+        assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+
+
+def test_an_optimizer_with_a_state_of_all_parameters_is_refused() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            super().step()
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["history"] = [1]
+
+    with pytest.raises(OptionError, match="Counting, which keeps a state of all parameters together"):
+        TorchOptimizer(partial(Counting, lr=1.0))
+    with pytest.raises(OptionError, match="Odd, which keeps a list as history"):
+        TorchOptimizer(partial(Odd, lr=1.0))
+
+
+def test_states_of_another_optimizer_are_refused(base: Path) -> None:
+    with engine_of(base, "adamw") as engine:
+        engine.step(make_batch(40, [7, 5]))
+        state = engine.state_dict()
+        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="optimizer states of segment"):
+            other.load_state_dict(state)

@@ -26,7 +26,7 @@ from zo2core import (
 from zo2core.io.durable import LockedFileError, close_locked, open_locked
 from zo2core.io.record_log import RecordFile
 from zo2core.perturbation.factor_file import DATA as FACTORS
-from zo2core.sources.scratch import DATA, MANIFEST
+from zo2core.sources.slot_file import DATA, MANIFEST
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import require_method
+from zo2adapters.trainers.first_order import FirstOrder, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import EvaluationOptions
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
-from zo2core.optimizers import OptimizerName, make_block_update
+from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
 from zo2core.ranges import require_whole
@@ -57,15 +57,23 @@ class Plan(EvaluationOptions):
     """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
     zeroth-order."""
     stream_blocks: bool = False
-    """With --method badam: plan a run whose blocks stream from disk, as in zo2 train."""
+    """With --method and no adapter: plan a run whose blocks stream from disk and change there, as in zo2 train."""
+    snapshot_every: int | None = None
+    """With --stream-blocks: steps between two commits, as in zo2 train."""
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained, as in zo2 train."""
+    delayed_update: bool = False
+    """With --method adamw and no adapter: plan a run whose updates are one step late, as in zo2 train."""
+    state_bits: int = 32
+    """With --method adamw and no adapter: bits of the moments, as in zo2 train."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
     rows: RowOptions = field(default_factory=RowOptions)
+    max_new_tokens: int | None = None
+    """Plan a run with --reward, which generates so many tokens after each row's prompt."""
     steps: int = 1000
     """Steps of the run whose total time is printed."""
     workers: int = 1
@@ -101,12 +109,22 @@ class Plan(EvaluationOptions):
                     remedy="pass the rows, or leave it out",
                 )
         require_whole("steps", self.steps, 1)
+        if self.max_new_tokens is not None:
+            require_whole("max_new_tokens", self.max_new_tokens, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
-        for option in ("stream_blocks", "switch_every"):
-            if getattr(self, option) not in (None, False) and self.method != "badam":
-                expected = "--method badam beside it"
-                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        trains_all = self.method is not None and not self.adapter_options.trains_adapter
+        for option, fits, expected in (
+            ("stream_blocks", trains_all, "--method beside it, and no adapter"),
+            ("delayed_update", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
+            ("state_bits", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
+            ("switch_every", self.method == "badam", "--method badam beside it"),
+            ("snapshot_every", self.stream_blocks and self.method != "badam", "--stream-blocks, and not badam"),
+        ):
+            if (value := getattr(self, option)) not in (None, False, 32) and not fits:
+                raise OptionError(option, found=str(value), expected=expected, remedy="leave it out")
+        require_state_bits(self.state_bits)
+        require_whole("snapshot_every", self.snapshot_every or 1, 1)
 
     def _zeroth_order(self, write_back: WriteBackPolicy) -> RunPlan | DeviceRunPlan:
         """The plan of a run of zeroth-order steps, on the CPU or on a GPU."""
@@ -119,7 +137,7 @@ class Plan(EvaluationOptions):
         exact = optimization.exact_mezo or optimization.rank is not None or has_adapter
         precision = precision_of_run(self.model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
         model, directory = self._opened(precision=precision, transfer_dtype=self.transfer_dtype)
-        shapes = self._shapes(model, directory)
+        shapes = self._shapes(model, directory)._replace(new_tokens=self.max_new_tokens)
         drawn = optimization.generator(model.layouts) or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
         if self.device_memory is not None:
@@ -154,7 +172,15 @@ class Plan(EvaluationOptions):
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
         require_method(method, self.adapter_options)
-        for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
+        for option in (
+            "transfer_dtype",
+            "replay",
+            "write_limit_tb",
+            "device_memory",
+            "workers",
+            "directions",
+            "max_new_tokens",
+        ):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
                 expected = f"no such option with --method {method}, on which it has no effect"
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
@@ -168,6 +194,7 @@ class Plan(EvaluationOptions):
             update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
             streams=self.stream_blocks,
+            commit_every=self.snapshot_every or 1,
         )
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
@@ -188,7 +215,13 @@ class Plan(EvaluationOptions):
         return model, directory
 
     def _update(self, method: OptimizerName) -> BlockUpdate:
-        return make_block_update(method, weight_decay=0.0, switch_every=self.switch_every)
+        options = FirstOrder(
+            method=method,
+            switch_every=self.switch_every,
+            delayed_update=self.delayed_update,
+            state_bits=self.state_bits,
+        )
+        return options.block_update(weight_decay=0.0)
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""

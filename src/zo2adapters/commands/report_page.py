@@ -144,6 +144,8 @@ def page(runs: Sequence[Run]) -> str:
     """
     title = html.escape(", ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
+    if any("reward" in row for run in runs for row in run.steps):
+        parts += ["<h2>Rewards</h2>", _rewards(runs)]
     if any(run.evaluations for run in runs):
         parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
     for run in runs:
@@ -241,6 +243,25 @@ def _losses(runs: Sequence[Run]) -> str:
 
     note = "Thin lines are steps, thick lines medians. Dotted lines mark steps that the guard rejected."
     return f"{_figure(3, draw)}<p>{note}</p>"
+
+
+def _rewards(runs: Sequence[Run]) -> str:
+    """Reward, length and drift of the completions of training steps."""
+    names = ("reward", "best_reward", "completion_tokens", "drift")
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for axis, name in zip(axes, names, strict=True):
+            for number, run in enumerate(runs):
+                rows = [row for row in run.steps if _is_number(row.get(name))]
+                x, y = [row["step"] + 1 for row in rows], [row[name] for row in rows]
+                axis.plot(x, y, color=f"C{number}", alpha=0.3, linewidth=0.8)
+                axis.plot(*_medians(x, y), color=f"C{number}", label=run.label)
+            axis.set_xlabel("steps")
+            axis.set_ylabel("drift, nats a token" if name == "drift" else name.replace("_", " "))
+        axes[0].legend(frameon=False)
+
+    note = "Means over all completions of a step. Drift is by how much what the base wrote has become less likely."
+    return f"{_figure(len(names), draw)}<p>{note}</p>"
 
 
 def _evaluations(runs: Sequence[Run]) -> str:

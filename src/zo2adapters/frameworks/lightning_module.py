@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zo2adapters.frameworks.arguments import ZOArguments
+from zo2adapters.frameworks.manual_steps_module import ManualStepsModule
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
-from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningModule
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_journal
+from zo2core import Journal, JournalError, ZOEngine, copy_journal
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 
 
-class ZOLightningModule(StreamedLightningModule):
+class ZOLightningModule(ManualStepsModule):
     """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
 
     The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit.
@@ -43,6 +41,8 @@ class ZOLightningModule(StreamedLightningModule):
         ZO2Error: as ``ZOEngine`` says, at the first step.
     """
 
+    clipping_remedy = "leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients"
+
     def __init__(
         self,
         model: HFBlockModel,
@@ -53,10 +53,9 @@ class ZOLightningModule(StreamedLightningModule):
         seed: int = 0,
         zo: ZOArguments | None = None,
     ) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+        super().__init__(lr, lr_lambda)
         self.zo = ZOArguments() if zo is None else zo
-        self._model, self._lr, self._lr_lambda = model, lr, lr_lambda
+        self._model = model
         self._weight_decay, self._seed = weight_decay, seed
         self._engine: ZOEngine | None = None
         self._journal = Journal()
@@ -74,45 +73,6 @@ class ZOLightningModule(StreamedLightningModule):
                 device="cpu",
             )
         return self._engine
-
-    def configure_callbacks(self) -> list[Any]:
-        """Refuse options of Lightning's Trainer that need automatic optimization.
-
-        This hook runs before Lightning's own check, whose remedy is automatic optimization, which is not supported here.
-
-        Returns:
-            No callbacks.
-
-        Raises:
-            OptionError: naming the option of Lightning's Trainer.
-        """
-        self.require_whole_steps()
-        clipping = self.trainer.gradient_clip_val or None
-        if self.trainer.state.fn == "fit" and clipping is not None:
-            raise OptionError(
-                "Trainer(gradient_clip_val)",
-                found=str(clipping),
-                expected="None",
-                remedy="leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients",
-            )
-        return []
-
-    def configure_optimizers(self) -> Any:
-        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
-        optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self._lr)
-        if self._lr_lambda is None:
-            return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_lambda)]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Take a step."""
-        result = self.engine.step(batch)
-        self.optimizers().step()  # Lightning counts steps by it
-        schedule = self.lr_schedulers()
-        if schedule is not None:
-            schedule.step()
-        self.log("train_loss", result.loss, prog_bar=True)
-        return torch.tensor(result.loss)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the journal and its number of steps to a checkpoint."""
@@ -141,6 +101,3 @@ class ZOLightningModule(StreamedLightningModule):
         if self._engine is not None:
             self._engine.close()
         self._engine, self._journal = None, journal
-
-    def _present_lr(self, step: int) -> float:
-        return float(self.optimizers().param_groups[0]["lr"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Protocol
 
+from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2core import OptionError
-from zo2core.optimizers import OPTIMIZERS, OptimizerName
+from zo2core import BlockUpdate, Delayed, OptionError, TorchOptimizer
+from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.ranges import require_number, require_whole
 
 _OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
+_OF_ADAMW = {"delayed_update": False, "state_bits": 32}  # options of how adamw runs, and their defaults
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
@@ -50,8 +53,19 @@ class FirstOrder:
     switch_every: int | None = None
     """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
     stream_blocks: bool = False
-    """With --method badam: stream blocks from disk, for a model that is larger than memory. A block is written once, when
-    its turn ends, and from there a run resumes."""
+    """With --method and no adapter: stream blocks from disk, for a model that is larger than memory. With badam a block is
+    written once, when its turn ends; with other methods each step writes all changed blocks and their optimizer states, and
+    --snapshot-every says how often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
+    allowed by --write-limit-tb."""
+    loss_scaling: bool = False
+    """With --method and no adapter: scale the loss, so that small gradients do not vanish in float16, by the rules of
+    torch.amp.GradScaler. Steps whose gradients overflow are skipped. It takes a second backward pass."""
+    delayed_update: bool = False
+    """With --method adamw and no adapter: change the weights one step late, so that the host updates while the device
+    computes the next step, as ZeRO-Offload does. This is another run: gradients are those of weights one step older."""
+    state_bits: int = 32
+    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes' AdamW8bit, in a quarter of the
+    memory."""
     betas: tuple[float, float] | None = None
     """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
     eps: float | None = None
@@ -80,6 +94,33 @@ class FirstOrder:
         given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
+    @property
+    def _unusual(self) -> dict[str, Any]:
+        """All options that belong to one method and were given."""
+        given = {name: getattr(self, name) for name in _OF_ADAMW}
+        return self.optimizer_options | {name: value for name, value in given.items() if value != _OF_ADAMW[name]}
+
+    def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
+        """The optimizer of all parameters.
+
+        Args:
+            weight_decay: Its weight decay.
+            seed: Seed of the order in which badam trains blocks.
+
+        Raises:
+            MissingPackageError: if the states have 8 bits, and bitsandbytes is not installed.
+        """
+        assert self.method is not None, "zeroth-order steps have no optimizer"
+        options = self.optimizer_options
+        update = make_block_update(
+            self.method, weight_decay=weight_decay, switch_every=self.switch_every, seed=seed, options=options
+        )
+        if self.state_bits == 8:
+            optimizers = optional_package("bitsandbytes", install="bitsandbytes").optim
+            factory = partial(optimizers.AdamW8bit, weight_decay=weight_decay, **options)
+            update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
+        return Delayed(update) if self.delayed_update else update
+
     def require_valid(self, options: CheckedOptions) -> None:
         """Refuse options that cannot be combined with the method.
 
@@ -92,15 +133,17 @@ class FirstOrder:
         self._require_optimizer_options()
         if self.method is None:
             expected = "--method beside it; the steps without it have --clip-grad"
-            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks"):
+            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks", "loss_scaling"):
                 if (value := getattr(self, option)) not in (None, False):
                     raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
             return
         require_method(self.method, options.model_options)
+        if options.model_options.trains_adapter:
+            for option in ("max_grad_value", "stream_blocks", "loss_scaling", "delayed_update", "state_bits"):
+                if (value := getattr(self, option)) not in (None, False, 32):
+                    found, expected = f"{value:g} with an adapter", "no adapter"
+                    raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
         if self.max_grad_value is not None:
-            if options.model_options.trains_adapter:
-                found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
-                raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
             require_number("max_grad_value", self.max_grad_value, above=0)
         if self.switch_every is not None:
             if self.method != "badam":
@@ -109,6 +152,7 @@ class FirstOrder:
             require_whole("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
+        require_state_bits(self.state_bits)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
@@ -126,26 +170,26 @@ class FirstOrder:
 
     def _require_streamable(self, options: CheckedOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
-        if self.method != "badam":
-            found, expected = f"it with --method {self.method}", "--method badam, which changes one block at a time"
-            raise OptionError("stream_blocks", found=found, expected=expected, remedy="leave it out, or pass --method badam")
-        for option, value, default in (
-            ("keep_best", options.keep_best, False),
-            ("snapshot_every", options.storage.snapshot_every, None),
-            ("device", options.storage.device, "cpu"),
-        ):
+        refused: list[tuple[str, object, object, str]] = [
+            ("delayed_update", self.delayed_update, False, "the host computes all of a step"),
+            ("keep_best", options.keep_best, False, "only the last committed weights are kept"),
+            ("device", options.storage.device, "cpu", "blocks are computed on in host memory"),
+        ]
+        if self.method == "badam":
+            refused.append(("snapshot_every", options.storage.snapshot_every, None, "the end of a turn is committed"))
+        for option, value, default, why in refused:
             if value != default:
                 raise OptionError(
                     option,
                     found=f"{value} with --stream-blocks",
-                    expected=f"{default}: only weights at the end of a turn are kept, and blocks are computed on in memory",
+                    expected=f"{default}: {why}",
                     remedy="leave one of the two out",
                 )
 
     def _require_optimizer_options(self) -> None:
         """Refuse options of another optimizer than the method's, and numbers out of range."""
-        for name, value in self.optimizer_options.items():
-            method = _OPTIMIZER_OPTIONS[name]
+        for name, value in self._unusual.items():
+            method = _OPTIMIZER_OPTIONS.get(name, "adamw")
             if method != self.method:
                 raise OptionError(
                     name,
@@ -187,6 +231,16 @@ class FirstOrder:
                 expected=f"a learning rate for {self.method}",
                 remedy="pass one, such as 2e-4 for adamw, or auto",
             )
+
+
+def require_state_bits(bits: int) -> None:
+    """Refuse a number of bits that no optimizer's states have.
+
+    Raises:
+        OptionError: naming it.
+    """
+    if bits not in (8, 32):
+        raise OptionError("state_bits", found=repr(bits), expected="8 or 32", remedy="pass one of them")
 
 
 def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:

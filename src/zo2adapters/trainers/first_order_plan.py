@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2adapters.trainers.methods.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
-from zo2adapters.trainers.methods.streamed_turns_run import written_bytes
+from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -29,7 +28,6 @@ from zo2adapters.trainers.run_plan import (
     measured_forward_seconds,
 )
 from zo2core import (
-    BAdam,
     BlockLayout,
     BlockUpdate,
     HostPlan,
@@ -38,15 +36,18 @@ from zo2core import (
     PhiloxNoise,
     RunRequest,
     RunSpec,
+    SegmentKind,
     plan,
 )
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
+from zo2core.engine.streamed_full_engine import optimizer_bytes, stored_layouts
+from zo2core.optimizers import StateMemory, state_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.scratch import scratch_bytes
+from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_visitor import tensor_ids
@@ -68,6 +69,7 @@ def plan_first_order_run(
     update: BlockUpdate | None = None,
     scratch: Path = Path(),
     streams: bool = False,
+    commit_every: int = 1,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -79,7 +81,8 @@ def plan_first_order_run(
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
         scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
-        streams: Whether blocks stream from disk, with badam.
+        streams: Whether blocks stream from disk and change there.
+        commit_every: Steps between two commits of such blocks, unless the optimizer has turns.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -93,25 +96,34 @@ def plan_first_order_run(
     room = _room(model, shapes, spec, activations)
     forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     times = measured_backward(model, shapes.step, shapes.micro_rows) + 1 - room.graphs
-    decoding = decoding_seconds(layouts)
-    moving = room.host_plan.buckets if room.host_plan.buckets is None or not streams else room.host_plan.buckets - 1
-    read = 2 * streamed_bytes(layouts, moving)  # where blocks change, one of the buckets keeps its block
+    moving = room.host_plan.buckets
+    if moving is not None and update is not None and update.turn is not None:
+        moving -= 1  # that of the block whose turn it is
+    read = 2 * streamed_bytes(layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
+    decoding = decoding_seconds(layouts)
     arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
-    step_seconds = max(times * forward + arithmetic, read_seconds)
-    written = _written_bytes(model, layouts, update, step_seconds, partial(speeds.writing, scratch), streams=streams)
     evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    scratch_file, snapshot, written = 0, 0, 0.0
+    if update is not None and streams:
+        slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
+        scratch_file = slot_bytes(layouts, slots)
+        written = written_bytes(layouts, update, room.host_plan.buckets or 0, commit_every)
+    elif update is not None:
+        snapshot = snapshot_bytes(model, update)
+        step_seconds = max(times * forward + arithmetic, read_seconds)
+        written = LARGEST_SHARE * step_seconds / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(
         host_plan=room.host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
-        scratch_bytes=scratch_bytes(layouts) if streams else 0,
+        scratch_bytes=scratch_file,
         spilled_bytes=room.spilled,
         read_bytes=read + room.spilled,
         written_bytes=round(written) + room.spilled,
         terabytes_per_1000_steps=(written + room.spilled) / 1e9,
-        snapshot_bytes=0 if update is None or streams else snapshot_bytes(model, update),
+        snapshot_bytes=snapshot,
         forward_seconds=times * forward,
         update_seconds=arithmetic,
         disk_seconds=read_seconds + spill_seconds,
@@ -125,21 +137,24 @@ def _request(
     model: HFBlockModel, shapes: RowShapes, memory: int | str, update: BlockUpdate | None, *, streams: bool
 ) -> RunRequest:
     """The request of a run, as its engine makes it from the same options."""
-    longest = shapes.longest
+    longest, optimizer = shapes.longest, 0
+    stored: Sequence[BlockLayout] = model.layouts
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
+        stored = stored_layouts(update, model.layouts) if streams else stored
+        optimizer = optimizer_bytes(update, model.layouts) if streams else state_bytes(update, model.layouts)
         tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
         activations, least = activations + tied, least + tied
     return RunRequest(
         layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
+        on_disk=laid_out_as_on_disk(stored, model.weights),
         noise=PhiloxNoise(),  # none is drawn
         perturb_in_place=False,
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
         trained_copies=TRAINED_COPIES if update is None else 0,
         gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
-        optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
+        optimizer_bytes=optimizer,
         stays_in_memory=update is not None and not streams,
         streams=streams,
     )
@@ -170,33 +185,6 @@ def _room(model: HFBlockModel, shapes: RowShapes, spec: RunSpec, activations: in
     parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     host_plan = replace(host_plan, parts=(*host_plan.parts, *parts))
     return _Room(host_plan, activations - spec.activation_bytes - inputs, kept / blocks)
-
-
-def _written_bytes(
-    model: HFBlockModel,
-    layouts: Sequence[BlockLayout],
-    update: BlockUpdate | None,
-    step_seconds: float,
-    writing: Callable[[], float],
-    *,
-    streams: bool,
-) -> float:
-    """Bytes that a step writes on average: of blocks that stream, or of snapshots, which cost a share of the time.
-
-    Args:
-        model: The model.
-        layouts: Its segments, with their layout in memory.
-        update: The optimizer of all parameters; None: snapshots of an adapter are small.
-        step_seconds: Seconds of a step.
-        writing: Measures in how many bytes a second the disk writes.
-        streams: Whether blocks stream from disk.
-    """
-    if update is None:
-        return 0.0
-    if streams:
-        assert isinstance(update, BAdam), "other methods were refused"
-        return written_bytes(layouts, update)
-    return LARGEST_SHARE * step_seconds / (1 / writing() + 1 / hashing_speed())
 
 
 def hands_over_tensors(model: HFBlockModel) -> bool:
@@ -269,15 +257,17 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
 
     Args:
         model: The model.
-        update: The optimizer; its state is that of the probe afterwards.
+        update: The optimizer.
     """
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     weight = torch.zeros(_PROBED_ROWS, _PROBED_ROWS, dtype=specs[0].dtype)
     gradient = widened(weight) if update.widens_gradients else weight
+    probe = replace(specs[0], name="probe", shape=tuple(weight.shape))
+    states = StateMemory(update, [BlockLayout("probe", SegmentKind.BLOCK, (probe,))]).of(0, ())
     seconds = math.inf
     for step in range(_PROBE_ROUNDS):
         started = time.perf_counter()
-        update.apply(0, {"probe": weight}, {"probe": gradient}, step=step, lr=0.0)
+        update.apply(0, {"probe": weight}, {"probe": gradient}, states, step=step, lr=0.0)
         seconds = min(seconds, time.perf_counter() - started)
     segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
     share = len(update.segments(0, segments)) / len(segments)

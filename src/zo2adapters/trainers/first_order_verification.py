@@ -24,7 +24,7 @@ from zo2adapters.trainers.verification import (
     whole_model,
 )
 from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult
-from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
+from zo2core.optimizers import OPTIMIZERS, OptimizerName, StateMemory, make_block_update
 from zo2core.types import widened
 
 
@@ -88,6 +88,7 @@ def _verify_all(
     names = {
         index: [spec.name for spec in layout.parameters] for index, layout in enumerate(model.layouts) if layout.parameters
     }
+    states = StateMemory(theirs, model.layouts)
     with FullBackpropEngine(model, ours, lr=size.rate) as engine:
         for step in range(batches.steps):
             segments = theirs.segments(step, sorted(names))
@@ -99,6 +100,7 @@ def _verify_all(
             difference = _difference(step, engine.step(batch), loss, trained, widens=widens)
             if difference is not None:
                 return Comparison(step + 1, 0, difference)
+            states.begin(step)
             for index in segments:
                 weights = {name: trained[name].detach() for name in names[index]}
                 gradients = {
@@ -106,7 +108,7 @@ def _verify_all(
                     for name in names[index]
                     if (grad := trained[name].grad) is not None
                 }
-                theirs.apply(index, weights, gradients, step=step, lr=size.rate)
+                theirs.apply(index, weights, gradients, states.of(index, ()), step=step, lr=size.rate)
             whole.zero_grad()
         return _compared(batches.steps, engine.parameters_now(), everything)
 

@@ -13,7 +13,7 @@ from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
-from zo2core.optimizers import OPTIMIZERS, make_block_update
+from zo2core.optimizers import OPTIMIZERS
 from zo2core.types import shown_bytes
 
 LORA_RANK = 8  # of the adapter that a run of first-order steps is planned with
@@ -53,13 +53,9 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     if chosen.method is not None:
         update = None
         if not options.model_options.trains_adapter:
-            update = make_block_update(
-                chosen.method,
-                weight_decay=options.optimization.weight_decay,
-                switch_every=chosen.switch_every,
-                options=chosen.optimizer_options,
-            )
+            update = chosen.block_update(weight_decay=options.optimization.weight_decay)
         given |= {"update": update, "scratch": options.output, "streams": chosen.stream_blocks}
+        given["commit_every"] = options.storage.snapshot_every or 1
         return plan_first_order_run(inputs.model, inputs.shapes(), **given)
     return plan_run(
         inputs.model,

@@ -157,6 +157,9 @@ class Trainer:
             pack=options.batching.pack,
             per_row=options.optimization.per_row,
             differentiates=self._method.has_gradient,
+            rewards=options.rewards if options.rewards.reward else None,
+            tokenizer=inputs.tokenizer,
+            seed=options.seed,
         )
         task = make_task(model, inputs.data, task_options)
         if inputs.evaluation is None or not evaluates:
@@ -209,6 +212,7 @@ class Trainer:
         try:
             yield
         except BaseException:
+            self._task.close()
             if self._resumed:
                 self._run.close()
             else:
@@ -336,14 +340,14 @@ class Trainer:
             while True:
                 if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluated, metrics, live, bar)
-                if engine.version in (0, options.steps):
+                if engine.version in (0, options.steps) or (options.rewards.reward and is_due(options, engine.version)):
                     self._write_samples()
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
-                record = step_record(engine.journal.steps[result.step], result, batch)
+                record = step_record(engine.journal.steps[result.step], result, batch, self._task.measured())
                 if result.step >= recorded:
                     write_row(metrics, record)
                     live.row(record)
@@ -420,6 +424,7 @@ class Trainer:
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
         self.engine.close()
+        self._task.close()
         self._run.close()
 
     def __enter__(self) -> Trainer:

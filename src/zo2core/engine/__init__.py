@@ -9,5 +9,5 @@ from zo2core.engine.replayer import Replayer as Replayer
 from zo2core.engine.runner import Runner as Runner
 from zo2core.engine.shared_base import SharedBase as SharedBase
 from zo2core.engine.stored_runner import StoredSnapshotReplayer as StoredSnapshotReplayer
-from zo2core.engine.streamed_badam_engine import StreamedBAdamEngine as StreamedBAdamEngine
+from zo2core.engine.streamed_full_engine import StreamedFullBackpropEngine as StreamedFullBackpropEngine
 from zo2core.engine.zo_engine import ZOEngine as ZOEngine

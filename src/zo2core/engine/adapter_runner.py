@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from zo2core.build import Parts, RunOptions, SharedSegments, build
-from zo2core.engine.runner import Runner
-from zo2core.errors import CheckpointError
+from zo2core.engine.present_runner import PresentRunner
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, Device
-from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
+from zo2core.sweep.trained_parameters import TrainedParameters
 
 
-class AdapterRunner(Runner):
+class AdapterRunner(PresentRunner[TrainedParameters]):
     """Evaluates and exports a base with the present values of its trained parameters.
 
     Args:
@@ -30,42 +28,12 @@ class AdapterRunner(Runner):
     """
 
     def __init__(self, model: BlockModel, parts: Parts) -> None:
-        try:
-            self._trained = TrainedParameters(model.layouts, model.weights, parts.device.torch_device)
-        except BaseException:
-            parts.opened.__exit__(*sys.exc_info())  # a journal that was just created is removed
-            raise
-        self._present_weights = PresentWeights(self._trained, parts.work_buffer)
-        visits = PresentVisits(
-            layouts=model.layouts,
-            trained=self._trained,
-            weights=self._present_weights,
-            activations=parts.activations,
-            streams=parts.device.streams,
-            timeline=parts.timeline,
-            update_loss=parts.update_loss,
-        )
-        super().__init__(model, parts._replace(visits=visits))
+        device = parts.device.torch_device
+        super().__init__(model, parts, lambda: TrainedParameters(model.layouts, model.weights, device))
 
-    def _close_refused(self) -> None:
-        """Close a runner whose construction fails, and remove a journal that was just created."""
-        self._use.close()
-        self._parts.opened.__exit__(*sys.exc_info())
-
-    def require_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values of other parameters than the trained ones.
-
-        Raises:
-            CheckpointError: if a name, a shape or a dtype differs.
-        """
-        expected = {name: (value.shape, value.dtype) for name, value in self._trained.parameters.items()}
-        if {name: (value.shape, value.dtype) for name, value in parameters.items()} != expected:
-            raise CheckpointError(
-                "state",
-                found=f"{len(parameters)} parameters that are not all the engine's",
-                expected=f"the {len(expected)} trained parameters",
-                remedy="load the state of a run of the same model and adapter",
-            )
+    @property
+    def _values(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        return {name: (value.shape, value.dtype) for name, value in self._trained.parameters.items()}
 
     def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of the trained parameters.

@@ -13,6 +13,7 @@ from torch import nn
 
 from zo2core.build import RunOptions, SharedSegments, build, kept_inputs
 from zo2core.engine.adapter_runner import AdapterRunner
+from zo2core.engine.present_runner import require_differentiable
 from zo2core.errors import OptionError
 from zo2core.methods.backprop import Backprop
 from zo2core.methods.row_shards import AllRows, WorkerRows
@@ -21,8 +22,6 @@ from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
-from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult
 from zo2core.workers import Workers
@@ -89,13 +88,7 @@ class BackpropEngine(AdapterRunner):
         spill: Path | str,
     ) -> None:
         """Build the parts of the run and the method."""
-        if not isinstance(model, DifferentiableModel):
-            raise OptionError(
-                "model",
-                found=f"a {type(model).__name__}, which has no `leaves`",
-                expected="a DifferentiableModel",
-                remedy="add this method to the model, or use ZOEngine",
-            )
+        require_differentiable(model)
         parts = build(model, None, options)
         super().__init__(model, parts)
         inputs = kept_inputs(parts, spill)
@@ -108,17 +101,7 @@ class BackpropEngine(AdapterRunner):
                 sweeps=self,
                 model=model,
                 trained=self._trained,
-                visits=GradientVisits(
-                    layouts=model.layouts,
-                    present=self._present_weights,
-                    trained=self._trained,
-                    leaves=_trained_leaves(model, self._trained),
-                    weights=parts.work_buffer.bound,
-                    inputs=inputs,
-                    limit=MemoryLimit(parts.host_limit),
-                    streams=parts.device.streams,
-                    timeline=parts.timeline,
-                ),
+                visits=self._gradient_visits(_trained_leaves(model, self._trained), inputs),
                 row_shards=row_shards,
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,

@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zo2core.build import RunOptions, build, kept_inputs
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.commits import record
+from zo2core.engine.present_runner import require_differentiable
 from zo2core.engine.stored_runner import StoredRunner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
-from zo2core.methods.fused_backprop import FusedBackprop, GradientClipping
+from zo2core.methods.fused_backprop import FusedBackprop, GradientPolicy
+from zo2core.optimizers import StateMemory, StatesInStores, state_bytes
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
-from zo2core.protocols import BlockUpdate, Device, DifferentiableModel, Forward
+from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
-from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
 _GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
@@ -56,9 +58,7 @@ class FullBackpropEngine(StoredRunner):
         model: Cut into embedding, blocks and head. All its parameters are trained.
         update: The optimizer: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``.
         lr: Learning rate, or a function of the 0-based step.
-        clip_value: Largest absolute value of a gradient's elements; None does not clip them.
-        clip_norm: Largest 2-norm of all gradients together; None does not clip it. Unless a single segment is trained, each
-            step then sweeps twice: first to measure the norm.
+        gradients: How gradients are clipped, and the loss scaled.
         run: Where the run is kept, which resumes from its last snapshot; None keeps nothing.
         spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
             and backward. None: the directory of the run, or else the system's for temporary files. On a GPU they are in
@@ -78,8 +78,7 @@ class FullBackpropEngine(StoredRunner):
         update: BlockUpdate,
         *,
         lr: float | Callable[[int], float],
-        clip_value: float | None = None,
-        clip_norm: float | None = None,
+        gradients: GradientPolicy = GradientPolicy(),  # noqa: B008 - frozen
         run: RunRecord | None = None,
         device: Device | str = "cpu",
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
@@ -95,8 +94,9 @@ class FullBackpropEngine(StoredRunner):
             trace=trace,
             overlap=overlap,
             stays_in_memory=True,
+            optimizer_bytes=state_bytes(update, model.layouts),
         )
-        self._open(model, update, lr, GradientClipping(value=clip_value, norm=clip_norm), run, options)
+        self._open(model, update, lr, gradients, run, options, spill)
         if run is None:
             return
         try:
@@ -114,28 +114,25 @@ class FullBackpropEngine(StoredRunner):
         model: DifferentiableModel,
         update: BlockUpdate,
         lr: float | Callable[[int], float],
-        clipping: GradientClipping,
+        gradients: GradientPolicy,
         run: RunRecord | None,
         options: RunOptions,
         spill: Path | str | None = None,
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
-        if not isinstance(model, DifferentiableModel):
-            raise OptionError(
-                "model",
-                found=f"a {type(model).__name__}, which has no `leaves`",
-                expected="a DifferentiableModel",
-                remedy="add the method, or use ZOEngine",
-            )
-        options = dataclasses.replace(
-            options, gradient_bytes=gradient_bytes(model.layouts), optimizer_bytes=update.state_bytes(model.layouts)
-        )
+        require_differentiable(model)
+        if gradients.loss_scaling is not None:
+            _require_scalable(update, model)
+        options = dataclasses.replace(options, gradient_bytes=gradient_bytes(model.layouts))
         if run is not None:
-            method = {**update.options, "clip_value": clipping.value, "clip_norm": clipping.norm}
+            method = {**update.options, **gradients.options}
             options = dataclasses.replace(options, journal=run.journal, provenance=run.provenance, method=method)
         parts = build(model, None, options)
         super().__init__(model, parts)
         self._update = update
+        layouts = parts.layouts
+        is_stored = any(layout.states for layout in layouts)
+        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
         self._lr = lr if callable(lr) else _constant(lr)
         self._is_recorded = run is not None
         if spill is None:
@@ -144,26 +141,17 @@ class FullBackpropEngine(StoredRunner):
         try:
             self._method = FusedBackprop(
                 update,
+                self._states,
                 lr=self._lr,
-                clipping=clipping,
+                policy=gradients,
                 sweeps=self,
                 model=model,
-                parameters=self._parameters,
-                visits=GradientVisits(
-                    layouts=model.layouts,
-                    present=self._present_weights,
-                    trained=self._parameters,
-                    leaves=[model.leaves(index) for index in range(len(model.layouts))],
-                    weights=parts.work_buffer.bound,
-                    inputs=inputs,
-                    limit=MemoryLimit(parts.host_limit),
-                    streams=parts.device.streams,
-                    timeline=parts.timeline,
-                ),
+                parameters=self._trained,
+                visits=self._gradient_visits([model.leaves(index) for index in range(len(model.layouts))], inputs),
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
-                versions_are_steps=options.streams,
+                versions_are_steps=options.generations is not None,
             )
         except BaseException:
             self._close_refused()
@@ -226,7 +214,14 @@ class FullBackpropEngine(StoredRunner):
         The next step changes these tensors. ``load_state_dict`` of another engine of the same model and optimizer copies
         them, and continues with the same bits.
         """
-        return {"steps": self.steps, "parameters": self.weights(), "optimizer": self._update.state_dict()}
+        self._update.settle()
+        assert isinstance(self._states, StateMemory), "states on disk are committed there"
+        return {
+            "steps": self.steps,
+            "parameters": self.weights(),
+            "optimizer": self._states.state_dict(),
+            "values": self._method.values(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a copy of what ``state_dict`` returned.
@@ -238,17 +233,20 @@ class FullBackpropEngine(StoredRunner):
             CheckpointError: if it is of another model; nothing was changed then.
         """
         self.require_parameters(state["parameters"])
-        self._update.load_state_dict(state["optimizer"])
+        self._update.settle()
+        assert isinstance(self._states, StateMemory), "states on disk are committed there"
+        self._states.load_state_dict(state["optimizer"])
         self.load_parameters(state["parameters"])
+        self._method.load_values(state["values"])
         self._method.steps = state["steps"]
 
-    def _commit(self, loss: float, norm: float) -> None:
+    def _commit(self, commit: Commit) -> None:
         """Record a step whose updates are made, or compare a repeated step with its record.
 
-        The weights are in memory only: a process that dies here repeats the step from the last snapshot.
+        A process that dies here repeats the step from what was saved last.
         """
         if self._is_recorded:
-            record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))
+            record(self.journal, self._parts.base_digests, commit)
 
 
 def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
@@ -258,6 +256,22 @@ def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
         layouts: Segments in visiting order.
     """
     return _GRADIENT_COPIES * max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
+
+
+def _require_scalable(update: BlockUpdate, model: BlockModel) -> None:
+    """Refuse to scale gradients that stay in float16, where dividing by the scale would lose them again.
+
+    Raises:
+        OptionError: if there are any.
+    """
+    halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
+    if halves and not update.widens_gradients:
+        raise OptionError(
+            "loss_scaling",
+            found=f"float16 gradients of {halves[0]}, which the optimizer takes as they are",
+            expected="float32 gradients, into which those of the scaled loss are converted",
+            remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
+        )
 
 
 def _constant(lr: float) -> Callable[[int], float]:

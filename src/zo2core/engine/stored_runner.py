@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from zo2core.build import Parts, RunOptions, build
-from zo2core.engine.runner import Runner
-from zo2core.errors import CheckpointError, OptionError
+from zo2core.engine.present_runner import PresentRunner
+from zo2core.errors import OptionError
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, Device, Store
 from zo2core.sweep.stored_parameters import StoredParameters
-from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights
 
 
 class _Loading:
@@ -40,7 +38,7 @@ class _Loading:
         """Do nothing: there is no second thread."""
 
 
-class StoredRunner(Runner):
+class StoredRunner(PresentRunner[StoredParameters]):
     """Evaluates and exports a model whose weights change in memory, where they are stored.
 
     Args:
@@ -52,44 +50,16 @@ class StoredRunner(Runner):
     """
 
     def __init__(self, model: BlockModel, parts: Parts) -> None:
-        try:
+        def stored() -> StoredParameters:
             _require_trainable(model)
-            self._parameters = StoredParameters(model.layouts)
-        except BaseException:
-            parts.opened.__exit__(*sys.exc_info())  # a journal that was just begun is taken back
-            raise
-        self._present_weights = PresentWeights(self._parameters, parts.work_buffer)
-        visits = PresentVisits(
-            layouts=model.layouts,
-            trained=self._parameters,
-            weights=self._present_weights,
-            activations=parts.activations,
-            streams=parts.device.streams,
-            timeline=parts.timeline,
-            update_loss=parts.update_loss,
-        )
-        super().__init__(model, parts._replace(visits=visits))
+            return StoredParameters(parts.layouts)
 
-    def _close_refused(self) -> None:
-        """Close a runner whose construction fails; a journal that was just begun is taken back."""
-        self._use.close()
-        self._parts.opened.__exit__(*sys.exc_info())
+        super().__init__(model, parts, stored)
 
-    def require_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse weights of another model.
-
-        Raises:
-            CheckpointError: if a name, a shape or a dtype differs.
-        """
+    @property
+    def _values(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         specs = [spec for layout in self._model.layouts for spec in layout.parameters]
-        expected = {spec.name: (spec.shape, spec.dtype) for spec in specs}
-        if {name: (tuple(value.shape), value.dtype) for name, value in parameters.items()} != expected:
-            raise CheckpointError(
-                "state",
-                found=f"{len(parameters)} parameters that are not all the model's",
-                expected=f"the {len(expected)} parameters of the model",
-                remedy="load the state of a run of the same model and precision",
-            )
+        return {spec.name: (torch.Size(spec.shape), spec.dtype) for spec in specs}
 
     def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights.
@@ -101,7 +71,7 @@ class StoredRunner(Runner):
             CheckpointError: if they are of another model; nothing was changed then.
         """
         self.require_parameters(parameters)
-        self.run(_Loading(self._parameters, parameters), range(len(self._model.layouts)))
+        self.run(_Loading(self._trained, parameters), range(len(self._model.layouts)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The present weights by name, on the host: views of the memory that the next step changes."""

@@ -10,44 +10,60 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.methods.backprop import GradientSweeps
+from zo2core.methods.loss_scale import LossScale, LossScaling
 from zo2core.methods.row_shards import AllRows, StepRows
+from zo2core.optimizers import OptimizerStates
 from zo2core.profiling import Sweep
-from zo2core.protocols import BlockUpdate, Forward, Objective
+from zo2core.protocols import BlockUpdate, Forward, Objective, Store
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.objective import batches_of
 from zo2core.sweep.stored_parameters import SegmentStep, StoredParameters
-from zo2core.types import Batch, GradientStepResult, widened
+from zo2core.types import Batch, Commit, GradientStepResult, widened
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientClipping:
-    """How gradients are clipped: by value first, then by the norm that they had before.
+class GradientPolicy:
+    """What is done with gradients before the update: clipped by value first, then by the norm that they had before.
 
     Args:
-        value: Largest absolute value of a gradient's elements; None does not clip them.
-        norm: Largest 2-norm of all gradients together; None does not scale them.
+        clip_value: Largest absolute value of a gradient's elements; None does not clip them.
+        clip_norm: Largest 2-norm of all gradients together; None does not scale them. Unless a single segment is trained,
+            each step then sweeps twice: first to measure the norm.
+        loss_scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step whose gradients
+            overflow is skipped. To find this before the first update, each step sweeps twice.
 
     Raises:
-        OptionError: if one is not above 0.
+        OptionError: if a limit is not above 0.
     """
 
-    value: float | None = None
-    norm: float | None = None
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    loss_scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
-        for option, limit in (("clip_value", self.value), ("clip_norm", self.norm)):
+        for option, limit in (("clip_value", self.clip_value), ("clip_norm", self.clip_norm)):
             if limit is not None and not (math.isfinite(limit) and limit > 0):
                 raise OptionError(
                     option, found=repr(limit), expected="a number above 0", remedy="leave it out, to clip nothing"
                 )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as JSON values, for the journal."""
+        scaling = {} if self.loss_scaling is None else {"loss_scaling": asdict(self.loss_scaling)}
+        return {"clip_value": self.clip_value, "clip_norm": self.clip_norm, **scaling}
+
+    def measures_first(self, segments: int) -> bool:
+        """Whether a step that trains so many segments has to measure all gradients before the first update."""
+        return self.loss_scaling is not None or (self.clip_norm is not None and segments > 1)
 
 
 class _Norms:
@@ -56,10 +72,13 @@ class _Norms:
     Args:
         step: 0-based.
         joint_loss: Computes the step's loss from the head's outputs.
+        scale: Scale of the loss.
     """
 
-    def __init__(self, step: int, joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+    def __init__(self, step: int, joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor], scale: LossScale) -> None:
         self.outputs: Sequence[torch.Tensor] = ()  # of the head, once it has run
+        self.overflowed = False  # whether a gradient of the scaled loss is not finite
+        self._scale = scale
         self._step = step
         self._joint_loss = joint_loss
         self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
@@ -72,12 +91,14 @@ class _Norms:
             changed: Number of segments that the step has changed already.
 
         Raises:
-            NonFiniteLossError: if the loss or a norm is not finite.
+            NonFiniteLossError: if the loss or a norm is not finite, and the step cannot be skipped.
         """
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
         loss = float(self._joint_loss(self.outputs))
         wrong = [name for name, norm in norms.items() if not math.isfinite(norm.item())]
-        if wrong or not math.isfinite(loss):
+        if wrong and math.isfinite(loss) and self._scale.may_skip:
+            self.overflowed = True
+        elif wrong or not math.isfinite(loss):
             state = f"{changed} segments had been changed: resume from the last snapshot" if changed else "no step was taken"
             raise NonFiniteLossError(
                 f"step {self._step}",
@@ -88,7 +109,9 @@ class _Norms:
         self._norms.update(norms)
 
     def total(self, names: Collection[str]) -> torch.Tensor:
-        """The norm of all gradients together, 0-d. The order of the names decides its last bit."""
+        """The norm of all gradients together, 0-d; 0 if one overflowed. The order of the names decides its last bit."""
+        if self.overflowed:
+            return torch.zeros(())
         norms = [self._norms[name] for name in names if name in self._norms]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
@@ -96,16 +119,19 @@ class _Norms:
 class _Measuring:
     """The step of segments in a sweep that measures gradients and changes nothing."""
 
-    def __init__(self, norms: _Norms, update: BlockUpdate) -> None:
+    def __init__(self, norms: _Norms, update: BlockUpdate, scale: LossScale) -> None:
         self._norms = norms
         self._update = update
+        self._scale = scale
 
     def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms. See the contract."""
-        _convert(gradients, self._update)
+        _convert(gradients, self._update, self._scale)
         self._norms.add(gradients, 0)
 
-    def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
+    def update(
+        self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
+    ) -> bool:
         """Change nothing. See the contract."""
         return False
 
@@ -117,8 +143,10 @@ class _Updating:
         norms: Collects norms, or has them all.
         total: The norm of all gradients together, if a sweep has measured it; None: it is that of the first segment.
         names: Names of all trained parameters, in registration order.
-        clipping: How gradients are clipped.
+        policy: How gradients are clipped.
         update: The optimizer.
+        states: Its states.
+        scale: Scale of the loss.
         step: 0-based.
         lr: Learning rate of the step.
     """
@@ -128,8 +156,10 @@ class _Updating:
         norms: _Norms,
         total: torch.Tensor | None,
         names: Collection[str],
-        clipping: GradientClipping,
+        policy: GradientPolicy,
         update: BlockUpdate,
+        states: OptimizerStates,
+        scale: LossScale,
         *,
         step: int,
         lr: float,
@@ -137,18 +167,20 @@ class _Updating:
         self._norms = norms
         self._total = total
         self._names = names
-        self._clipping = clipping
+        self._policy = policy
         self._update = update
+        self._states = states
+        self._scale = scale
         self._step = step
         self._lr = lr
         self.changed = 0  # segments that are changed, or were being changed when it failed
 
     def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms, and clip. See the contract."""
-        _convert(gradients, self._update)
+        _convert(gradients, self._update, self._scale)
         if self._total is None:
             self._norms.add(gradients, self.changed)
-        value, norm, scale = self._clipping.value, self._clipping.norm, None
+        value, norm, scale = self._policy.clip_value, self._policy.clip_norm, None
         if norm is not None:
             total = self._norms.total(self._names) if self._total is None else self._total
             scale = torch.clamp(norm / (total + 1e-6), max=1.0)
@@ -158,18 +190,20 @@ class _Updating:
             if scale is not None:
                 gradients[name] = gradients[name] * scale
 
-    def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
+    def update(
+        self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
+    ) -> bool:
         """Change the weights. See the contract."""
         self.changed += 1
-        self._update.apply(segment, weights, gradients, step=self._step, lr=self._lr)
+        states = self._states.of(segment, store)
+        self._update.apply(segment, weights, gradients, states, step=self._step, lr=self._lr)
         return True
 
 
-def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate) -> None:
-    """Convert 16-bit gradients to float32, if the optimizer wants them so."""
-    if update.widens_gradients:
-        for name in gradients:
-            gradients[name] = widened(gradients[name])
+def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: LossScale) -> None:
+    """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss."""
+    for name in gradients:
+        gradients[name] = scale.unscaled(widened(gradients[name]) if update.widens_gradients else gradients[name])
 
 
 class _Batches(NamedTuple):
@@ -186,14 +220,16 @@ class FusedBackprop:
 
     Args:
         update: The optimizer.
+        states: Its states.
         lr: Learning rate of a 0-based step.
-        clipping: How gradients are clipped.
+        policy: How gradients are clipped, and the loss scaled.
         sweeps: Runs the sweeps.
         model: The default forward of a step.
         parameters: The trained parameters.
         visits: Makes the visitor of each sweep; its leaves are those of all trained parameters.
         micro_batch_size: Rows of a micro-batch; None does not split batches.
-        commit: Called with a step's loss and gradient norm when all segments are updated.
+        commit: Called with a step's record when all segments are updated. Of a step that was skipped, since gradients
+            overflowed, norm and learning rate are 0.
         memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
         versions_are_steps: Whether the version of a segment is the number of steps after its last update, as where segments
             are written back, and not the number of its updates.
@@ -202,23 +238,26 @@ class FusedBackprop:
     def __init__(
         self,
         update: BlockUpdate,
+        states: OptimizerStates,
         *,
         lr: Callable[[int], float],
-        clipping: GradientClipping,
+        policy: GradientPolicy,
         sweeps: GradientSweeps,
         model: Forward,
         parameters: StoredParameters,
         visits: GradientVisits,
         micro_batch_size: int | None,
-        commit: Callable[[float, float], None],
+        commit: Callable[[Commit], None],
         memory: GradientMemory,
         versions_are_steps: bool = False,
     ) -> None:
         self.steps = 0
         self.broken_at: int | None = None  # the step that changed a part of the segments, and failed
         self._update = update
+        self._states = states
         self._lr = lr
-        self._clipping = clipping
+        self._policy = policy
+        self._scale = LossScale(policy.loss_scaling)
         self._sweeps = sweeps
         self._model = model
         self._parameters = parameters
@@ -240,23 +279,35 @@ class FusedBackprop:
         segments = self._update.segments(step, self._parameters.segments)
         self._train_only(segments)
         run = _Batches(forward, rows, prepared, segments)
-        norms, names = _Norms(step, rows.joint_loss), self._parameters.names
+        norms, names = _Norms(step, rows.joint_loss, self._scale), self._parameters.names
         total = None
-        if self._clipping.norm is not None and len(segments) > 1:
-            self._sweep(run, _Measuring(norms, self._update), norms)
+        self._states.begin(step)
+        if self._policy.measures_first(len(segments)):
+            loss = self._sweep(run, _Measuring(norms, self._update, self._scale), norms)
             total = norms.total(names)
-        updating = _Updating(norms, total, names, self._clipping, self._update, step=step, lr=self._lr(step))
+        lr = 0.0 if norms.overflowed else self._lr(step)
+        updating = _Updating(norms, total, names, self._policy, self._update, self._states, self._scale, step=step, lr=lr)
         try:
-            loss = self._sweep(run, updating, norms)
+            if not norms.overflowed:
+                loss = self._sweep(run, updating, norms)
             norm = norms.total(names).item()
-            self._commit(loss, norm)
+            self._commit(Commit(step, loss, norm, lr))
         except BaseException:
             if updating.changed:
                 self.broken_at = step
             raise
+        self._scale.update(overflowed=norms.overflowed)
         self.steps += 1
         sweep = Sweep.of_step(step, started, time.perf_counter())
         return GradientStepResult(step, loss, norm, sweep.done - started, self._sweeps.ended(sweep))
+
+    def values(self) -> dict[str, Any]:
+        """What later steps depend on besides weights and optimizer states, as JSON."""
+        return self._scale.values()
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with what ``values`` returned."""
+        self._scale.load_values(values)
 
     def _sweep(self, run: _Batches, work: SegmentStep, norms: _Norms) -> float:
         """Sweep forward and backward; returns the loss."""
@@ -269,6 +320,7 @@ class FusedBackprop:
             weights=run.rows.weights,
             joint_loss=run.rows.joint_loss,
             kept_bytes=group.kept_bytes,
+            loss_scale=self._scale.scale,
         )
         norms.outputs = visitor.outputs[0]
         try:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from zo2core.optimizers.every_segment import EverySegment
 from zo2core.ranges import require_number
-from zo2core.types import BlockLayout, trained, widened
-
-_FLOAT32 = torch.float32.itemsize
+from zo2core.types import BlockLayout, StateSpec, widened
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaLOMO:
+class AdaLOMO(EverySegment):
     """Gradient descent whose steps are normalised by the second moment of the gradients, kept for rows and columns only.
 
     For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
@@ -38,7 +37,6 @@ class AdaLOMO:
     eps: tuple[float, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
     decay_rate: float = -0.8
-    _moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_number("weight_decay", self.weight_decay, least=0)
@@ -49,24 +47,22 @@ class AdaLOMO:
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
-        options = asdict(self)
-        del options["_moments"]
-        return {"name": "adalomo", **options, "eps": list(self.eps)}
+        return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
 
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether 16-bit gradients are converted to float32 first: yes."""
-        return True
-
-    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """All of them."""
-        return trained
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
+        return [
+            StateSpec(f"{spec.name}.{side}", shape, torch.float32)
+            for spec in layout.parameters
+            for side, shape in _moment_shapes(spec.shape).items()
+        ]
 
     def apply(
         self,
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
         *,
         step: int,
         lr: float,
@@ -74,7 +70,7 @@ class AdaLOMO:
         """Change a segment's weights in place. See the contract."""
         for name, gradient in gradients.items():
             theta = widened(weights[name])  # the weight itself, unless it has 16 bits
-            update = self._update(name, gradient, 1.0 - math.pow(step + 1, self.decay_rate))
+            update = self._update(name, gradient, 1.0 - math.pow(step + 1, self.decay_rate), states)
             update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
             scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
             rate = lr * max(self.eps[1], scale.item())
@@ -84,38 +80,30 @@ class AdaLOMO:
             if theta is not weights[name]:
                 weights[name].copy_(theta)
 
-    def _update(self, name: str, gradient: torch.Tensor, decay: float) -> torch.Tensor:
+    def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
         squares = gradient**2 + self.eps[0]
-        if gradient.dim() < 2:
-            moments = self._moments.setdefault(name, {"squares": torch.zeros_like(gradient)})
-            moments["squares"].mul_(decay).add_(squares, alpha=1.0 - decay)
-            return moments["squares"].rsqrt().mul_(gradient)
-        means = {"rows": squares.mean(dim=-1), "columns": squares.mean(dim=-2)}
-        moments = self._moments.setdefault(name, {side: torch.zeros_like(mean) for side, mean in means.items()})
+        means = {"squares": squares}
+        if gradient.dim() > 1:
+            means = {"rows": squares.mean(dim=-1), "columns": squares.mean(dim=-2)}
+        moments = {}
         for side, mean in means.items():
-            moments[side].mul_(decay).add_(mean, alpha=1.0 - decay)
+            kept = states[f"{name}.{side}"]
+            moments[side] = kept.to(mean.device).mul_(decay).add_(mean, alpha=1.0 - decay)
+            if moments[side] is not kept:
+                kept.copy_(moments[side])
+        if gradient.dim() < 2:
+            return moments["squares"].rsqrt().mul_(gradient)
         rows, columns = moments["rows"], moments["columns"]
         rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
 
-    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
-        elements = 0
-        for spec in trained(layouts):
-            rows_and_columns = sum(spec.shape[-2:]) * math.prod(spec.shape[:-2])
-            elements += spec.numel if len(spec.shape) < 2 else rows_and_columns
-        return elements * _FLOAT32
 
-    def state_dict(self) -> dict[str, Any]:
-        """The moments by parameter. See the contract."""
-        return {name: dict(moments) for name, moments in self._moments.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with copies of these moments. See the contract."""
-        self._moments.clear()
-        for name, moments in state.items():
-            self._moments[name] = {side: moment.clone() for side, moment in moments.items()}
+def _moment_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a parameter's moments, by their side."""
+    if len(shape) < 2:
+        return {"squares": shape}
+    return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from zo2core.optimizers.torch_optimizer import ADAM_COPIES, OptimizerFactory, TorchOptimizer, make_optimizer
+from zo2core.optimizers.every_segment import EverySegment
+from zo2core.optimizers.torch_optimizer import OptimizerFactory, TorchOptimizer
 from zo2core.ranges import require_whole
-from zo2core.types import HALVES, MAX_SEED, BlockLayout, widened
+from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec
+
+_BEGUN = "begun"  # name of the flag that the float32 copies of a segment have been made
 
 
-class BAdam:
+class BAdam(EverySegment):
     """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
     A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
@@ -24,7 +28,6 @@ class BAdam:
         every: Steps for which a segment is trained.
         seed: Decides the order of segments.
         options: Name and options of the optimizer, as JSON values, for the journal.
-        state_copies: Size of a parameter's state as a multiple of the float32 parameter's, for the memory plan.
 
     Raises:
         OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer, or the optimizer's step
@@ -38,19 +41,13 @@ class BAdam:
         every: int = 50,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
-        state_copies: int = ADAM_COPIES,
     ) -> None:
         require_whole("every", every, 1)
         require_whole("seed", seed, 0, MAX_SEED)
-        self._name = type(make_optimizer(factory, [torch.nn.Parameter(torch.empty(0))])).__name__
-        self._factory = factory
+        self._optimizer = TorchOptimizer(factory)
         self._every = every
         self._seed = seed
-        self._options = {"name": "badam", "optimizer": self._name} if options is None else options
-        self._state_copies = state_copies
-        self._period = -1  # turn that the state belongs to; -1 before the first step
-        self._optimizer = TorchOptimizer(factory)
-        self._masters: dict[str, torch.Tensor] = {}  # float32 copies of the segment's 16-bit weights, by name
+        self._options = {"name": "badam", "optimizer": self._optimizer.options["name"]} if options is None else options
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -58,13 +55,8 @@ class BAdam:
         return {**self._options, "switch_every": self._every, "switch_seed": self._seed}
 
     @property
-    def widens_gradients(self) -> bool:
-        """Whether 16-bit gradients are converted to float32 first: yes."""
-        return True
-
-    @property
-    def every(self) -> int:
-        """Steps for which a segment is trained. After each turn the optimizer has no state."""
+    def turn(self) -> int:
+        """Steps for which a segment is trained. See the contract."""
         return self._every
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
@@ -74,40 +66,36 @@ class BAdam:
         order = torch.randperm(len(trained), generator=generator)
         return (trained[int(order[turn])],)
 
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight. See the contract."""
+        wide = [replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec for spec in layout.parameters]
+        masters = [
+            StateSpec(_master(spec.name), spec.shape, torch.float32) for spec in layout.parameters if spec.dtype in HALVES
+        ]
+        begun = [StateSpec(_BEGUN, (), torch.uint8)] if masters else []
+        return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
+
     def apply(
         self,
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
         *,
         step: int,
         lr: float,
     ) -> None:
         """Change a segment's weights in place. See the contract."""
-        if self._period != step // self._every:
-            self._period = step // self._every
-            self._optimizer = TorchOptimizer(self._factory)
-            self._masters = {name: widened(w).cpu() for name, w in weights.items() if w.dtype in HALVES}
-        self._optimizer.apply(segment, {**weights, **self._masters}, gradients, step=step, lr=lr)
-        for name, master in self._masters.items():
+        masters = {name: states[_master(name)] for name, weight in weights.items() if weight.dtype in HALVES}
+        if masters and not states[_BEGUN]:
+            for name, master in masters.items():
+                master.copy_(weights[name])
+            states[_BEGUN].fill_(1)
+        self._optimizer.apply(segment, {**weights, **masters}, gradients, states, step=step, lr=lr)
+        for name, master in masters.items():
             weights[name].copy_(master)
 
-    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """The state of the largest segment, in float32, and its float32 copy if it has 16 bits. See the contract."""
-        sizes = []
-        for layout in layouts:
-            specs = [spec for spec in layout.parameters if not spec.frozen]
-            masters = sum(spec.numel for spec in specs if spec.dtype in HALVES)
-            sizes.append(torch.float32.itemsize * (self._state_copies * sum(spec.numel for spec in specs) + masters))
-        return max(sizes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the segment whose turn it is. See the contract."""
-        return {"period": self._period, "masters": dict(self._masters), "optimizer": self._optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a copy of this state. See the contract."""
-        self._period = int(state["period"])
-        self._masters = {name: master.clone() for name, master in state["masters"].items()}
-        self._optimizer = TorchOptimizer(self._factory)
-        self._optimizer.load_state_dict(state["optimizer"])
+def _master(name: str) -> str:
+    """Name of the float32 copy of a parameter."""
+    return f"{name}.master"

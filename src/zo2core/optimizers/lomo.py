@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from zo2core.optimizers.every_segment import EverySegment
 from zo2core.ranges import require_number
-from zo2core.types import BlockLayout, widened
+from zo2core.types import widened
 
 
 @dataclass(frozen=True, kw_only=True)
-class LOMO:
+class LOMO(EverySegment):
     """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
 
     16-bit weights are converted to float32 and rounded once, as in the authors' program.
@@ -35,20 +36,12 @@ class LOMO:
         """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
 
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether 16-bit gradients are converted to float32 first: yes."""
-        return True
-
-    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """All of them."""
-        return trained
-
     def apply(
         self,
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
         *,
         step: int,
         lr: float,
@@ -61,14 +54,3 @@ class LOMO:
             theta.add_(gradient, alpha=-lr)
             if theta is not weights[name]:
                 weights[name].copy_(theta)
-
-    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
-        """None: there is no state."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """No state. See the contract."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing. See the contract."""

@@ -43,8 +43,7 @@ def _adamw(rates: Mapping[str, Any]) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _sgd(given: _Arguments) -> BlockUpdate:
-    copies = 1 if given.rates.get("momentum") else 0
-    return TorchOptimizer(partial(torch.optim.SGD, **given.rates), options=given.options, state_copies=copies)
+    return TorchOptimizer(partial(torch.optim.SGD, **given.rates), options=given.options)
 
 
 def _badam(given: _Arguments) -> BlockUpdate:

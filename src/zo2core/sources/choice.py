@@ -11,8 +11,8 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.pinned import PinnedSource
-from zo2core.sources.scratch import Scratch
 from zo2core.sources.shared import SharedSource
+from zo2core.sources.slot_file import SlotFile
 from zo2core.sources.streamed import StreamedSource
 from zo2core.types import BlockLayout
 
@@ -24,7 +24,7 @@ def open_source(
     *,
     buckets: int | None,
     shared: SharedMemory | None,
-    scratch: Scratch | None,
+    scratch: SlotFile | None,
     write_back_every: int | None,
     base_digests: BaseDigests,
     timeline: Timeline,

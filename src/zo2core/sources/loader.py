@@ -17,7 +17,7 @@ from zo2core.io.direct_file import PAGE, byte_view, whole_pages
 from zo2core.profiling.timeline import Gathered, Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
-from zo2core.sources.scratch import PIECE, Scratch
+from zo2core.sources.slot_file import PIECE, SlotFile
 from zo2core.types import BlockLayout, Lane, aligned
 
 _Read: TypeAlias = tuple[int, Callable[[], None]]  # bytes, and the function that reads them
@@ -48,7 +48,14 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
         start = aligned(end) if page_offset is None else end + (page_offset - end) % PAGE
         offsets.append(start)
         end = start + spec.nbytes
+    for state in layout.states:
+        offsets.append(aligned(end))
+        end = offsets[-1] + state.nbytes
     return tuple(offsets)
+
+
+def _clear(state: torch.Tensor) -> None:
+    state.data.zero_()
 
 
 class Loading:
@@ -110,7 +117,7 @@ class SegmentLoader:
         self,
         weights: TensorReader,
         layouts: Sequence[BlockLayout],
-        scratch: Scratch | None = None,
+        scratch: SlotFile | None = None,
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -134,7 +141,7 @@ class SegmentLoader:
             return self._load_written(self._scratch, segment, pages[: whole_pages(self._layouts[segment].nbytes)])
         return self._load_base(segment, views)
 
-    def _load_written(self, scratch: Scratch, segment: int, pages: torch.Tensor) -> Loading:
+    def _load_written(self, scratch: SlotFile, segment: int, pages: torch.Tensor) -> Loading:
         starts = range(0, len(pages), CHUNK)
         version, checksums = scratch.version(segment), [0] * len(starts)
         is_unchecked = scratch.is_unchecked(segment)
@@ -153,6 +160,8 @@ class SegmentLoader:
 
     def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
         layout, digests = self._layouts[segment], self._base_digests
+        count = len(layout.parameters)
+        views, states = views[:count], views[count:]
         digest = SegmentDigest(views) if digests is not None and digests.wants(layout) else None
 
         def read(parameter: int, start: int, stop: int) -> None:
@@ -173,6 +182,7 @@ class SegmentLoader:
             bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
             itemsize = self._weights.itemsize(spec.name)
             reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(bounds)]
+        reads += [(0, partial(_clear, state)) for state in states]  # of a segment without a step they are zero
         return Loading(self._submit(segment, reads), 0, check)
 
     def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:

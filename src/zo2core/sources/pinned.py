@@ -11,8 +11,8 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, portions
-from zo2core.sources.scratch import Scratch
 from zo2core.sources.segment_source import SegmentSource
+from zo2core.sources.slot_file import SlotFile
 from zo2core.types import BlockLayout, Bucket
 
 
@@ -41,7 +41,7 @@ class PinnedSource(SegmentSource):
         layouts: Sequence[BlockLayout],
         host_memory: Callable[[int], torch.Tensor],
         *,
-        scratch: Scratch | None = None,
+        scratch: SlotFile | None = None,
         write_back_every: int | None = None,
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,

@@ -11,7 +11,7 @@ from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, SegmentLoader
 from zo2core.sources.reading_order import ReadingOrder
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import SlotFile
 from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout
 
@@ -37,7 +37,7 @@ class SegmentSource:
         weights: TensorReader,
         layouts: Sequence[BlockLayout],
         *,
-        scratch: Scratch | None = None,
+        scratch: SlotFile | None = None,
         write_back_every: int | None = None,
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,

@@ -19,8 +19,8 @@ from zo2core.ranges import require_whole
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, portions
 from zo2core.sources.reading_order import NEVER, READ_AHEAD
-from zo2core.sources.scratch import Scratch
 from zo2core.sources.segment_source import SegmentSource
+from zo2core.sources.slot_file import SlotFile
 from zo2core.types import BlockLayout, Bucket
 
 _NO_READS = Loading((), version=0)
@@ -96,7 +96,7 @@ class StreamedSource(SegmentSource):
         host_memory: Callable[[int], torch.Tensor],
         *,
         buckets: int = 1 + READ_AHEAD,
-        scratch: Scratch | None = None,
+        scratch: SlotFile | None = None,
         write_back_every: int | None = None,
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
@@ -161,33 +161,34 @@ class StreamedSource(SegmentSource):
             self._read_ahead()
 
     def pin(self, segments: Collection[int]) -> None:
-        """Keep segments in memory however often they change, and write back those that were kept so until now.
-
-        On return these are durable. No segment may be acquired.
+        """Keep segments in memory however often they change, and write them only in ``write_kept``.
 
         Args:
-            segments: Fewer blocks than there are buckets.
+            segments: Fewer blocks than there are buckets. Segments that were pinned until now have to be written.
+        """
+        with self._lock:
+            self._require_open()
+            blocks = sum(not self._layouts[segment].resident for segment in segments)
+            assert blocks < len(self._ring), "other blocks need a bucket"
+            self._pinned = frozenset(segments)
+
+    def write_kept(self) -> None:
+        """Write all segments in memory that are newer than their bytes on disk, and wait for all writes.
+
+        No segment may be acquired.
 
         Raises:
             ScratchError: if a segment cannot be written.
         """
         with self._lock:
             self._require_open()
-            unpinned, self._pinned = self._pinned.difference(segments), frozenset(segments)
-            blocks = sum(not self._layouts[segment].resident for segment in segments)
-            assert blocks < len(self._ring), "other blocks need a bucket"
-            for segment in unpinned:
-                memory = self._holding.get(segment)
-                if memory is not None and isinstance(memory.state, _Kept):
+            for segment, memory in list(self._holding.items()):
+                if isinstance(memory.state, _Kept) and not self._write_back.busy(segment):
                     version = memory.state.version
                     self._write_back.start_if_due(segment, self._pages(segment, memory), version, then=self._read_ahead)
-        for segment in unpinned:
+        for segment in range(len(self._layouts)):
             self._write_back.wait(segment)
         self._write_back.check()
-
-    def written_version(self, segment: int) -> int:
-        """Version of a segment's bytes on disk; 0 for those of the base."""
-        return self._write_back.version(segment)
 
     def _pages(self, segment: int, memory: _BucketMemory) -> torch.Tensor:
         return memory.pages[: whole_pages(self._layouts[segment].nbytes)]

@@ -9,7 +9,7 @@ import torch
 
 from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import SlotFile
 from zo2core.types import BlockLayout, Lane
 
 
@@ -29,7 +29,7 @@ class WriteBack:
     def __init__(
         self,
         layouts: Sequence[BlockLayout],
-        scratch: Scratch | None,
+        scratch: SlotFile | None,
         every: int | None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class WriteBack:
         self._writes[segment] = future
         future.add_done_callback(lambda _: then())
 
-    def _write(self, scratch: Scratch, segment: int, pages: torch.Tensor, version: int) -> None:
+    def _write(self, scratch: SlotFile, segment: int, pages: torch.Tensor, version: int) -> None:
         with self._timeline.noted(Lane.WRITE, self._layouts[segment].name, pages.nbytes):
             scratch.write(segment, pages, version)
 

@@ -119,6 +119,7 @@ class GradientVisits:
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         kept_bytes: int,
+        loss_scale: float = 1.0,
     ) -> GradientVisitor:
         """Make the visitor of one sweep.
 
@@ -130,12 +131,14 @@ class GradientVisits:
             joint_loss: Computes the step's loss, 0-d and differentiable, from the head's outputs for all micro-batches.
             kept_bytes: Memory for what blocks keep from their forward to their backward pass: their inputs first, then
                 graphs.
+            loss_scale: Factor of the loss whose gradients are computed.
         """
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
         self.inputs.begin(inputs)
-        return GradientVisitor(self, forward, batches, weights, joint_loss, GraphRoom(kept_bytes - inputs, sizes))
+        room = GraphRoom(kept_bytes - inputs, sizes)
+        return GradientVisitor(self, forward, batches, weights, joint_loss, room, loss_scale)
 
 
 class GradientVisitor:
@@ -143,7 +146,7 @@ class GradientVisitor:
 
     Args:
         visits: The objects that all sweeps share.
-        forward, batches, weights, joint_loss: As for ``GradientVisits.visitor``.
+        forward, batches, weights, joint_loss, loss_scale: As for ``GradientVisits.visitor``.
         room: The memory in which the last blocks keep their graphs.
     """
 
@@ -155,6 +158,7 @@ class GradientVisitor:
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         room: GraphRoom,
+        loss_scale: float = 1.0,
     ) -> None:
         self._layouts = visits.layouts
         self._present = visits.present
@@ -166,6 +170,7 @@ class GradientVisitor:
         self._streams = [_Stream(batch) for batch in batches]
         self._weights = weights
         self._joint_loss = joint_loss
+        self._loss_scale = loss_scale
         self._room = room
         self._inputs = visits.inputs
         self._limit = visits.limit
@@ -310,14 +315,14 @@ class GradientVisitor:
             if self._weights is None:
                 graphs.append((number, stream, inputs, output))
             else:
-                gradient = torch.full_like(output, self._weights[number])
+                gradient = torch.full_like(output, self._weights[number] * self._loss_scale)
                 self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
         if graphs:
             outputs = [output.detach().requires_grad_() for *_, output in graphs]
             with torch.enable_grad():
                 loss = self._joint_loss(outputs)
             _require_gradient(loss)
-            gradients = torch.autograd.grad(loss, outputs)
+            gradients = torch.autograd.grad(loss, outputs, torch.full_like(loss, self._loss_scale))
             for (number, stream, inputs, output), gradient in zip(graphs, gradients, strict=True):
                 self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
 

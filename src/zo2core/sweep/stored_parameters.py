@@ -28,8 +28,17 @@ class SegmentStep(Protocol):
                 they are replaced, not changed in place, one at a time: there is memory for two of each.
         """
 
-    def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
-        """Change a segment's weights in place; returns whether it has changed them."""
+    def update(
+        self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
+    ) -> bool:
+        """Change a segment's weights in place; returns whether it has changed them.
+
+        Args:
+            segment: Index of the segment.
+            weights: Its trained parameters by name, shaped.
+            gradients: As ``complete`` has left them.
+            store: All that is stored of the segment.
+        """
 
 
 class _Owned(NamedTuple):
@@ -154,7 +163,7 @@ class StoredParameters:
         assert self._step is not None, "a sweep with gradients has a step"
         weights = {name: self._shaped(name, store) for name in self._names[index]}
         gradients, self._completed = self._completed, {}
-        if self._step.update(index, weights, gradients):
+        if self._step.update(index, weights, gradients, store):
             version = version + 1 if self._next is None else self._next
             self._versions[index] = version
         return version

@@ -120,6 +120,19 @@ def saved_form(model: object) -> SavedForm:
     return model.saved_form if isinstance(model, CustomSavedForm) else SavedForm()
 
 
+class StateSpec(NamedTuple):
+    """A tensor that an optimizer keeps from step to step beside a segment's weights. At first it is zero."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, without alignment."""
+        return math.prod(self.shape) * self.stored_dtype.itemsize
+
+
 class SegmentKind(Enum):
     """The kind of a segment."""
 
@@ -141,7 +154,8 @@ class BlockLayout:
     kind: SegmentKind
     parameters: tuple[ParameterSpec, ...]  # owned parameters, whose bytes are in this segment's bucket
     borrowed: tuple[ParameterSpec, ...] = ()  # used parameters that an earlier resident segment owns
-    offsets: tuple[int, ...] | None = None  # offset of each owned parameter in the bucket, in bytes; None: packed
+    offsets: tuple[int, ...] | None = None  # offset of each parameter and state in the bucket, in bytes; None: packed
+    states: tuple[StateSpec, ...] = ()  # tensors of an optimizer, stored in the bucket after the parameters
 
     @property
     def resident(self) -> bool:
@@ -152,8 +166,13 @@ class BlockLayout:
     def nbytes(self) -> int:
         """Size of the bucket in bytes, with alignment."""
         if self.offsets is None:
-            return sum(aligned(spec.nbytes) for spec in self.parameters)
-        return max((start + spec.nbytes for start, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
+            return sum(aligned(spec.nbytes) for spec in self.stored)
+        return max((start + spec.nbytes for start, spec in zip(self.offsets, self.stored, strict=True)), default=0)
+
+    @property
+    def stored(self) -> tuple[ParameterSpec | StateSpec, ...]:
+        """All tensors in the bucket: owned parameters, then states."""
+        return (*self.parameters, *self.states)
 
     @property
     def used(self) -> tuple[ParameterSpec, ...]:
@@ -166,21 +185,21 @@ class BlockLayout:
         return not self.parameters or not all(spec.frozen for spec in self.parameters)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return flat typed views of the owned parameters in a buffer.
+        """Return flat typed views of the owned parameters in a buffer, and of the states after them.
 
         Args:
             buffer: uint8, 1-D, at least ``nbytes`` long, page-aligned.
 
         Returns:
-            One 1-D tensor for each parameter, in the order of ``parameters``, which shares the buffer's memory.
+            One 1-D tensor for each of ``stored``, which shares the buffer's memory.
         """
         if self.offsets is None:
-            return tuple(flat_views(self.parameters, buffer))
-        pairs = zip(self.offsets, self.parameters, strict=True)
+            return tuple(flat_views(self.stored, buffer))
+        pairs = zip(self.offsets, self.stored, strict=True)
         return tuple(buffer[start : start + spec.nbytes].view(spec.stored_dtype) for start, spec in pairs)
 
 
-def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def flat_views(specs: Sequence[ParameterSpec | StateSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a flat typed view of a uint8 buffer for each parameter, packed with alignment."""
     offset = 0
     for spec in specs:

@@ -7,7 +7,7 @@ from typing import Any
 from zo2adapters.trainers.methods.first_order_run import FirstOrderRun
 from zo2adapters.trainers.methods.full_run import FullRun
 from zo2adapters.trainers.methods.run_method import RunMethod
-from zo2adapters.trainers.methods.streamed_turns_run import StreamedTurnsRun
+from zo2adapters.trainers.methods.streamed_full_run import StreamedFullRun
 from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
 from zo2adapters.trainers.options import TrainOptions
 
@@ -22,4 +22,4 @@ def method_of(options: TrainOptions) -> RunMethod[Any]:
         return ZerothOrderRun(options)
     if options.model_options.trains_adapter:
         return FirstOrderRun(options)
-    return StreamedTurnsRun(options) if options.first_order.stream_blocks else FullRun(options)
+    return StreamedFullRun(options) if options.first_order.stream_blocks else FullRun(options)

@@ -10,9 +10,9 @@ from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, FullBackpropEngine, OptionError, RunRecord
+from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, RunRecord
 from zo2core.engine import StoredSnapshotReplayer
-from zo2core.optimizers import OPTIMIZERS, make_block_update
+from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
@@ -36,20 +36,22 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def forwards(self) -> int:
         """More with a sweep that measures gradients. See the contract."""
         given = self.options.first_order
-        return _MEASURED_FORWARDS if given.max_grad_norm is not None and given.method != "badam" else FORWARDS
+        clips = given.max_grad_norm is not None and given.method != "badam"
+        return _MEASURED_FORWARDS if clips or given.loss_scaling else FORWARDS
+
+    @property
+    def _gradients(self) -> GradientPolicy:
+        """How gradients are clipped, and the loss scaled."""
+        given = self.options.first_order
+        scaling = LossScaling() if given.loss_scaling else None
+        return GradientPolicy(clip_value=given.max_grad_value, clip_norm=given.max_grad_norm, loss_scaling=scaling)
 
     @property
     def update(self) -> BlockUpdate:
         """A new optimizer, as the options say."""
-        given = self.options.first_order
-        assert given.method is not None, "it is what chose this class"
-        return make_block_update(
-            given.method,
-            weight_decay=self.options.optimization.weight_decay,
-            switch_every=given.switch_every,
-            seed=self.options.seed % (1 << 62),
-            options=given.optimizer_options,
-        )
+        options = self.options
+        weight_decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
+        return options.first_order.block_update(weight_decay=weight_decay, seed=seed)
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for activations, and for the gradients of tied weights, of which each micro-batch has its own.
@@ -74,8 +76,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             opening.model,
             update,
             lr=self._lr,
-            clip_value=options.first_order.max_grad_value,
-            clip_norm=options.first_order.max_grad_norm,
+            gradients=self._gradients,
             run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
             device=local_device(options.storage.device, None),
             memory=self._memory(opening.activations, opening.least_activations),
@@ -124,7 +125,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
 
 def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:
     """Size of a snapshot: the weights as they are stored, and the optimizer's state."""
-    return sum(layout.nbytes for layout in model.layouts) + update.state_bytes(model.layouts)
+    return sum(layout.nbytes for layout in model.layouts) + state_bytes(update, model.layouts)
 
 
 def tied_gradient_bytes(model: HFBlockModel, micro_batches: int) -> int:

@@ -1,0 +1,193 @@
+"""First-order training of all parameters in ``transformers.Trainer`` and trainers derived from it.
+
+The trainer keeps its loop, data, schedule, logs, evaluation, callbacks and checkpoints. Forward, backward and update run in
+``FullBackpropEngine``, which updates each block as soon as its gradients are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, Trainer
+
+from zo2adapters.frameworks.saved_run import save_files, write_token_ids
+from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
+from zo2adapters.models.hf import HFBlockModel
+from zo2core import (
+    LOMO,
+    AdaLOMO,
+    Batch,
+    BlockUpdate,
+    FullBackpropEngine,
+    GradientPolicy,
+    MemoryPolicy,
+    OptionError,
+    Runner,
+    TorchOptimizer,
+)
+from zo2core.checkpoint import Snapshot, Snapshots
+
+_SUPPORTED = frozenset({"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"})
+
+
+class FullBackpropTrainerMixin(StreamedTrainerMixin):
+    """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer): pass``.
+
+    ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's whose state belongs to single
+    parameters. Losses and weights are, bit for bit, those of the trainer with the whole model. With gradient accumulation
+    all batches of a step run through a block before the next block comes. Modules run in evaluation mode, without dropout.
+    ``max_grad_norm``, which trainers set to 1, takes a second backward pass; 0 turns it off. Checkpoints have the model, the
+    state from which training goes on, and the trainer's own files.
+
+    Args:
+        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or ``fp16=True`` in ``args``
+            opens it in mixed precision.
+        args: The trainer's arguments.
+        memory: How much memory the process may use.
+        options: Other options of the trainer, by name.
+
+    Raises:
+        OptionError: if an argument is not supported.
+        ZO2Error: as ``open_checkpoint`` and ``FullBackpropEngine`` say.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any = None,
+        *,
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        **options: Any,
+    ) -> None:
+        self._memory = memory
+        self._engine: FullBackpropEngine | None = None
+        self._grad_norm: float | None = None
+        super().__init__(model, args, options, supported=_SUPPORTED)
+
+    @property
+    def engine(self) -> FullBackpropEngine:
+        """Engine that takes the steps, with the present weights."""
+        if self._engine is None:
+            args = self.args
+            self._engine = FullBackpropEngine(
+                self.block_model,
+                self._update(),
+                lr=self._present_lr,
+                gradients=GradientPolicy(clip_norm=args.max_grad_norm or None),
+                device=str(args.device),
+                memory=self._memory,
+            )
+        return self._engine
+
+    def _update(self) -> BlockUpdate:
+        """The optimizer that the arguments name."""
+        args = self.args
+        if args.optim == "lomo":
+            return LOMO(weight_decay=args.weight_decay)
+        if args.optim == "adalomo":
+            return AdaLOMO(weight_decay=args.weight_decay)
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        decaying = frozenset(self.get_decay_parameter_names(self.model))
+
+        def make(named: list[tuple[str, nn.Parameter]]) -> Any:
+            groups = (
+                {"params": [value for name, value in named if name in decaying], "weight_decay": args.weight_decay},
+                {"params": [value for name, value in named if name not in decaying], "weight_decay": 0.0},
+            )
+            return kind([group for group in groups if group["params"]], **options)
+
+        return TorchOptimizer(make, by_name=True)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that decay, as the trainer chooses them from the whole model."""
+        with torch.device("meta"):
+            whole = type(self.block_model.skeleton)(AutoConfig.for_model(**self.block_model.config.to_dict()))
+        names: list[str] = Trainer.get_decay_parameter_names(self, whole)
+        return names
+
+    def _step(self, batches: list[Batch], num_items: Any) -> float:
+        """Take a step. See the base class."""
+        result = self.engine.step(batches, self._trainer_loss(num_items))
+        self._grad_norm = result.grad_norm
+        return result.loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
+        return self.optimizer
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Eight operations per parameter and token: two forward passes, and gradients of activations and weights."""
+        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
+        return 8 * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Runner]:
+        """The base checkpoint, before the first step."""
+        if self.engine.steps > 0:
+            raise OptionError(
+                "ref_model",
+                found=f"a reference that is needed after {self.engine.steps} steps, when the base's weights have changed",
+                expected="reference log-probabilities that are computed before the first step",
+                remedy="pass precompute_ref_log_probs=True, or train an adapter",
+            )
+        yield self.engine
+
+    def _present_lr(self, step: int) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        def write(written: Path) -> None:
+            self.engine.export(written)
+            write_token_ids(self.model, written)
+            write_others(written)
+
+        save_files(directory, write)
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
+        self._write(directory, weights=True, write_others=partial(self._write_others, has_state=is_checkpoint))
+
+    def _write_others(self, directory: Path, *, has_state: bool) -> None:
+        """Write the trainer's settings and, in a checkpoint, what training goes on from."""
+        self._write_settings(directory)
+        if has_state:
+            engine = self.engine
+            _snapshots(directory).write(Snapshot(engine.steps, engine.state_dict()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load(Path(self.state.best_model_checkpoint))
+
+    def _load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            CheckpointError: if it has no whole state.
+        """
+        snapshots = _snapshots(checkpoint)
+        step = max(snapshots.steps, default=0)
+        self.engine.load_state_dict(snapshots.read(step).state)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        return self._grad_norm
+
+
+def _snapshots(directory: Path) -> Snapshots:
+    """The snapshot in a trainer's checkpoint, which has no journal beside it."""
+    return Snapshots(directory, lambda step: 0, lambda step, name: None)

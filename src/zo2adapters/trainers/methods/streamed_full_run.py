@@ -1,0 +1,159 @@
+"""Runs of all parameters over blocks on disk, which resume from their last commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.task import StepReport
+from zo2adapters.trainers.methods.full_run import FullRun
+from zo2adapters.trainers.methods.run_method import Opening
+from zo2adapters.trainers.options import Order
+from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.run_notices import storage
+from zo2adapters.trainers.worker_options import worker_trace
+from zo2core import (
+    BlockLayout,
+    BlockUpdate,
+    FullBackpropEngine,
+    HostPlan,
+    Journal,
+    Machine,
+    OptionError,
+    PhiloxNoise,
+    Runner,
+    RunRecord,
+    RunRequest,
+    StreamedFullBackpropEngine,
+    plan,
+)
+from zo2core.engine.full_backprop_engine import gradient_bytes
+from zo2core.engine.streamed_full_engine import kept_blocks, optimizer_bytes, stored_layouts
+from zo2core.io.direct_file import whole_pages
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.types import shown_bytes
+
+WRITE_BUDGET_TB = 1.2
+"""Terabytes that 1,000 steps may write without --write-limit-tb: a hundredth of what a consumer SSD bears in a year. One of
+1 TB is rated for about 600 TB in its five years, which are 120 a year."""
+
+
+class StreamedFullRun(FullRun):
+    """First-order steps of all parameters, over blocks on disk. See ``RunMethod``."""
+
+    @property
+    def _commit_every(self) -> int:
+        """Steps between two commits."""
+        return self.options.storage.snapshot_every or 1
+
+    def engine(self, opening: Opening) -> StreamedFullBackpropEngine:
+        """An engine at the last commit. See the contract."""
+        options, execution, update = self.options, opening.execution, self.update
+        self._require_alone(opening)
+        self._require_few_writes(opening, update)
+        return StreamedFullBackpropEngine(
+            opening.model,
+            update,
+            lr=self._lr,
+            run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
+            commit_every=self._commit_every,
+            gradients=self._gradients,
+            memory=self._memory(opening.activations, None),
+            micro_batch_size=options.batching.micro_batch_size,
+            overlap=execution.scheduler is Order.OVERLAPPED,
+            trace=worker_trace(execution.trace, None),
+        )
+
+    def first_step(self, journal: Journal) -> int:
+        """The first step: which one was committed is known only when the files are open. See the contract."""
+        return 0
+
+    def storage(self, engine: FullBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
+        """Where blocks are, and how much a step writes. See the contract."""
+        update = self.update
+        written = shown_bytes(1000 * self._written(model, update, host.buckets or 0))
+        often = self._commit_every
+        what = (
+            f"one block every {update.turn} steps"
+            if update.turn is not None
+            else f"changed blocks with their states, a commit every {'step' if often == 1 else f'{often} steps'}"
+        )
+        return storage(host, engine.device_plan, self.options.storage, f"{what}, {written} in 1,000 steps")
+
+    def after_step(self, engine: FullBackpropEngine, report: StepReport) -> list[str]:
+        """Commit the last step. See the contract."""
+        assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
+        if engine.version == self.options.steps:
+            engine.commit()
+        return []
+
+    def before_recording(self, engine: FullBackpropEngine, loss: float) -> None:
+        """Do nothing: no step is kept for its evaluation. See the contract."""
+
+    def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """Refuse: earlier weights are not kept. See the contract."""
+        raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
+
+    def how_to_continue(self, engine: FullBackpropEngine) -> str:
+        """From which commit. See the contract."""
+        assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
+        return (
+            f"stopped after {engine.version} steps; the run goes on from the commit of step {engine.committed}:\n"
+            f"  zo2 train --resume {self.options.output}"
+        )
+
+    def _require_few_writes(self, opening: Opening, update: BlockUpdate) -> None:
+        """Refuse a run that writes more than a disk bears, unless the user allows it.
+
+        Raises:
+            OptionError: naming the limit.
+        """
+        model, given = opening.model, self.options.storage.write_limit_tb
+        limit = WRITE_BUDGET_TB if given is None else given
+        request = RunRequest(
+            layouts=model.layouts,
+            on_disk=laid_out_as_on_disk(stored_layouts(update, model.layouts), model.weights),
+            noise=PhiloxNoise(),  # none is drawn
+            perturb_in_place=False,
+            takes_steps=False,
+            memory=self._memory(opening.activations, None),
+            gradient_bytes=gradient_bytes(model.layouts),
+            optimizer_bytes=optimizer_bytes(update, model.layouts),
+            streams=True,
+        )
+        planned = plan(request, Machine(), MeasuredSpeeds(model.weights))
+        nbytes = self._written(model, update, planned.host_plan.buckets or 0)
+        if 1000 * nbytes > limit * 1e12:
+            total = shown_bytes(self.options.steps * nbytes)
+            remedy = "--switch-every" if update.turn is not None else "--snapshot-every, where memory has room for blocks"
+            raise OptionError(
+                "write_limit_tb",
+                found=f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "
+                f"{shown_bytes(1000 * nbytes)} in 1,000 steps, {total} in its {self.options.steps}",
+                expected="a limit that the run keeps to: writing wears disks out",
+                remedy=f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}",
+            )
+
+    def _written(self, model: HFBlockModel, update: BlockUpdate, buckets: int) -> float:
+        layouts = laid_out_as_on_disk(stored_layouts(update, model.layouts), model.weights)
+        return written_bytes(layouts, update, buckets, self._commit_every)
+
+
+def written_bytes(layouts: Sequence[BlockLayout], update: BlockUpdate, buckets: int, commit_every: int) -> float:
+    """Bytes that a step writes on average.
+
+    Args:
+        layouts: Segments in visiting order, with the states that are stored with them.
+        update: The optimizer. If it has turns, each segment is written once in an epoch of them.
+        buckets: Number of buckets for blocks.
+        commit_every: Steps between two commits.
+    """
+    sizes = [whole_pages(layout.nbytes) for layout in layouts if layout.parameters]
+    if update.turn is not None:
+        return sum(sizes) / len(sizes) / update.turn
+    if commit_every == 1:
+        return sum(sizes)
+    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+    seldom = sum(sizes) - sum(blocks) + sum(blocks[: kept_blocks(buckets, commit_every)])
+    return sum(sizes) - seldom + seldom / commit_every

@@ -1,0 +1,92 @@
+"""Dynamic scaling of the loss, so that small gradients do not vanish in float16, as in ``torch.amp.GradScaler``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zo2core.errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the scale of the loss changes. See ``torch.amp.GradScaler``, whose defaults these are.
+
+    Args:
+        initial: The scale at first.
+        growth: Factor of the scale after ``interval`` steps in a row without overflow.
+        backoff: Factor of the scale after a step whose gradients overflow, and which is skipped.
+        interval: Number of these steps.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, value, is_valid, expected in (
+            ("initial", self.initial, 1 <= self.initial < math.inf, "a number of at least 1"),
+            ("growth", self.growth, 1 < self.growth < math.inf, "a number above 1"),
+            ("backoff", self.backoff, 0 < self.backoff < 1, "a number between 0 and 1"),
+            ("interval", self.interval, self.interval >= 1, "a number of steps of at least 1"),
+        ):
+            if not is_valid:
+                raise OptionError(f"loss_scaling.{name}", found=repr(value), expected=expected, remedy="pass such a number")
+
+
+class LossScale:
+    """The present scale of the loss.
+
+    Args:
+        scaling: How it changes; None: it is always 1.
+    """
+
+    def __init__(self, scaling: LossScaling | None) -> None:
+        self._scaling = scaling
+        self.scale = 1.0 if scaling is None else scaling.initial
+        self._good_steps = 0  # in a row, without overflow
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients overflow is skipped, and the next one scaled by less.
+
+        A loss that is not scaled up has gradients that are too large by themselves.
+        """
+        return self._scaling is not None and self.scale > 1.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether the scale ever changes."""
+        return self._scaling is not None
+
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Divide a float32 gradient of the scaled loss by the scale."""
+        return gradient if self._scaling is None else gradient * torch.tensor(1.0 / self.scale, dtype=torch.float32)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Choose the scale of the next step."""
+        if self._scaling is None:
+            return
+        if overflowed:
+            self.scale, self._good_steps = max(self.scale * self._scaling.backoff, 1.0), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._scaling.interval:
+            self.scale, self._good_steps = self.scale * self._scaling.growth, 0
+
+    def values(self) -> dict[str, Any]:
+        """What later steps depend on, as JSON."""
+        return {} if self._scaling is None else {"loss_scale": self.scale, "good_steps": self._good_steps}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with what ``values`` returned."""
+        if self._scaling is not None and "loss_scale" in values:
+            self.scale, self._good_steps = float(values["loss_scale"]), int(values["good_steps"])

@@ -1,0 +1,115 @@
+"""Where optimizer states are: in host memory, or in the segments' stores beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zo2core.errors import CheckpointError
+from zo2core.protocols import BlockUpdate, Store
+from zo2core.types import BlockLayout
+
+
+class OptimizerStates(Protocol):
+    """Gives an optimizer the states of a segment."""
+
+    def begin(self, step: int) -> None:
+        """Forget the states that do not outlive the turn before this 0-based step."""
+
+    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
+        """The states of a segment by name, which the optimizer changes in place.
+
+        Args:
+            segment: Index of the segment.
+            store: The segment's stored tensors.
+        """
+
+
+class StateMemory:
+    """States in host memory. Those of a segment are zero before its first step.
+
+    Args:
+        update: The optimizer.
+        layouts: Segments in visiting order.
+    """
+
+    def __init__(self, update: BlockUpdate, layouts: Sequence[BlockLayout]) -> None:
+        self._turn = update.turn
+        self._specs = [update.states(layout) for layout in layouts]
+        self._states: dict[int, dict[str, torch.Tensor]] = {}  # by segment and name
+
+    def begin(self, step: int) -> None:
+        """Free all states at the beginning of a turn. See the contract."""
+        if self._turn is not None and step % self._turn == 0:
+            self._states.clear()
+
+    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
+        """The states in memory. See the contract."""
+        if segment not in self._states:
+            specs = self._specs[segment]
+            self._states[segment] = {spec.name: torch.zeros(spec.shape, dtype=spec.stored_dtype) for spec in specs}
+        return self._states[segment]
+
+    def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The states by segment and name, which are not copied."""
+        return {segment: dict(states) for segment, states in self._states.items() if states}
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Continue with copies of these states.
+
+        Raises:
+            CheckpointError: if they belong to another optimizer or model; nothing is changed then.
+        """
+        for segment, states in state.items():
+            expected = {spec.name: (spec.shape, spec.stored_dtype) for spec in self._specs[segment]}
+            if {name: (tuple(value.shape), value.dtype) for name, value in states.items()} != expected:
+                raise CheckpointError(
+                    "state",
+                    found=f"{len(states)} optimizer states of segment {segment} that are not all this optimizer's",
+                    expected=f"its {len(expected)} states",
+                    remedy="load the state of a run of the same model, optimizer and precision",
+                )
+        self._states = {
+            segment: {name: value.clone() for name, value in states.items()} for segment, states in state.items()
+        }
+
+
+class StatesInStores:
+    """States in the segments' stores, after the parameters.
+
+    Args:
+        layouts: Segments in visiting order, with their states.
+    """
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._layouts = layouts
+
+    def begin(self, step: int) -> None:
+        """Do nothing: all states are kept. See the contract."""
+
+    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
+        """Views of the store. See the contract."""
+        layout = self._layouts[segment]
+        stored = store[len(layout.parameters) :]
+        return {spec.name: view.view(spec.shape) for spec, view in zip(layout.states, stored, strict=True)}
+
+
+def state_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+    """The most bytes that an optimizer's states take: of all segments, or of the largest one if they last for a turn."""
+    sizes = [sum(spec.nbytes for spec in update.states(layout)) for layout in layouts]
+    return sum(sizes) if update.turn is None else max(sizes)
+
+
+def copied_state(value: Any) -> Any:
+    """Copy a state's tensors, which may lie in a file.
+
+    Args:
+        value: Nested mappings and lists of tensors and other values, which are kept.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: copied_state(inner) for key, inner in value.items()}
+    return [copied_state(inner) for inner in value] if isinstance(value, list) else value

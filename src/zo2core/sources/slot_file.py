@@ -1,0 +1,271 @@
+"""A file of slots for segments that have changed, and a manifest that records which slot holds which segment.
+
+The user's checkpoint is never written. A segment's new bytes go to a free slot, so its old bytes stay valid until the
+manifest names the new ones. A record has the journal's checksum at the version of the bytes, so that bytes of another run
+are ignored, and a checksum of the bytes, which is checked when they are first read after opening. Later reads are not
+checked: this process holds a lock on the file and is the only one that writes it, and disks report bad sectors themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zo2core.errors import ScratchError, reason
+from zo2core.io.checksum import chunk_checksum, combined_checksum
+from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
+from zo2core.io.durable import LockedFileError, make_directory, replace_file
+from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.types import BlockLayout, shown_bytes
+
+DATA = "scratch.bin"
+MANIFEST = "scratch.jsonl"
+PIECE = 4 << 20  # bytes with a checksum of their own; a record's checksum combines those of its slot
+
+_MOST_STEPS = 1 << 40  # higher versions are taken for damage
+
+
+class Written(NamedTuple):
+    """The written bytes of one segment."""
+
+    slot: int  # slot of the file
+    version: int  # version of the bytes
+    chain: int  # the journal's checksum at that version, or at that of the generation
+    checksum: str  # checksum of segment, version, chain and bytes
+    is_checked: bool  # whether this process wrote the bytes, or compared them with their checksum
+
+    def record(self, segment: int) -> Record:
+        """The manifest's values."""
+        return {
+            "segment": segment,
+            "slot": self.slot,
+            "version": self.version,
+            "chain": self.chain,
+            "xxh3": self.checksum,
+        }
+
+
+class SlotFile(ABC):
+    """Segments on disk at later versions than the base. Its files are locked until ``close``.
+
+    Args:
+        directory: Directory of the run; valid files of an earlier process are used.
+        layouts: Segments in visiting order.
+        chain: Version to the journal's checksum, after making the journal durable; None where it is not that long.
+        require_version: Called with every version in the manifest beyond the journal's end, and the manifest's path: the
+            journal has lost records, since bytes are written after them. None ignores such bytes.
+        spare: Number of blocks that may have two valid versions on disk at a time.
+
+    Raises:
+        ScratchError: if the files cannot be opened, or another engine has them open.
+        JournalError: if the journal cannot be made durable, or has lost records.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layouts: Sequence[BlockLayout],
+        chain: Callable[[int], int | None],
+        require_version: Callable[[int, str], object] | None = None,
+        *,
+        spare: int = 1,
+    ) -> None:
+        self.directory = directory
+        self._chain = chain
+        self._require_version = require_version
+        self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
+        self._names = [layout.name for layout in layouts]
+        self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
+        self._offsets: list[int] = []  # slot -> byte offset
+        self._slots: list[frozenset[int]] = []  # segment -> all slots it may use; all blocks have the same slots
+        self._assign_slots(layouts, spare)
+        self.nbytes = slot_bytes(layouts, spare)
+        # Segment to its valid bytes. One thread reads while another one writes, but never the same segment, and each
+        # changes the dictionary by single operations.
+        self._written: dict[int, Written] = {}
+        try:
+            make_directory(directory)
+            self._data = RangedFile(directory / DATA, writable=True)  # before the manifest: its lock covers both
+        except OSError as error:
+            raise self._failed(error) from error
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
+        try:
+            self._manifest = self._open_manifest()
+        except BaseException as error:
+            self._hashing.shutdown()
+            self._data.close()
+            if isinstance(error, OSError):
+                raise self._failed(error) from error
+            raise
+
+    @abstractmethod
+    def write(self, segment: int, data: torch.Tensor, version: int) -> None:
+        """Write a segment.
+
+        Args:
+            segment: Index of the segment.
+            data: uint8, the segment's bucket, up to whole pages.
+            version: Version of the bytes.
+
+        Raises:
+            ScratchError: if the write failed.
+        """
+
+    @abstractmethod
+    def _mismatched(self, segment: int) -> bool:
+        """Treat a segment whose bytes do not match their record; returns False if they are dropped."""
+
+    @abstractmethod
+    def _header(self) -> Record:
+        """The manifest's first record."""
+
+    @abstractmethod
+    def _load(self, records: Sequence[Record], where: str) -> None:
+        """Load the records of an earlier process where they are plausible; bytes are checked when they are read."""
+
+    @abstractmethod
+    def _live(self) -> Sequence[Record]:
+        """The loaded records that count."""
+
+    def version(self, segment: int) -> int:
+        """Version of a segment's written bytes; 0 if there are none."""
+        written = self._written.get(segment)
+        return 0 if written is None else written.version
+
+    def is_unchecked(self, segment: int) -> bool:
+        """Whether a segment's bytes come from an earlier process and have not been compared with their checksum."""
+        return not self._written[segment].is_checked
+
+    def confirm(self, segment: int, checksums: Sequence[int]) -> bool:
+        """Compare bytes that were read with their record.
+
+        Args:
+            segment: Index of the segment.
+            checksums: Checksums of each ``PIECE`` bytes, in order.
+
+        Returns:
+            Whether the bytes match; if not, they are dropped.
+
+        Raises:
+            ScratchError: if they do not match, and nothing can replace them.
+        """
+        written = self._written[segment]
+        if written.checksum == combined_checksum([segment, written.version, written.chain, *checksums]):
+            self._written[segment] = written._replace(is_checked=True)
+            return True
+        return self._mismatched(segment)
+
+    def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of a segment's bytes. May be called from several threads.
+
+        Args:
+            segment: Index of a segment with a version above 0.
+            out: uint8; whole pages are fastest.
+            start: First byte of the range.
+
+        Raises:
+            ScratchError: if the bytes cannot be read.
+        """
+        try:
+            self._data.read_into(self._offsets[self._written[segment].slot] + start, byte_view(out))
+        except (OSError, EOFError) as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        self._hashing.shutdown()
+        self._data.close()
+        self._manifest.close()
+
+    def _put(self, segment: int, data: torch.Tensor, version: int, slot: int, chain: int, *, sync: bool) -> Written:
+        """Write a segment's bytes into a slot, and compute their checksum meanwhile."""
+        view = byte_view(data)
+        starts = range(0, len(view), PIECE)
+        hashing = self._hashing.submit(lambda: [chunk_checksum(view[start : start + PIECE]) for start in starts])
+        try:
+            self._data.write(self._offsets[slot], view)
+            if sync:
+                self._data.sync()
+            checksum = combined_checksum([segment, version, chain, *hashing.result()])
+            return Written(slot, version, chain, checksum, is_checked=True)
+        finally:
+            wait([hashing])  # the memory may change once this returns
+
+    def _assign_slots(self, layouts: Sequence[BlockLayout], spare: int) -> None:
+        """Assign slots: blocks share one slot each and the spare ones, a resident segment has two of its own."""
+        end = 0
+
+        def slots(count: int, size: int) -> frozenset[int]:
+            nonlocal end
+            first = len(self._offsets)
+            self._offsets += [end + i * size for i in range(count)]
+            end += count * size
+            return frozenset(range(first, first + count))
+
+        blocks = [size for size, layout in zip(self._sizes, layouts, strict=True) if not layout.resident]
+        shared = slots(len(blocks) + spare, max(blocks, default=0))
+        for size, layout in zip(self._sizes, layouts, strict=True):
+            self._slots.append(slots(2, size) if layout.resident else shared)
+
+    def _open_manifest(self) -> RecordFile:
+        """Load the records of this run, and rewrite the manifest without others."""
+        path = self.directory / MANIFEST
+        header = self._header()
+        try:
+            loaded = RecordFile(path).loaded
+        except DamagedRecordError:
+            loaded = []  # only time is lost: the run gives every version again
+        if loaded and loaded[0] == header:
+            self._load(loaded[1:], str(path))
+        # Durable before any slot is written: an older manifest would name slots that then hold other bytes.
+        replace_file(path, b"".join(to_line(record) for record in [header, *self._live()]))
+        manifest = RecordFile(path)
+        manifest.lock()
+        return manifest
+
+    def _is_in_file(self, segment: int, written: Written) -> bool:
+        """Whether the data file is long enough for a segment's bytes."""
+        data = self.directory / DATA
+        size = data.stat().st_size if data.exists() else 0
+        return self._offsets[written.slot] + self._sizes[segment] <= size
+
+    def _parsed(self, record: Record) -> tuple[int | None, Written | None]:
+        """A record's segment and content; None where they are not valid."""
+        segment, slot, version = (record.get(key) for key in ("segment", "slot", "version"))
+        chain, checksum = record.get("chain"), record.get("xxh3")
+        if type(segment) is not int or not 0 <= segment < len(self._sizes):
+            return None, None
+        if type(slot) is not int or slot not in self._slots[segment]:
+            return segment, None
+        if type(version) is not int or not 0 < version < _MOST_STEPS or type(chain) is not int:
+            return segment, None
+        if not isinstance(checksum, str):
+            return segment, None
+        return segment, Written(slot, version, chain, checksum, is_checked=False)
+
+    def _failed(self, error: OSError | EOFError) -> ScratchError:
+        if isinstance(error, LockedFileError):
+            return ScratchError(
+                error.filename,
+                found=reason(error),
+                expected="a directory for written-back blocks that no other engine uses",
+                remedy="close that engine, wait until its process has ended, or choose another directory",
+            )
+        return ScratchError(
+            getattr(error, "filename", None) or self.directory / DATA,
+            found=reason(error),
+            expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
+            remedy="free space or repair the disk and resume the run; nothing is lost, the journal is complete",
+        )
+
+
+def slot_bytes(layouts: Sequence[BlockLayout], spare: int = 1) -> int:
+    """Largest size of the file: a slot per block and the spare ones, two for each resident segment."""
+    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+    resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
+    return (len(blocks) + spare) * max(blocks, default=0) + 2 * resident

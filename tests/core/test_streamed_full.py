@@ -1,0 +1,335 @@
+"""All parameters over blocks on disk: the bits of a run in memory, commits of whole generations, and resuming from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+
+from zo2adapters import open_checkpoint
+from zo2adapters.models.precision import Precision
+from zo2core import (
+    LOMO,
+    AdaLOMO,
+    BAdam,
+    BlockUpdate,
+    ClosedError,
+    FullBackpropEngine,
+    GradientPolicy,
+    HostPlan,
+    JournalError,
+    LossScaling,
+    MemoryPolicy,
+    OptionError,
+    RunRecord,
+    ScratchError,
+    StreamedFullBackpropEngine,
+    TorchOptimizer,
+)
+from zo2core.io.direct_file import whole_pages
+from zo2core.sources.slot_file import DATA, MANIFEST
+from zo2core.types import Lane
+
+EVERY, STEPS = 2, 17  # more than an epoch of eight segments' turns
+ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
+UPDATES: dict[str, Callable[[], BlockUpdate]] = {
+    "lomo": lambda: LOMO(weight_decay=0.1),
+    "adalomo": lambda: AdaLOMO(weight_decay=0.1),
+    "adamw": lambda: TorchOptimizer(ADAMW),
+    "fused adamw": lambda: TorchOptimizer(partial(ADAMW, fused=True)),
+    "momentum": lambda: TorchOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.9)),
+    "adagrad": lambda: TorchOptimizer(partial(torch.optim.Adagrad, lr=1.0, initial_accumulator_value=0.5)),
+    "adafactor": lambda: TorchOptimizer(partial(torch.optim.Adafactor, lr=1.0)),
+    "badam": lambda: BAdam(ADAMW, every=EVERY, seed=3),
+}
+FLOAT16 = Precision(stored=torch.float32, computed=torch.float16)
+BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+
+
+def memory(buckets: int | None) -> MemoryPolicy:
+    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=1 << 28)
+
+
+def streamed(
+    base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
+) -> StreamedFullBackpropEngine:
+    record = RunRecord(directory=run, journal=run / "journal.jsonl")
+    model = open_checkpoint(base, precision=precision)
+    told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), **options}
+    return StreamedFullBackpropEngine(model, UPDATES[case](), run=record, **told)
+
+
+def weights(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+def resident(
+    base: Path, precision: Any = "exact", case: str = "badam", steps: int = STEPS, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a run in memory."""
+    model, told = open_checkpoint(base, precision=precision), {"lr": lambda step: 1e-2 / (step + 1), **options}
+    with FullBackpropEngine(model, UPDATES[case](), memory=memory(None), **told) as engine:
+        return [engine.step(batch).loss for batch in BATCHES[:steps]], weights(engine)
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return set(ours) == set(theirs) and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=5, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("buckets", [2, 3])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "mixed")])
+def test_blocks_on_disk_give_the_bits_of_blocks_in_memory(
+    dtype: str, precision: str, buckets: int, overlap: bool, tmp_path: Path
+) -> None:
+    config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 2)
+    base = save_model(tmp_path / "base", config, getattr(torch, dtype))
+    losses, expected = resident(base, precision)
+    with streamed(base, tmp_path / "run", buckets, overlap=overlap, precision=precision) as engine:
+        assert [engine.step(batch).loss for batch in BATCHES] == losses
+        assert equal(weights(engine), expected)
+        evaluated = engine.evaluate(BATCHES[:2]).loss
+        engine.export(tmp_path / "model")
+    with FullBackpropEngine(open_checkpoint(tmp_path / "model", precision="exact"), BAdam(ADAMW), lr=1.0) as exported:
+        assert set(dict(exported.parameters_now())) == set(expected)
+        assert precision == "mixed" or exported.evaluate(BATCHES[:2]).loss == evaluated
+
+
+def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
+    with streamed(base, tmp_path / "run") as engine:
+        written = [engine.step(batch).lanes[Lane.WRITE].nbytes for batch in BATCHES[:12]]
+        engine.step(BATCHES[12])
+        sizes = [whole_pages(layout.nbytes) for layout in engine._parts.layouts]
+        turns = [engine._update.segments(step, engine._trained.segments) for step in range(0, 12, EVERY)]
+    assert len(set(turns)) == 6
+    assert sum(written) <= sum(sizes[segment] for [segment] in turns), "noted with the step after the turn"
+    assert sum(written) >= sum(sizes[segment] for [segment] in turns[:-1])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 12, 16])
+def test_a_run_resumes_at_the_end_of_a_turn_with_the_same_bits(steps: int, base: Path, tmp_path: Path) -> None:
+    losses, expected = resident(base)
+    with streamed(base, tmp_path / "run") as engine:
+        for batch in BATCHES[:steps]:
+            engine.step(batch)
+    with streamed(base, tmp_path / "run", 3) as engine:
+        first = steps // EVERY * EVERY
+        assert (engine.version, engine.journal.version) == (first, steps)
+        assert [engine.step(batch).loss for batch in BATCHES[first:]] == losses[first:]
+        assert equal(weights(engine), expected)
+        assert len(engine.journal.commits) == STEPS
+
+
+def begun(base: Path, run: Path, steps: int) -> None:
+    with streamed(base, run) as engine:
+        for batch in BATCHES[:steps]:
+            engine.step(batch)
+
+
+def test_a_manifest_that_lost_its_last_record_goes_back_a_turn(base: Path, tmp_path: Path) -> None:
+    losses, expected = resident(base)
+    begun(base, tmp_path / "run", 8)
+    path = tmp_path / "run" / MANIFEST
+    *lines, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines))
+    with streamed(base, tmp_path / "run") as engine:
+        assert engine.version == 6
+        assert [engine.step(batch).loss for batch in BATCHES[6:]] == losses[6:]
+        assert equal(weights(engine), expected)
+
+
+def test_damaged_bytes_are_found_when_they_are_read(base: Path, tmp_path: Path) -> None:
+    begun(base, tmp_path / "run", 8)
+    path = tmp_path / "run" / DATA
+    raw = bytearray(path.read_bytes())
+    for at in range(0, len(raw), 64):
+        raw[at] ^= 1
+    path.write_bytes(raw)
+    with streamed(base, tmp_path / "run") as engine, pytest.raises(ScratchError, match=r"found damaged bytes of .* at step"):
+        engine.step(BATCHES[8])
+
+
+def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
+    single = save_model(tmp_path / "single", small_config("llama", num_hidden_layers=1))
+    with pytest.raises(OptionError, match="model: found 1 block"):
+        streamed(single, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_path: Path) -> None:
+    with streamed(base, tmp_path / "run") as engine:
+        source = engine._streamed
+        for pinned in (1, 3):
+            source.pin([pinned])
+            bucket = source.acquire(pinned)
+            bucket.views[0].fill_(7.0)
+            source.release(bucket, 0)
+            for order in ([2, 4, 5], [5, 4, 2]):
+                source.prefetch([*order, pinned])
+                for other in (*order, order[0]):
+                    source.release(source.acquire(other), 0)
+            bucket = source.acquire(pinned)
+            assert bool((bucket.views[0] == 7.0).all())
+            source.release(bucket, 0)
+
+
+OTHERS = [case for case in UPDATES if case != "badam"]
+
+
+@pytest.mark.parametrize(
+    ("commit_every", "buckets", "overlap", "dtype", "precision"),
+    [
+        (1, 2, True, "bfloat16", "mixed"),
+        (1, 3, False, "float32", "exact"),
+        (3, 4, True, "bfloat16", "exact"),
+        (2, 3, True, "bfloat16", "mixed"),
+    ],
+)
+@pytest.mark.parametrize("case", OTHERS)
+def test_states_on_disk_give_the_bits_of_states_in_memory(
+    case: str, commit_every: int, buckets: int, overlap: bool, dtype: str, precision: str, tmp_path: Path
+) -> None:
+    config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 3)
+    base = save_model(tmp_path / "base", config, getattr(torch, dtype))
+    losses, expected = resident(base, precision, case, 5)
+    options: dict[str, Any] = {"commit_every": commit_every, "overlap": overlap, "precision": precision}
+    with streamed(base, tmp_path / "run", buckets, case, **options) as engine:
+        assert [engine.step(batch).loss for batch in BATCHES[:5]] == losses
+        assert equal(weights(engine), expected)
+        evaluated = engine.evaluate(BATCHES[:2]).loss
+        assert engine.committed == 5 // commit_every * commit_every
+        engine.commit()
+        assert engine.committed == 5
+    with streamed(base, tmp_path / "run", 2, case, precision=precision) as engine:
+        assert (engine.version, engine.journal.version) == (5, 5)
+        assert equal(weights(engine), expected)
+        assert engine.evaluate(BATCHES[:2]).loss == evaluated
+
+
+@pytest.mark.parametrize(("commit_every", "steps"), [(1, 1), (1, 3), (3, 2), (3, 4), (2, 5)])
+@pytest.mark.parametrize("case", ["lomo", "adamw", "adalomo"])
+def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
+    case: str, commit_every: int, steps: int, base: Path, tmp_path: Path
+) -> None:
+    losses, expected = resident(base, case=case, steps=7)
+    with streamed(base, tmp_path / "run", 4, case, commit_every=commit_every) as engine:
+        for batch in BATCHES[:steps]:
+            engine.step(batch)
+    with streamed(base, tmp_path / "run", 2, case) as engine:
+        first = steps // commit_every * commit_every
+        assert (engine.version, engine.journal.version) == (first, steps)
+        assert [engine.step(batch).loss for batch in BATCHES[first:7]] == losses[first:]
+        assert equal(weights(engine), expected)
+        assert [commit.step for commit in engine.journal.commits] == list(range(7))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)
+    scaling = GradientPolicy(clip_norm=clip, loss_scaling=LossScaling(initial=2.0**40, backoff=1 / 16, interval=2))
+    options: dict[str, Any] = {"precision": FLOAT16, "gradients": scaling}
+    losses, expected = resident(base, case="adamw", steps=17, **options)
+    with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
+        first = [engine.step(batch) for batch in BATCHES[:4]]
+        assert [result.grad_norm for result in first] == [0.0] * 4, "gradients overflow"
+        assert [commit.lr for commit in engine.journal.commits] == [0.0] * 4
+    with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
+        assert engine._method.values() == {"loss_scale": 2.0**24, "good_steps": 0}
+        later = [engine.step(batch) for batch in BATCHES[4:17]]
+        assert [result.loss for result in first + later] == losses
+        assert later[-1].grad_norm > 0
+        assert equal(weights(engine), expected)
+
+
+def test_only_blocks_without_room_are_written_between_commits(base: Path, tmp_path: Path) -> None:
+    written = {}
+    for commit_every in (1, 4):
+        with streamed(base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine:
+            layouts = engine._parts.layouts
+            results = [engine.step(batch) for batch in BATCHES[:9]]
+            written[commit_every] = sum(result.lanes[Lane.WRITE].nbytes for result in results[1:])  # noted a step later
+    sizes = [whole_pages(layout.nbytes) for layout in layouts]
+    whole, block = sum(sizes), sizes[1]
+    assert written[1] == pytest.approx(8 * whole, rel=0.2)
+    kept = sizes[0] + sizes[-1] + block
+    assert written[4] == pytest.approx(8 * (whole - kept) + 2 * kept, rel=0.2)
+
+
+def begun_with(base: Path, run: Path, case: str, steps: int) -> None:
+    with streamed(base, run, 2, case) as engine:
+        for batch in BATCHES[:steps]:
+            engine.step(batch)
+
+
+def test_a_torn_commit_goes_back_to_the_generation_before(base: Path, tmp_path: Path) -> None:
+    losses, expected = resident(base, case="adamw", steps=6)
+    begun_with(base, tmp_path / "run", "adamw", 4)
+    path = tmp_path / "run" / MANIFEST
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, last[: len(last) // 2]]))
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        assert engine.version == 3
+        assert [engine.step(batch).loss for batch in BATCHES[3:6]] == losses[3:]
+        assert equal(weights(engine), expected)
+
+
+def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(base: Path, tmp_path: Path) -> None:
+    losses, expected = resident(base, case="adamw", steps=6)
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        for batch in BATCHES[:3]:
+            engine.step(batch)
+        real, calls = engine._update.apply, [0]
+
+        def apply(*args: Any, **options: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 5:
+                raise KeyboardInterrupt
+            real(*args, **options)
+
+        engine._update.apply = apply  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(BATCHES[3])
+        with pytest.raises(ClosedError):
+            engine.commit()
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        assert engine.version == 3
+        assert [engine.step(batch).loss for batch in BATCHES[3:6]] == losses[3:]
+        assert equal(weights(engine), expected)
+
+
+def test_a_journal_that_lost_the_committed_step_is_refused(base: Path, tmp_path: Path) -> None:
+    begun_with(base, tmp_path / "run", "lomo", 4)
+    path = tmp_path / "run" / "journal.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+    with pytest.raises(JournalError):
+        streamed(base, tmp_path / "run", 2, "lomo")
+
+
+def test_a_manifest_names_each_segment_once(base: Path, tmp_path: Path) -> None:
+    begun_with(base, tmp_path / "run", "adamw", 3)
+    header, *commits = map(json.loads, (tmp_path / "run" / MANIFEST).read_bytes().splitlines())
+    assert [commit["step"] for commit in commits] == [1, 2, 3]
+    for commit in commits:
+        segments = {one["segment"] for one in commit["segments"]}
+        assert len(segments) == len(commit["segments"]) == sum(size > 0 for size in header["sizes"])
+        assert {one["version"] for one in commit["segments"]} == {commit["step"]}
+    slots = [{one["slot"] for one in commit["segments"]} for commit in commits]
+    assert not slots[0] & slots[1]
+    assert slots[2] == slots[0], "two generations take turns"
+
+
+@pytest.mark.parametrize("commit_every", [0, 1.5, "3"])
+def test_a_number_of_steps_between_commits_is_at_least_one(commit_every: Any, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="commit_every: found"):
+        streamed(base, tmp_path / "run", 2, "lomo", commit_every=commit_every)
