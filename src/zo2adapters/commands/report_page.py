@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
+from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples, read_trials
 from zo2core import JournalError, MissingPackageError, OptionError, Update
@@ -361,7 +362,7 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
 
 
 def _options(runs: Sequence[Run]) -> str:
-    flat = [dict(_leaves(run.options)) for run in runs]
+    flat = [dict(_leaves(used_options(run.options))) for run in runs]
     names = list(dict.fromkeys(name for options in flat for name in options))
     names = [name for name in names if any(_is_set(options.get(name)) for options in flat)]
     rows = [[name, *(_option(options.get(name)) for options in flat)] for name in names]
