@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -65,6 +66,7 @@ from zo2core import (
     OutputError,
     Runner,
     ScratchError,
+    SharedBase,
     Workers,
 )
 from zo2core.io.durable import open_no_follow
@@ -84,6 +86,7 @@ class Trainer:
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
         evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
         plans: Whether to plan the run, for its ``outlook``.
+        shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
@@ -100,19 +103,21 @@ class Trainer:
         workers: Workers | None = None,
         evaluates: bool = True,
         plans: bool = False,
+        shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        method_of(options)  # checks the options that depend on neither model nor data
+        method_of(options, shared)  # checks the options that depend on neither model nor data
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
         else:
             require_new(options.output)
-        self._quiet, self._resumed, self._workers, self._label = quiet, resume, workers, label
+        self._quiet, self._resumed, self._workers = quiet, resume, workers
+        self._label, self._shared = label, shared
         execution = Execution() if execution is None else execution
         inputs = RunInputs.read(options, workers)
         self.options, self._model = inputs.options, inputs.model
         self._data, self._evaluation = inputs.data, inputs.evaluation
-        self._method = method_of(self.options)
+        self._method = method_of(self.options, shared)
         require_same_steps(self.options.steps, workers)
         self._task, self._evaluated = self._made_task(inputs, evaluates=evaluates)
         self._samples = self._made_samples(inputs)
@@ -188,7 +193,8 @@ class Trainer:
     def _prepared(self, inputs: RunInputs, tokens: dict[str, object]) -> dict[str, Any]:
         """Prepare the task, and return the run's provenance, which has the digests of its tokens."""
         options, workers = self.options, self._workers
-        self._task.prepare(partial(replayer, options, inputs.model, self._activations, workers), self._remaining_rows)
+        open_base = partial(replayer, options, inputs.model, self._activations, workers, shared=self._shared)
+        self._task.prepare(open_base, self._remaining_rows)
         return provenance(
             options,
             inputs.directory,
@@ -199,8 +205,8 @@ class Trainer:
         )
 
     def _host_plan(self) -> HostPlan:
-        """The engine's plan of host memory, with the freed memory that the process keeps."""
-        plan: HostPlan | None = self.engine.host_plan
+        """The plan of host memory, of this run or of the shared base, with the freed memory that the process keeps."""
+        plan: HostPlan | None = self.engine.host_plan if self._shared is None else self._shared.host_plan
         assert plan is not None, "the engine has planned its memory"
         if self.options.storage.device != "cpu" or self._method.has_gradient:  # graphs take what memory is spare
             return plan
@@ -333,7 +339,7 @@ class Trainer:
                 file=sys.stderr,
                 dynamic_ncols=True,
             ) as bar,
-            sweep_bars(engine, quiet=self._quiet),
+            sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
             if lost:
                 self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
@@ -396,6 +402,15 @@ class Trainer:
         losses = self._losses()
         best = best_step(losses)
         return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
+
+    def evaluation_losses(self) -> list[float]:
+        """The loss of each evaluation so far."""
+        return list(self._losses().values())
+
+    def seconds(self) -> float:
+        """Seconds of all steps so far, as metrics.jsonl has them."""
+        rows = self._run.metrics(self.engine.journal)
+        return math.fsum(row.get("seconds", 0.0) for row in rows)
 
     def _losses(self) -> dict[int, float]:
         """Loss of each evaluation, by step."""
@@ -471,9 +486,9 @@ class Trainer:
                 replace_file(self.options.output / SAMPLES, content)
 
     def _print(self, bar: StepBar, line: str) -> None:
-        """Print a line above the bar. With several workers only the first one prints."""
+        """Print a line above the bar, with the run's label. With several workers only the first one prints."""
         if is_first(self._workers):
-            bar.write(line, file=sys.stderr)
+            bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
 
 
 def _require_steps_left(options: TrainOptions, taken: int) -> None:

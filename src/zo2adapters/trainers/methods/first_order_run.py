@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2adapters.trainers.methods.run_method import Opening, RunMethod
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits
 from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -32,9 +33,10 @@ from zo2core import (
     OptionError,
     Runner,
     SegmentKind,
+    SharedBase,
 )
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
+from zo2core.engine import SnapshotReplayer
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
@@ -51,10 +53,9 @@ class GradientRun(RunMethod[GradientEngineT]):
     has_gradient = True
     snapshot_of: str  # what a snapshot has, for messages
     exported: str  # what an export is
-    replayer: type[SnapshotReplayer | StoredSnapshotReplayer]  # runs the parameters of a snapshot
 
-    def __init__(self, options: TrainOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
+        super().__init__(options, shared)
         optimization = options.optimization
         steps = options.steps if options.schedule_steps is None else options.schedule_steps
         self._lr = LearningRate(
@@ -108,7 +109,7 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
         """The parameters of the step's snapshot. See the contract."""
-        return self.replayer(
+        return self._replayer(
             model,
             step,
             parameters_at(engine.snapshots, step),
@@ -127,6 +128,11 @@ class GradientRun(RunMethod[GradientEngineT]):
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 
+    @property
+    @abstractmethod
+    def _replayer(self) -> Callable[..., Runner]:
+        """Makes a runner of the parameters of a snapshot, as ``SnapshotReplayer`` does."""
+
     def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
@@ -143,13 +149,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         return engine
 
     def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
-        stored = self.options.storage
-        return MemoryPolicy(
-            host=stored.memory,
-            device=stored.device_memory,
-            activations=activations,
-            least_activations=least,
-        )
+        return MemoryPolicy(**limits(self.options, self.shared), activations=activations, least_activations=least)
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
@@ -164,7 +164,6 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     forwards = FORWARDS
     snapshot_of = "adapter and optimizer"
     exported = "adapter"
-    replayer = SnapshotReplayer
 
     def engine(self, opening: Opening) -> DurableBackpropEngine:
         """An engine at the last snapshot. See the contract."""
@@ -192,8 +191,13 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, opening.workers),
             workers=opening.workers,
+            shared=self.shared,
         )
         return self._with_best_step(engine)
+
+    @property
+    def _replayer(self) -> Callable[..., Runner]:
+        return partial(SnapshotReplayer, shared=self.shared)
 
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """Little: an adapter is small. See the contract."""
