@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from zo2adapters.commands.at_step import AtStep, run_together
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
@@ -70,7 +70,6 @@ class Evaluate(AtStep):
         return replace(self, rows=replace(saved.rows, **changes), batching=replace(self.batching, sequence_length=length))
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.row_format import RowFormat
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.run_notices import length_notices
 
@@ -110,7 +109,6 @@ class Evaluate(AtStep):
         """
         from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
-        from zo2adapters.tasks.row_format import RowFormat
 
         length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
         self.rows.require_valid(takes_labels=not is_causal)
@@ -160,7 +158,6 @@ class Evaluate(AtStep):
     ) -> tuple[str, Evaluated]:
         """Evaluate one model, and say what it is."""
         from zo2adapters.tasks.measures import Measuring, measured, units_of
-        from zo2adapters.tasks.row_format import RowFormat
         from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
 
         total, unit = units_of(rows)

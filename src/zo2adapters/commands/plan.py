@@ -12,7 +12,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
-from zo2adapters.trainers.options import evaluations_due, require_eval_split
+from zo2adapters.trainers.options import EvaluationOptions
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
@@ -31,7 +31,7 @@ MOST_RUNS = 1024  # of one base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(EvaluationOptions):
     """Print what a run would take in memory, disk and time, without loading the model."""
 
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
@@ -73,14 +73,6 @@ class Plan:
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
-    evaluation: Path | None = None
-    """File to evaluate on, as in zo2 train."""
-    eval_split: float | None = None
-    """Share of the training rows that is evaluated on instead, as in zo2 train."""
-    eval_seed: int = 0
-    """Seed with which --eval-split chooses the rows."""
-    evaluate_every: int | None = None
-    """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
     runs: int | None = None
     """Number of equal runs that share their base, as with zo2 train --runs, for a plan of all: how many fit, what one more
@@ -128,11 +120,7 @@ class Plan:
         return plan_shared_runs(base_model, run, needs, runs=runs, memory=self.memory, passes=2 if is_first_order else 1)
 
     def _require_consistent(self) -> None:
-        """Refuse options that are out of range, or have no effect together.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse options that are out of range, or have no effect together."""
         require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
         require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
@@ -152,9 +140,9 @@ class Plan:
                     expected="runs on the CPU that only read the weights",
                     remedy="pass --rank 8 or --lora-rank 8, and leave the other options out",
                 )
-        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
+        self.require_valid()
         for option in ("evaluation", "eval_split", "evaluate_every"):
-            if getattr(self, option) is not None and (self.data is None or not self._evaluates):
+            if getattr(self, option) is not None and (self.data is None or not self.evaluates):
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
@@ -213,7 +201,7 @@ class Plan:
             write_back=write_back,
             workers=self.workers,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
         )
 
     def _first_order(self, method: OptimizerName) -> RunPlan:
@@ -243,21 +231,12 @@ class Plan:
             self._shapes(model, directory),
             memory=self.memory,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
             update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
             streams=self.stream_blocks,
             commit_every=self.snapshot_every or 1,
         )
-
-    @property
-    def _evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.evaluation is not None or self.eval_split is not None
-
-    @property
-    def _evaluations(self) -> int:
-        return evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
         """The model, opened with these options as well, and its directory."""

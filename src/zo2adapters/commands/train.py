@@ -307,7 +307,7 @@ class Train(RunOptions):
                     return
                 exported = trainer.run()
             except KeyboardInterrupt:
-                print(f"\n{trainer.ways_on()}", file=sys.stderr)
+                print(f"\n{trainer.how_to_continue()}", file=sys.stderr)
                 raise
             for notice in (trainer.divergence(), trainer.best_evaluation()):
                 if notice is not None:

@@ -208,11 +208,7 @@ def _trials_left(trials: int, *, continues: bool) -> list[int]:
 
 
 def _require_comparable(options: TrainOptions) -> None:
-    """Refuse evaluations, and learning rates that decay.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Refuse evaluations, and learning rates that decay."""
     for option in ("evaluation", "evaluate_every"):
         if getattr(options, option) is not None:
             raise OptionError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -101,12 +102,23 @@ class GradientRun(RunMethod[GradientEngineT]):
             self._take_snapshot(engine)
         return []
 
-    def before_noting(self, engine: GradientEngineT, loss: float) -> None:
+    def before_recording(self, engine: GradientEngineT, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
         if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
             self._take_snapshot(engine)
 
-    def ways_on(self, engine: GradientEngineT) -> str:
+    def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """The parameters of the step's snapshot. See the contract."""
+        return self._replayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
+        )
+
+    def how_to_continue(self, engine: GradientEngineT) -> str:
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
@@ -116,18 +128,25 @@ class GradientRun(RunMethod[GradientEngineT]):
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 
+    @property
+    @abstractmethod
+    def _replayer(self) -> Callable[..., Runner]:
+        """Makes a runner of the parameters of a snapshot, as ``SnapshotReplayer`` does."""
+
     def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_best(self, engine: GradientEngineT) -> None:
-        """Refuse to export a step at the end of which nothing was kept: that was not asked for from the beginning."""
+    def _with_best_step(self, engine: GradientEngineT) -> GradientEngineT:
+        """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
+            engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
             raise self._refusal("keep_best", found, "it from the beginning of a run")
+        return engine
 
     def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
         return MemoryPolicy(**limits(self.options, self.shared), activations=activations, least_activations=least)
@@ -174,28 +193,15 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             workers=opening.workers,
             shared=self.shared,
         )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+        return self._with_best_step(engine)
+
+    @property
+    def _replayer(self) -> Callable[..., Runner]:
+        return partial(SnapshotReplayer, shared=self.shared)
 
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """Little: an adapter is small. See the contract."""
         return f"negligible, {super().writes(every, model)}"
-
-    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return SnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-            shared=self.shared,
-        )
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:

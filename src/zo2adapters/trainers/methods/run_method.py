@@ -100,7 +100,7 @@ class RunMethod(ABC, Generic[EngineT]):
     def at_step(self, engine: EngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
 
-    def before_noting(self, engine: EngineT, loss: float) -> None:
+    def before_recording(self, engine: EngineT, loss: float) -> None:
         """Prepare for writing the loss of an evaluation of the current step to the journal. By default nothing is done."""
 
     def explained(self, error: ZO2Error, engine: EngineT) -> ZO2Error:
@@ -111,7 +111,7 @@ class RunMethod(ABC, Generic[EngineT]):
         """A line that says if a journal's steps have destroyed the model, else None. By default None."""
         return None
 
-    def ways_on(self, engine: EngineT) -> str:
+    def how_to_continue(self, engine: EngineT) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         output = self.options.output
         return (
