@@ -315,6 +315,20 @@ def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
     assert outcome("run") == undisturbed
 
 
+def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart: Apart) -> None:
+    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    assert apart.run(*train("run", "--snapshot-every", 2), patch=killed).status == -9
+    evaluated = done("evaluate", "--run", "run", "--data", "rows.jsonl")
+    assert "run: step 4 (the last snapshot of 5 steps); --at N takes another one" in evaluated.err
+    assert evaluated.out.splitlines()[0].split() == ["base", "step", "4"]
+    done("export", "--run", "run", "--output", "default")
+    done("export", "--run", "run", "--at", 4, "--output", "four")
+    name = "adapter_model.safetensors"
+    assert Path("default", name).read_bytes() == Path("four", name).read_bytes()
+    told = refusal("export", "--run", "run", "--at", 5, "--output", "five")
+    assert "one of the steps that have a snapshot: 2, 4. What to do: pass one of these steps, with --at" in told
+
+
 def interrupted(here: Path, apart: Apart) -> list[Path]:
     """A run that was killed after its fifth step, and its snapshots, of steps 2 and 4."""
     killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
@@ -409,9 +423,12 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
     assert {path.name for path in Path("run").glob("snapshot*")} == {f"snapshot-{at}.safetensors" for at in (6, 7, 8)}
     assert f"step {step}, loss" in ended.err
     done("export", "--run", "run", "--at", step, "--output", "best")
-    done("export", "--run", "run", "--output", "last")
+    done("export", "--run", "run", "--at", 8, "--output", "last")
+    assert f"run: step {step} (best of 5 evaluations)" in done("export", "--run", "run", "--output", "default").err
     exported = load_file("run/model/adapter_model.safetensors")
-    assert all(torch.equal(exported[name], value) for name, value in load_file("best/adapter_model.safetensors").items())
+    for same in ("best", "default"):
+        adapter = load_file(f"{same}/adapter_model.safetensors")
+        assert all(torch.equal(exported[name], value) for name, value in adapter.items())
     assert not all(torch.equal(exported[n], value) for n, value in load_file("last/adapter_model.safetensors").items())
 
 

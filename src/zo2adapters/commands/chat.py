@@ -45,7 +45,7 @@ class Chat:
     """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
     or its run, and /adapter none to the model alone."""
     at: int | None = None
-    """Number of steps of the run that the weights include; by default all of them. /adapter none includes none of them."""
+    """Number of steps of the run that the weights include; by default as in zo2 export. /adapter none includes none of them."""
     max_new_tokens: int = 256
     """Most tokens of an answer."""
     temperature: float = 0.0
