@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -423,6 +424,24 @@ def test_a_delayed_run_goes_on_from_its_state_with_the_same_bits(base: Path, tmp
         assert [prompt.step(batch).loss for batch in rows][3:] != losses, "it is another run"
 
 
+def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
+    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+
+    class Slow(LOMO):
+        def apply(self, *given: Any, **named: Any) -> None:
+            time.sleep(0.02)  # longer than a segment's passes
+            super().apply(*given, **named)
+
+    found = []
+    for update in (LOMO(weight_decay=0.1), Slow(weight_decay=0.1)):
+        with FullBackpropEngine(open_checkpoint(base), Delayed(update), lr=rate("lomo"), memory=memory()) as engine:
+            found.append([engine.step(batch).loss for batch in rows])
+            found.append(engine.state_dict()["optimizer"])
+    assert found[0] == found[2]
+    for segment, states in found[1].items():
+        assert all(torch.equal(value, found[3][segment][name]) for name, value in states.items())
+
+
 def test_only_updates_of_all_segments_are_delayed() -> None:
     with pytest.raises(OptionError, match="update: found badam, which trains segments in turns"):
         Delayed(BAdam(ADAMW))
@@ -486,6 +505,32 @@ def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: floa
             for name, value in engine.parameters_now():
                 assert torch.equal(value, whole.parameters[name].detach()), (step, name)
     assert 2 <= skipped <= 9, "some steps overflow, and others do not"
+
+
+def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
+    """An objective that joins the outputs of micro-batches, so that the scale enters at the joint loss."""
+    rows = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
+    results = []
+    for scaling in (None, LossScaling(initial=8.0)):
+        policy = GradientPolicy(loss_scaling=scaling)
+        with engine_of(base, "lomo", gradients=policy) as engine:
+
+            class Joint:
+                """The larger one of two losses counts twice."""
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(engine._model, name)
+
+                def split(self, batch: Any, rows: int | None) -> Any:
+                    return [batch]
+
+                def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Any) -> torch.Tensor:
+                    stacked = torch.stack(list(outputs))
+                    return stacked.sum() + stacked.max()
+
+            engine.step(rows, forward=Joint())
+            results.append(weights(engine))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items()), "powers of two change no bit"
 
 
 def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
