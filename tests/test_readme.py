@@ -108,6 +108,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_rows(
             folder / "sst2" / f"{name}.jsonl", *({"sentence": f"the {word}", "label": i % 2} for i, word in enumerate(WORDS))
         )
+    [reward] = [text for language, text in fences(ROOT / "docs" / "rewards.md") if language == "python"]
+    (folder / "rewards.py").write_text(reward)
     save_rows(folder / "choices.jsonl", {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -24,6 +24,7 @@ import transformers
 from families import VOCABULARY, small_config, small_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import BackpropEngine, ZO2Error
@@ -46,7 +47,7 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
         small_model(small_config(model_type)).save_pretrained(directory)
         whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         head = whole.get_output_embeddings()
-        linear = {name: module for name, module in whole.named_modules() if type(module) is torch.nn.Linear}
+        linear = {name: module for name, module in whole.named_modules() if type(module) in (torch.nn.Linear, Conv1D)}
         names = {name for name, module in linear.items() if module is not head and any(c.isdigit() for c in name)}
         config = peft.LoraConfig(r=2, target_modules=sorted(names), init_lora_weights=False)
         optimizer = partial(torch.optim.SGD, lr=1e-2)

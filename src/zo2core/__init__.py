@@ -38,6 +38,8 @@ from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.estimators import FZOO as FZOO
 from zo2core.estimators import Clipped as Clipped
+from zo2core.estimators import EvolutionStrategies as EvolutionStrategies
+from zo2core.estimators import Fitness as Fitness
 from zo2core.estimators import Guarded as Guarded
 from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD

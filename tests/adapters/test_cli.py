@@ -184,6 +184,7 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
             "lr": 0.01,
             "zo_eps": 0.001,
             "estimator": "mezo",
+            "fitness": "scaled",
             "weight_decay": 0.0,
             "noise": "rademacher",
             "perturb_in_place": False,
@@ -209,6 +210,15 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
             "labels": [],
             "train_on": "answers",
             "too_long": "auto",
+        },
+        "rewards": {
+            "reward": [],
+            "max_new_tokens": 32,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "reward_seconds": 5.0,
+            "reward_memory": "1GiB",
+            "max_drift": None,
         },
         "eval_split": None,
         "eval_seed": 0,
@@ -260,7 +270,7 @@ def test_a_run_with_an_estimator_that_this_version_does_not_have_is_refused_by_n
     text = (out / "options.json").read_text()
     (out / "options.json").write_text(text.replace('"estimator": "mezo"', '"estimator": "meazo"'))
     message = refused(capsys, "train", "--resume", out)
-    assert "found the estimator 'meazo'; expected one of mezo, fzoo: this version has no other" in message
+    assert "found the estimator 'meazo'; expected one of mezo, fzoo, es: this version has no other" in message
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from footprints import check, really_held
 from models import BLOOM, BLOOM_CONFIG, make_batch, save_model, small_config
-from transformers import DynamicCache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
-from zo2adapters.tasks.generation import NextToken
+from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2core import Replayer
 
@@ -49,16 +49,17 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
     model = open_checkpoint(save_model(tmp_path, config))
     with Replayer(model) as engine:
         for pads in (0, 3):
-            forward = NextToken(model, DynamicCache(config=model.config))
+            forward, stream = NextToken(model), {STREAM: torch.zeros(2, dtype=torch.int64)}
             mask = torch.ones(2, 6, dtype=torch.int64)
             mask[0, :pads] = 0
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            first = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "position_ids": positions}
+            first = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "position_ids": positions, **stream}
             newest = torch.ones(2, 1, dtype=torch.int64)
             second = {
                 "input_ids": newest,
                 "attention_mask": torch.cat([mask, newest], dim=1),
                 "position_ids": positions[:, -1:] + 1,
+                **stream,
             }
             check(model, forward, first)
             list(engine.forwards([first], forward))  # fills the cache

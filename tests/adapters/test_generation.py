@@ -10,12 +10,13 @@ import families
 import pytest
 import torch
 from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
-from zo2adapters.tasks.generation import NextToken, Sampling, generate
+from zo2adapters.tasks.generation import Sampling, generate
+from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2core import BatchError, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.sweep.activation_offload import storage_bytes
 
@@ -109,9 +110,11 @@ def test_draws_depend_on_their_seed_and_on_no_global_generator(tmp_path: Path) -
 def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
     for model_type in CONFIGS:
         model = open_checkpoint(save_model(tmp_path / model_type, small_config(model_type)))
-        cache: Any = DynamicCache(config=model.config)
+        forward = NextToken(model)
+        batch = {"input_ids": torch.tensor([[1, 2, 3]] * 2), STREAM: torch.tensor([5, 5])}
         with Replayer(model) as engine:
-            list(engine.forwards([{"input_ids": torch.tensor([[1, 2, 3]] * 2)}], NextToken(model, cache)))
+            list(engine.forwards([batch], forward))
+        cache: Any = forward.caches[5,]
         held = storage_bytes([[layer.keys, layer.values] for layer in cache.layers])
         assert cache_bytes(model.config, 2, 3) == held
 

@@ -203,3 +203,24 @@ def test_paths_of_any_bytes_stand_in_a_recipe(here: Path) -> None:
     done("train", "recipe.yaml", "--data", odd)
     done("train", "run/recipe.yaml", "--output", "again")
     assert journal_of("again") == journal_of("run")
+
+
+def test_a_recipe_and_a_report_have_the_options_of_the_runs_method_alone(here: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("matplotlib")
+    same = ("--model", "base", "--data", "rows.jsonl", "--steps", 2, "--lr", "1e-2", "--batch-size", 3)
+    done("train", *same, "--output", "zeroth")
+    done("train", *same, "--output", "first", "--method", "adamw", "--lora-rank", 2)
+    first, zeroth = ((Path(run) / "recipe.yaml").read_text() for run in ("first", "zeroth"))
+    assert "\nmethod: adamw\n" in first
+    assert "weight_decay" in first
+    assert "zo_eps" not in first
+    assert "zo_eps" in zeroth
+    assert "nesterov" not in zeroth
+    for run, own, others in (("first", "first_order.method", "zo_eps"), ("zeroth", "optimization.zo_eps", "nesterov")):
+        done("report", run, "-o", f"{run}.html")
+        page = Path(f"{run}.html").read_text()
+        assert own in page
+        assert others not in page
+    done("train", "first/recipe.yaml", "--output", "again")
+    assert journal_of("again") == journal_of("first")

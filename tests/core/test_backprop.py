@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import (
     BertConfig,
     DogeConfig,
     Gemma3nTextConfig,
+    GPT2Config,
     PreTrainedModel,
 )
 
@@ -190,6 +192,35 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
                 expected = resident.step(micro_batches, 0.05)
                 assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
                 assert_equal(engine, resident)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "mlp.c_proj"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    no_dropout: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    base = save_model(tmp_path / "base", GPT2Config(vocab_size=40, **sizes, **no_dropout), dtype)
+    told = Adapter(config=lora(target_modules=targets), seed=1)
+    corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
+    model = open_checkpoint(base, adapter=told)
+    resident = Resident(base, corrected, first_values(model), OPTIMIZERS["adamw"])
+    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(2, 1)) as engine:
+        for _ in range(3):
+            batch = make_batch(40, [9, 5])
+            assert engine.step(batch).loss == resident.step([batch], None)
+            assert_equal(engine, resident)
+        engine.export(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["fan_in_fan_out"], "peft loads it without a warning"
+    with pytest.raises(OptionError, match=r"^adapter.target_modules: found transformer.h.0.attn.c_attn, Conv1D"):
+        open_checkpoint(base, adapter=Adapter(config=lora(target_modules=["c_attn"], use_dora=True)))
 
 
 def make(base: Path, buckets: int | None = None, room: int = 1 << 28, **options: Any) -> BackpropEngine:

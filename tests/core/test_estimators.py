@@ -11,7 +11,7 @@ import torch
 
 from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, Update
 from zo2core.estimators import ESTIMATORS as REGISTRY
-from zo2core.estimators import EstimatorName
+from zo2core.estimators import EstimatorName, EvolutionStrategies, Fitness
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -22,6 +22,8 @@ ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "four queries, not in place": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4, perturb_in_place=False),
     "fzoo": lambda: FZOO(lr=1e-3, zo_eps=1e-3, q=4),
     "fzoo, eight directions": lambda: FZOO(lr=1e-3, zo_eps=1e-3),
+    "evolution strategies": lambda: EvolutionStrategies(lr=1e-3, zo_eps=1e-3, q=4),
+    "evolution strategies, by ranks": lambda: EvolutionStrategies(lr=1e-3, zo_eps=1e-3, q=4, fitness=Fitness.RANKS),
     "clipped": lambda: Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3), medians=1.5),
     "guarded": lambda: Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0)),
     "guarded and clipped": lambda: Guarded(estimator=Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0), value=0.2)),
@@ -199,6 +201,31 @@ def test_a_step_of_fzoo_is_as_long_however_steep_the_loss_is() -> None:
 def test_fzoo_takes_no_step_along_directions_whose_losses_are_equal() -> None:
     update = take(FZOO(lr=1.0, zo_eps=1e-3, q=3), (), [2.0, 3.0, 3.0, 3.0])
     assert update.projected_grads == (0.0, 0.0, 0.0)
+
+
+def test_evolution_strategies_weight_each_member_by_its_fitness() -> None:
+    losses = [2.5, 3.0, 1.0, 2.0, 6.0, 6.0]
+    made = {fitness: take(EvolutionStrategies(lr=1.0, zo_eps=0.1, q=3, fitness=fitness), (), losses) for fitness in Fitness}
+    members = torch.tensor(losses, dtype=torch.float64)
+    fitness = (members.mean() - members) / members.std(unbiased=False)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    # theta + lr / N sum_n F_n epsilon_n, of which each direction has two members
+    expected = -(fitness.view(3, 2) * signs).sum(dim=1) / 2
+    scaled, ranked = made[Fitness.SCALED], made[Fitness.RANKS]
+    torch.testing.assert_close(torch.tensor(scaled.projected_grads, dtype=torch.float64), expected, rtol=1e-14, atol=0)
+    ranks = [2 / 5, 3 / 5, 0.0, 1 / 5, 4.5 / 5, 4.5 / 5]
+    assert ranked.projected_grads == pytest.approx([(ranks[i] - ranks[i + 1]) / 2 for i in (0, 2, 4)], rel=1e-15)
+    assert scaled.lr == ranked.lr == 0.25 / 3
+    assert scaled.losses == ranked.losses == tuple(losses)
+    assert len({evaluation.seed for evaluation in scaled.evaluations}) == 3
+
+
+def test_evolution_strategies_take_steps_of_one_length_and_none_where_losses_are_equal() -> None:
+    for fitness in Fitness:
+        estimator = EvolutionStrategies(lr=1.0, zo_eps=1e-3, q=2, fitness=fitness)
+        near, far = (take(estimator, (), [scale * loss + 7 for loss in (1.0, 2.0, 4.0, 0.0)]) for scale in (0.25, 64.0))
+        assert near.projected_grads == far.projected_grads != (0.0, 0.0)
+        assert take(estimator, (), [3.0] * 4).projected_grads == (0.0, 0.0)
 
 
 def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import tyro
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.commands.generate import sampling_of
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
@@ -62,6 +61,8 @@ class Chat:
 
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
+        from zo2adapters.tasks.next_token import sampling_of
+
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from zo2adapters.commands.at_step import AtStep
-from zo2core import NonFiniteLossError, OptionError
-from zo2core.ranges import LARGEST, require_whole
-
-if TYPE_CHECKING:
-    from zo2adapters.tasks.generation import Sampling  # command lines are parsed without importing transformers
+from zo2core import NonFiniteLossError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +27,7 @@ class Generate(AtStep):
         """Print each prompt with its continuation."""
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
         from zo2adapters.tasks.generation import generate, require_lengths
+        from zo2adapters.tasks.next_token import sampling_of
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
         from zo2adapters.trainers.base_check import require_finite_base
         from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
@@ -68,24 +64,3 @@ class Generate(AtStep):
         for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
             whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
             print(text + str(whole)[len(str(prefix)) :])
-
-
-def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
-    """How the options sample tokens; None takes the likeliest token.
-
-    Raises:
-        OptionError: if a number is out of its range, or ``top_p`` has no effect.
-    """
-    from zo2adapters.tasks.generation import Sampling
-
-    require_whole("seed", seed, -LARGEST, LARGEST)
-    if temperature:
-        return Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    if top_p != 1:
-        raise OptionError(
-            "top_p",
-            found=f"{top_p} with a temperature of 0, which takes the likeliest token",
-            expected="a temperature above 0",
-            remedy="pass --temperature 1, or leave --top-p out",
-        )
-    return None

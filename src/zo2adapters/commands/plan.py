@@ -80,6 +80,8 @@ class Plan:
     evaluate_every: int | None = None
     """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
+    max_new_tokens: int | None = None
+    """Plan a run with --reward, which generates so many tokens after each row's prompt."""
     steps: int = 1000
     """Steps of the run whose total time is printed."""
     workers: int = 1
@@ -119,6 +121,8 @@ class Plan:
                     remedy="pass the rows, or leave it out",
                 )
         require_whole("steps", self.steps, 1)
+        if self.max_new_tokens is not None:
+            require_whole("max_new_tokens", self.max_new_tokens, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
         trains_all = self.method is not None and not self.adapter_options.trains_adapter
@@ -145,7 +149,7 @@ class Plan:
         exact = optimization.exact_mezo or optimization.rank is not None or has_adapter
         precision = precision_of_run(self.model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
         model, directory = self._opened(precision=precision, transfer_dtype=self.transfer_dtype)
-        shapes = self._shapes(model, directory)
+        shapes = self._shapes(model, directory)._replace(new_tokens=self.max_new_tokens)
         drawn = optimization.generator(model.layouts) or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
         if self.device_memory is not None:
@@ -180,7 +184,15 @@ class Plan:
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
         require_method(method, self.adapter_options)
-        for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
+        for option in (
+            "transfer_dtype",
+            "replay",
+            "write_limit_tb",
+            "device_memory",
+            "workers",
+            "directions",
+            "max_new_tokens",
+        ):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
                 expected = f"no such option with --method {method}, on which it has no effect"
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
+from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples, read_trials
 from zo2core import JournalError, MissingPackageError, OptionError, Update
@@ -144,6 +145,8 @@ def page(runs: Sequence[Run]) -> str:
     """
     title = html.escape(", ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
+    if any("reward" in row for run in runs for row in run.steps):
+        parts += ["<h2>Rewards</h2>", _rewards(runs)]
     if any(run.evaluations for run in runs):
         parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
     for run in runs:
@@ -243,6 +246,25 @@ def _losses(runs: Sequence[Run]) -> str:
     return f"{_figure(3, draw)}<p>{note}</p>"
 
 
+def _rewards(runs: Sequence[Run]) -> str:
+    """Reward, length and drift of the completions of training steps."""
+    names = ("reward", "best_reward", "completion_tokens", "drift")
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for axis, name in zip(axes, names, strict=True):
+            for number, run in enumerate(runs):
+                rows = [row for row in run.steps if _is_number(row.get(name))]
+                x, y = [row["step"] + 1 for row in rows], [row[name] for row in rows]
+                axis.plot(x, y, color=f"C{number}", alpha=0.3, linewidth=0.8)
+                axis.plot(*_medians(x, y), color=f"C{number}", label=run.label)
+            axis.set_xlabel("steps")
+            axis.set_ylabel("drift, nats a token" if name == "drift" else name.replace("_", " "))
+        axes[0].legend(frameon=False)
+
+    note = "Means over all completions of a step. Drift is by how much what the base wrote has become less likely."
+    return f"{_figure(len(names), draw)}<p>{note}</p>"
+
+
 def _evaluations(runs: Sequence[Run]) -> str:
     ignored = {"step", "evaluation_seconds"}
     names = sorted({name for run in runs for row in run.evaluations for name in row.keys() - ignored})
@@ -340,7 +362,7 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
 
 
 def _options(runs: Sequence[Run]) -> str:
-    flat = [dict(_leaves(run.options)) for run in runs]
+    flat = [dict(_leaves(used_options(run.options))) for run in runs]
     names = list(dict.fromkeys(name for options in flat for name in options))
     names = [name for name in names if any(_is_set(options.get(name)) for options in flat)]
     rows = [[name, *(_option(options.get(name)) for options in flat)] for name in names]

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
-from zo2adapters.tasks.registry import function_file
+from zo2adapters.tasks.registry import REWARD, function_file
+from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
@@ -32,7 +33,8 @@ from zo2adapters.trainers.worker_options import (
 from zo2core import OptionError, Workers
 
 # Options that may change when a run is resumed. Where weights are kept changes no bit of the result, but the device may.
-_CHANGEABLE = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
+_REWARD_LIMITS = ("rewards.reward_seconds", "rewards.reward_memory", "rewards.max_drift")
+_CHANGEABLE = ("steps", "schedule_steps", "storage.", "keep_best", "report_to", *_REWARD_LIMITS)
 _FIXED = ("storage.device",)
 
 # Files that may have moved; the run has their digests.
@@ -116,7 +118,8 @@ class Train(RunOptions):
         options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
         if _reason_to_distrust(resume, options) is not None:
-            shared["objective"] = _NOT_NAMED
+            is_reward = options.objective == REWARD
+            shared |= {"rewards": replace(options.rewards, reward=())} if is_reward else {"objective": _NOT_NAMED}
         output = resume if self.from_step is None else None
         return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
@@ -163,17 +166,22 @@ class Train(RunOptions):
         """
         assert self.resume is not None
         distrusted = _reason_to_distrust(self.resume, saved)
-        if distrusted is not None and self.objective in (_NOT_NAMED, RunOptions().objective):
-            raise OptionError(
-                "objective",
-                found=f"{saved.objective}, which the run names: {distrusted}",
-                expected="the same function on the command line, because its code will be run",
-                remedy="read the file, and pass --objective FILE.py:function if you trust it",
-            )
+        if distrusted is not None:
+            is_reward = saved.objective == REWARD
+            option, named = ("reward", " ".join(saved.rewards.reward)) if is_reward else ("objective", saved.objective)
+            if not self.rewards.reward if is_reward else self.objective in (_NOT_NAMED, RunOptions().objective):
+                raise OptionError(
+                    option,
+                    found=f"{named}, which the run names: {distrusted}",
+                    expected="the same function on the command line, because its code will be run",
+                    remedy=f"read the file, and pass --{option} FILE.py:function if you trust it",
+                )
         paths = _given_paths(_PATHS, saved, self)
         paths["model_options"] = replace(
             saved.model_options, **_given_paths(_MODEL_PATHS, saved.model_options, self.model_options)
         )
+        moved = _moved_rewards(saved.rewards.names, self.rewards.names)
+        paths["rewards"] = replace(saved.rewards, reward=tuple(map(str, moved)))
         given_file, saved_file = function_file(self.objective), function_file(saved.objective)
         if given_file is not None and saved_file is not None:
             paths["objective"] = f"{given_file}:{saved.objective.rpartition(':')[2]}"
@@ -326,15 +334,21 @@ def _arguments_of(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list
     return arguments
 
 
+def _moved_rewards(saved: Sequence[RewardName], given: Sequence[RewardName]) -> list[RewardName]:
+    """A run's rewards, with the files that a command names for the same functions."""
+    files = {(name.name, name.weight): name.file for name in given if name.file is not None}
+    return [
+        name if name.file is None else name._replace(file=files.get((name.name, name.weight), name.file)) for name in saved
+    ]
+
+
 def _given_paths(names: tuple[str, ...], saved: object, given: object) -> dict[str, Any]:
     """The paths that a command names for a run's files, by option."""
     return {name: getattr(given, name) for name in names if None not in (getattr(saved, name), getattr(given, name))}
 
 
 def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
-    """Why the run's own function has to be named again; None if it does not."""
-    if function_file(options.objective) is None:
-        return None
+    """Why the run's own functions have to be named again; None if they do not."""
     return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
 
 

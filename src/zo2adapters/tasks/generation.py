@@ -1,113 +1,241 @@
 """Generate text with a model that is never whole in memory: one sweep over all blocks for each token.
 
-This is slow: every token moves the whole model once, for all prompts together. Keys and values of all blocks stay in Hugging
-Face's cache, so a sweep runs the newest token only.
+This is slow: every token moves the whole model once, for all prompts and all evaluations of a step together. Keys and values
+of all blocks stay in Hugging Face's caches, so a sweep runs the newest tokens only. They are what takes memory, so a
+``GenerationPlan`` says how many rows run at a time; a row that has ended leaves its place to the next.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import PretrainedConfig
 
-from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import (
-    Batch,
-    BatchError,
-    Evaluation,
-    NonFiniteLossError,
-    OptionError,
-    Runner,
-    UnsupportedModelError,
-    ZOEngine,
-)
-from zo2core.ranges import require_number
+from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forward_bytes
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.next_token import DRAW, STREAM, NextToken
+from zo2adapters.tasks.next_token import Sampling as Sampling
+from zo2core import Batch, BatchError, Evaluation, OptionError, Runner, UnsupportedModelError
+
+_SHRINK_AT = 0.75  # share of a group's rows still running at which the others' keys and values are dropped: a copy of all
+_JOIN_AT = 0.25  # share of the places that is free before waiting rows start: each group is a forward of its own
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sample tokens instead of taking the likeliest.
+class GenerationPlan(NamedTuple):
+    """How many rows of each evaluation run at a time."""
+
+    places: int  # rows with keys and values in memory
+    starting: int  # rows whose prompts run as one batch
+    nbytes: int  # of keys and values, activations and one forward
+
+
+def plan_generation(
+    config: PretrainedConfig, *, evaluations: int, rows: int, prompt_tokens: int, new_tokens: int, allowed: int | None
+) -> GenerationPlan:
+    """Choose how many rows run at a time: as many as memory takes, and then as many prompts in one batch as it takes.
 
     Args:
-        temperature: Divisor of the logits, above 0.
-        top_p: Probability mass of the likeliest tokens that are sampled from, above 0 and at most 1.
-        seed: Seed of the sampling; no global generator is used.
+        config: The model's config.
+        evaluations: Evaluations at which all rows are generated, in one batch.
+        rows: Rows of each evaluation.
+        prompt_tokens: Tokens of the longest prompt.
+        new_tokens: Most tokens of a continuation.
+        allowed: Bytes for keys and values and activations; None: without limit. One row of each runs in any case.
+    """
+    of_place = evaluations * cache_bytes(config, 1, prompt_tokens + new_tokens)
+    of_place += expected_held_bytes(config, evaluations, prompt_tokens)
+    plans = []
+    starting = rows
+    while starting:
+        count = evaluations * starting
+        forward = forward_bytes(config, count, prompt_tokens, loss_chunk=count)  # logits of the last tokens
+        places = rows if allowed is None else min((allowed - forward) // of_place, rows)
+        if places >= starting or starting == 1:
+            places = max(places, 1)
+            plans.append(GenerationPlan(places, starting, places * of_place + forward))
+        starting //= 2
+    return max(plans, key=lambda plan: (plan.places, plan.starting))
+
+
+class Token(NamedTuple):
+    """A token that was generated."""
+
+    evaluation: int  # index of the evaluation
+    row: int  # index of the prompt
+    id: int
+
+
+@dataclass(eq=False)
+class _Group:
+    """Rows of all evaluations that started together; each evaluation has as many places, and each place one row."""
+
+    streams: range  # one for each evaluation
+    rows: torch.Tensor  # (evaluations, places): the prompt of each place
+    ended: torch.Tensor  # (evaluations, places), bool
+    ids: torch.Tensor  # (evaluations, places, tokens): the tokens that run next
+    mask: torch.Tensor  # (evaluations, places, tokens so far)
+    positions: torch.Tensor  # (evaluations, places, tokens)
+    length: int = 0  # tokens of the continuations so far
+
+    @property
+    def places(self) -> int:
+        return self.rows.shape[1]
+
+
+class Generation:
+    """Continues prompts at several evaluations of a step together, or with the present weights.
+
+    All rows of all evaluations advance one token a sweep. Low-rank evaluations run as one batch.
+
+    Args:
+        engine: The engine whose weights are used.
+        model: The model that the engine was made with.
+        max_new_tokens: Most tokens of a continuation.
+        sampling: How tokens are sampled; None takes the likeliest token.
+        eos_token_ids: Token ids that end a continuation.
+        pad_token_id: Token id at padded positions.
+        evaluations: Evaluations from the engine's ``ask`` whose perturbed weights are used, in its order; None instead of
+            an evaluation uses the weights without a perturbation.
+        allowed: Bytes for keys and values and activations; None: all rows run at a time.
 
     Raises:
-        OptionError: if a number is out of its range.
+        UnsupportedModelError: if the model's forward takes no cache.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
+    def __init__(
+        self,
+        engine: Runner,
+        model: HFBlockModel,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        eos_token_ids: Collection[int] = (),
+        pad_token_id: int = 0,
+        evaluations: Sequence[Evaluation | None] = (None,),
+        allowed: int | None = None,
+    ) -> None:
+        arguments = inspect.signature(model.skeleton.forward).parameters
+        if "past_key_values" not in arguments:
+            raise UnsupportedModelError(
+                f"model type {model.config.model_type}",
+                found="a forward without a cache of keys and values",
+                expected="a forward that takes past_key_values, since each sweep runs one token",
+                remedy="export the model and generate with transformers",
+            )
+        self._takes_positions = "position_ids" in arguments
+        self._engine, self._model = engine, model
+        self._most, self._sampling, self._pad = max_new_tokens, sampling, pad_token_id
+        self._ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
+        self._evaluations, self._allowed = evaluations, allowed
 
-    def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, above=0, remedy="pass a value near 1")
-        require_number("top_p", self.top_p, above=0, most=1, remedy="pass 1 for all tokens")
+    def sweeps(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Token]]:
+        """Continue prompts, which are padded on the left to the length of those that start with them.
 
-    def processors(self) -> LogitsProcessorList:
-        """Make Hugging Face's logits warpers for these options."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        return warpers
+        Args:
+            prompts: Token ids of each prompt, at least one.
 
-
-class NextToken:
-    """The model's forward over the newest tokens, which returns the logits of the next token.
-
-    Args:
-        model: The model that runs.
-        cache: Keys and values of the tokens so far; each layer appends to it.
-    """
-
-    def __init__(self, model: HFBlockModel, cache: Cache) -> None:
-        self._model = model
-        self._cache = cache
-        self._cache_is_checked = False  # whether the model's forward was found to take such a cache
-        self.block = model.block
-        self.forward_bytes = model.forward_bytes
-        self.held_bytes = model.held_bytes  # without the cache, which outlives a batch
-
-    def prepared(self, batch: Batch) -> Batch:
-        """Return the batch of ``generate`` unchanged, after a check that the model takes transformers' cache.
+        Yields:
+            The tokens of each sweep, of the rows that have not ended.
 
         Raises:
-            UnsupportedModelError: if the model's forward needs a cache of another class.
+            BatchError: if a prompt is empty, or has a token that is not in the model's vocabulary.
+            OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation exceed the model's longest
+                sequence.
+            NonFiniteLossError: if logits are not finite.
         """
-        if not self._cache_is_checked:
-            self._require_common_cache(batch["input_ids"][:1, :1])
-            self._cache_is_checked = True
-        return batch
+        require_lengths(self._model, prompts, self._most)
+        plan = plan_generation(
+            self._model.config,
+            evaluations=len(self._evaluations),
+            rows=len(prompts),
+            prompt_tokens=max(map(len, prompts)),
+            new_tokens=self._most,
+            allowed=self._allowed,
+        )
+        forward = NextToken(self._model, self._sampling)
+        waiting, groups, started = deque(range(len(prompts))), list[_Group](), 0
+        while waiting or groups:
+            free = plan.places - sum(group.places for group in groups)
+            while waiting and (not groups or free >= _JOIN_AT * plan.places) and free > 0:
+                rows = [waiting.popleft() for _ in range(min(free, plan.starting, len(waiting)))]
+                groups.append(self._started(started, rows, [prompts[row] for row in rows]))
+                started, free = started + 1, free - len(rows)
+            yield self._advance(forward, groups)
+            groups = [group for group in groups if self._shrunk(forward, group)]
 
-    @torch.inference_mode()
-    def _require_common_cache(self, ids: torch.Tensor) -> None:
-        config = self._model.config
-        try:
-            self._model.prologue(input_ids=ids, past_key_values=DynamicCache(config=config), use_cache=True)
-        except Exception as error:  # a forward may fail in any way with a cache that it does not expect
-            raise UnsupportedModelError(
-                f"model type {config.model_type}",
-                found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
-                expected="a forward that takes it",
-                remedy="export the model and generate with transformers",
-            ) from error
+    def _started(self, number: int, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> _Group:
+        """Make a group of rows that wait."""
+        count = len(self._evaluations)
+        ids, mask = _padded_left(prompts, self._pad)
+        return _Group(
+            range(number * count, (number + 1) * count),
+            torch.tensor(rows).expand(count, -1),
+            torch.zeros(count, len(rows), dtype=torch.bool),
+            ids.expand(count, -1, -1),
+            mask.expand(count, -1, -1),
+            (mask.cumsum(dim=1) - 1).clamp(min=0).expand(count, -1, -1),
+        )
 
-    def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer, with the cache."""
-        return self._model.prologue(**batch, past_key_values=self._cache, use_cache=True)
+    def _batch(self, group: _Group, number: int) -> Batch:
+        """Inputs of a group's rows at an evaluation."""
+        batch = {"input_ids": group.ids[number], "attention_mask": group.mask[number]}
+        if self._takes_positions:
+            batch["position_ids"] = group.positions[number]
+        if self._sampling is not None:
+            numbers = [self._sampling.number(row, group.length) for row in group.rows[number].tolist()]
+            batch[DRAW] = torch.tensor(numbers, dtype=torch.float64)
+        return {**batch, STREAM: torch.full((group.places,), group.streams[number])}
 
-    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Logits after each row's last token: (rows, vocabulary), float32."""
-        return self._model.logits(self._model.by_token(activations.hidden)[:, -1]).float()
+    def _advance(self, forward: NextToken, groups: Sequence[_Group]) -> list[Token]:
+        """Run a sweep, and return the tokens of the rows that have not ended."""
+        swept = [(at, [self._batch(group, number) for group in groups]) for number, at in enumerate(self._evaluations)]
+        outputs = self._engine.forwards_at(swept, forward)
+        made: list[Token] = []
+        for position, group in enumerate(groups):
+            tokens = torch.stack([of_evaluation[position] for of_evaluation in outputs]).cpu()
+            for number, place in (~group.ended).nonzero().tolist():
+                made.append(Token(number, int(group.rows[number, place]), int(tokens[number, place])))
+            tokens = tokens.masked_fill(group.ended, self._pad)
+            group.ended = group.ended | torch.isin(tokens, self._ends)
+            group.ids, group.positions = tokens[:, :, None], group.positions[:, :, -1:] + 1
+            group.mask = torch.cat([group.mask, torch.ones_like(group.ids)], dim=2)
+            group.length += 1
+        return made
+
+    def _shrunk(self, forward: NextToken, group: _Group) -> bool:
+        """Drop what a group's ended rows have in memory, once it is worth a copy of the rest; whether any row goes on."""
+        most = 0 if group.length == self._most else int((~group.ended).sum(dim=1).max())
+        if most == 0:
+            forward.drop(group.streams)
+        elif most <= _SHRINK_AT * group.places:
+            places = group.ended.int().argsort(dim=1, stable=True)[:, :most].sort(dim=1).values
+            forward.keep(group.streams, group.places, list(places))
+            group.rows, group.ended = group.rows.gather(1, places), group.ended.gather(1, places)
+            group.ids, group.mask, group.positions = (
+                values.gather(1, places[:, :, None].expand(-1, -1, values.shape[2]))
+                for values in (group.ids, group.mask, group.positions)
+            )
+        return most > 0
+
+    def continuations(self, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Continue prompts to their ends. See ``sweeps``.
+
+        Returns:
+            For each evaluation, the token ids of each prompt's continuation, with the token that ended it.
+        """
+        continued: list[list[list[int]]] = [[[] for _ in prompts] for _ in self._evaluations]
+        for tokens in self.sweeps(prompts):
+            for token in tokens:
+                continued[token.evaluation][token.row].append(token.id)
+        return continued
 
 
-def generate(
+def generate(  # noqa: D417 - six arguments share a line
     engine: Runner,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
@@ -121,13 +249,8 @@ def generate(
     """Continue all prompts together, token by token, as Hugging Face's ``generate`` does.
 
     Args:
-        engine: The engine whose current weights are used.
-        model: The model that the engine was made with.
+        engine, model, max_new_tokens, sampling, eos_token_ids, pad_token_id: As for ``Generation``.
         prompts: Token ids of each prompt, at least one; they are padded on the left to one length.
-        max_new_tokens: Most tokens of a continuation.
-        sampling: How tokens are sampled; None takes the likeliest token.
-        eos_token_ids: Token ids that end a continuation.
-        pad_token_id: Token id at padded positions.
         at: Evaluation from the engine's ``ask`` whose perturbed weights are used, for objectives of generated text; None
             uses the weights without a perturbation.
 
@@ -135,63 +258,20 @@ def generate(
         The next token of each prompt, None for prompts that have ended; iteration stops when all have ended.
 
     Raises:
-        UnsupportedModelError: if the model's forward takes no cache.
-        BatchError: if a prompt is empty, or has a token that is not in the model's vocabulary.
-        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation exceed the model's longest
-            sequence.
+        UnsupportedModelError, BatchError, OptionError, NonFiniteLossError: As ``Generation`` does.
     """
-    require_lengths(model, prompts, max_new_tokens)
-    ids, mask = _padded_left(prompts, pad_token_id)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    arguments = inspect.signature(model.skeleton.forward).parameters
-    if "past_key_values" not in arguments:
-        raise UnsupportedModelError(
-            f"model type {model.config.model_type}",
-            found="a forward without a cache of keys and values",
-            expected="a forward that takes past_key_values, since each sweep runs one token",
-            remedy="export the model and generate with transformers",
-        )
-    takes_positions = "position_ids" in arguments
-    forward = NextToken(model, DynamicCache(config=model.config))
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
-    context, draw = ids, _token_choice(sampling)
-    run = engine.forwards if at is None else partial(_trained(engine).forwards, at=at)
-    for _ in range(max_new_tokens):
-        batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
-        [[logits]] = run([batch], forward)
-        if not bool(logits.isfinite().all()):
-            raise NonFiniteLossError(
-                "generation", found="logits that are not finite", expected="finite logits", remedy="check the weights"
-            )
-        tokens = draw(context, logits.cpu())
-        yield tuple(None if is_ended else int(token) for is_ended, token in zip(ended, tokens, strict=True))
-        tokens = tokens.masked_fill(ended, pad_token_id)
-        ended = ended | torch.isin(tokens, ends)
-        if ended.all():
-            return
-        ids, context = tokens[:, None], torch.cat([context, tokens[:, None]], dim=1)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = positions[:, -1:] + 1
-
-
-def _trained(engine: Runner) -> ZOEngine:
-    if isinstance(engine, ZOEngine):
-        return engine
-    raise OptionError("at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out")
-
-
-def _token_choice(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Make a function that chooses tokens (rows,) from all token ids (rows, tokens) and logits (rows, vocabulary)."""
-    if sampling is None:
-        return lambda ids, logits: logits.argmax(dim=-1)
-    warp: Any = sampling.processors()  # its annotations ask for tensor types that no tensor has
-    generator = torch.Generator().manual_seed(sampling.seed)
-
-    def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(warp(ids, logits).softmax(dim=-1), 1, generator=generator)[:, 0]
-
-    return draw
+    generation = Generation(
+        engine,
+        model,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        evaluations=[at],
+    )
+    for tokens in generation.sweeps(prompts):
+        by_row = {token.row: token.id for token in tokens}
+        yield tuple(by_row.get(row) for row in range(len(prompts)))
 
 
 def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

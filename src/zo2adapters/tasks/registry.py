@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # the first task of the rows' format
 MODEL_LOSS = "loss"  # the model's own loss
 FUNCTION = "FILE.py:function"
+REWARD = "reward"  # rewards of what the model writes, which options of their own name
 
 
 class TaskEntry(NamedTuple):
@@ -57,6 +58,7 @@ TASKS = (
     TaskEntry("f1", RowFormat.CANDIDATES, "choice_task:F1Task", other_rows=_PREFERENCES, has_gradient=False),
     TaskEntry("dpo", RowFormat.PREFERENCES, "preference_task:PreferenceTask", options=("beta",)),
     TaskEntry("exact-match", RowFormat.TEXT, "exact_match_task:ExactMatch", has_gradient=False),
+    TaskEntry(REWARD, RowFormat.TEXT, "reward_task:RewardTask", options=("rewards",), has_gradient=False),
     TaskEntry(FUNCTION, RowFormat.TEXT, "function_task:FunctionTask"),
 )
 
@@ -96,7 +98,7 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
         OptionError: if there is no such task, it takes rows of another format, or it does not support an option.
     """
     entry = _find(options.objective, rows.format)
-    for option in ("pack", "beta", "per_row"):
+    for option in ("pack", "beta", "per_row", "rewards"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
             supporting = " or ".join(task.name for task in TASKS if option in task.options)
             raise OptionError(
@@ -173,7 +175,7 @@ def _find(objective: str, rows: RowFormat) -> TaskEntry:
     name = objective if function_file(objective) is None else FUNCTION
     named = [task for task in TASKS if task.name == name]
     if not named:
-        names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name != FUNCTION)]))
+        names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]))
         raise OptionError(
             "objective", found=repr(objective), expected=f"one of {names}, or {FUNCTION}", remedy="pass one of these"
         )

@@ -92,6 +92,7 @@ def read_rows(
     sequence_length: int,
     labelled_for: PretrainedConfig | None = None,
     options: RowOptions | None = None,
+    keeps_sources: bool = False,
 ) -> Rows:
     """Read and tokenise a file of rows of any format that can be trained on.
 
@@ -101,6 +102,7 @@ def read_rows(
         sequence_length: Most tokens of a row.
         labelled_for: Config of a model that takes texts with labels; None for a causal language model.
         options: Columns of the rows, with their labels, and what happens to rows that are too long; None: the defaults.
+        keeps_sources: Whether rows of text are kept as JSON as well.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.
@@ -115,7 +117,7 @@ def read_rows(
         case RowFormat.PREFERENCES:
             return read_preferences(path, tokenizer, **reading)
         case _:
-            return read_dataset(path, tokenizer, **reading)
+            return read_dataset(path, tokenizer, keeps_sources=keeps_sources, **reading)
 
 
 class DataFiles(NamedTuple):
@@ -126,6 +128,7 @@ class DataFiles(NamedTuple):
     options: RowOptions
     eval_split: float | None = None  # share of the training rows that is evaluated on; None: none
     eval_seed: int = 0  # seed that chooses these rows
+    keeps_sources: bool = False  # whether rows of text are kept as JSON as well
 
     def read(
         self, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, labelled_for: PretrainedConfig | None
@@ -140,6 +143,7 @@ class DataFiles(NamedTuple):
         """
         options = with_labels(self.options, self.data) if labelled_for is None else self.options
         reading: Any = {"sequence_length": sequence_length, "labelled_for": labelled_for, "options": options}
+        reading["keeps_sources"] = self.keeps_sources
         rows = read_rows(self.data, tokenizer, **reading)
         if self.eval_split is not None:
             return split_rows(rows, self.eval_split, seed=self.eval_seed)
@@ -148,7 +152,7 @@ class DataFiles(NamedTuple):
         if not options.labels and labelled_for is None:
             reading["options"] = with_labels(options, self.evaluation)
         if labelled_for is None and format_of(self.evaluation, reading["options"]) is RowFormat.ANSWERS:
-            del reading["labelled_for"]
+            del reading["labelled_for"], reading["keeps_sources"]
             new = min(MOST_ANSWER_TOKENS, sequence_length // 2)
             return rows, read_questions(self.evaluation, tokenizer, max_new_tokens=new, **reading)
         return rows, read_rows(self.evaluation, tokenizer, **reading)

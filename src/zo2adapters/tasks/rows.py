@@ -31,6 +31,7 @@ class TokenizedRow:
     prompt_length: int  # number of leading tokens without loss
     line: int  # line of the file, or number of the row, from 1
     later_prompts: tuple[tuple[int, int], ...] = ()  # start and end of further tokens without loss, within the row
+    source: str = ""  # the row of the file as JSON, for runs that need it
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -116,6 +117,7 @@ def read_dataset(
     *,
     sequence_length: int,
     options: RowOptions | None = None,
+    keeps_sources: bool = False,
 ) -> Dataset:
     """Read and tokenise a data file whose rows follow the conventions of TRL's SFTTrainer.
 
@@ -128,6 +130,7 @@ def read_dataset(
         tokenizer: The model's tokenizer; rows of messages need one with a chat template.
         sequence_length: Most tokens of a row, at least 2; longer rows lose their end by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        keeps_sources: Whether each row is kept as JSON as well. Rows then need no completion.
 
     Returns:
         The tokenised rows, with the number of rows that were shortened or left out.
@@ -139,8 +142,12 @@ def read_dataset(
     require_whole("sequence_length", sequence_length, 2)
     options = RowOptions() if options is None else options
     rows, truncated, dropped = [], 0, 0
-    for line, row in converted_rows(path, options):
+    for line, source in parsed_rows(path):
         try:
+            row = options.converted(source)
+            kept = json.dumps({**source, **row}) if keeps_sources else ""
+            if keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
+                row["completion"] = tokenizer.eos_token or " "
             ids, prompt, later = _tokenized(row, tokenizer, answers_only=options.train_on == "answers")
             is_long = len(ids) > sequence_length
             if is_long and options.too_long == "drop":
@@ -157,7 +164,7 @@ def read_dataset(
             raise at_row(error, path, line) from error.__cause__
         truncated += is_long
         later = tuple((start, min(end, sequence_length)) for start, end in later if start < sequence_length)
-        rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line, later))
+        rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line, later, kept))
     require_kept(path, len(rows), dropped, sequence_length)
     return Dataset(tuple(rows), truncated, dropped)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
+from zo2adapters.tasks.reward_options import RewardOptions
 from zo2core import Batch, DurableBackpropEngine, FullBackpropEngine, GradientStepResult, Runner, StepResult, ZOEngine
 
 TrainingEngine: TypeAlias = ZOEngine | DurableBackpropEngine | FullBackpropEngine
@@ -27,6 +28,9 @@ class TaskOptions:
     pack: bool = False  # whether rows of a batch are concatenated instead of padded
     per_row: bool = False  # whether each row of a batch has a loss and a direction of its own
     differentiates: bool = False  # whether steps take the gradient of the objective
+    rewards: RewardOptions | None = None  # rewards of what the model writes; None: there are none
+    tokenizer: Any = None  # the model's, for rewards of texts
+    seed: int = 0  # of the run
 
 
 class Task(Protocol):
@@ -49,6 +53,13 @@ class Task(Protocol):
             open_base: Opens a runner of the base model, without the run's steps.
             rows_to_come: Lists the rows of all remaining steps and evaluations.
         """
+
+    def measured(self) -> Mapping[str, float]:
+        """Return what the last step has measured beside its losses, by name. By default nothing."""
+        return {}
+
+    def close(self) -> None:
+        """End what the task has started. May be called twice. By default there is nothing."""
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:

@@ -37,6 +37,7 @@ class RowShapes(NamedTuple):
     evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
     evaluation_batches: int  # batches of one evaluation
     micro_rows: int | None  # rows that run at a time; None: all of a batch
+    new_tokens: int | None = None  # tokens that are generated for each row of a step; None: steps generate nothing
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:

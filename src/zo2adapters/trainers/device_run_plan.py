@@ -91,7 +91,7 @@ def plan_device_run(
         OptionError: if a size cannot be parsed.
     """
     perturbation = optimization.perturbation
-    needed = step_memory(model, shapes.longest, optimization, shapes.micro_rows)
+    needed = step_memory(model, shapes.longest, optimization, shapes.micro_rows, new_tokens=shapes.new_tokens)
     policy = MemoryPolicy(
         host=memory,
         device=parse_size(device_memory, option="device_memory"),

@@ -257,3 +257,18 @@ def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
             expected=f"{' or '.join(of_adapters)} for an adapter; {method} trains all parameters",
             remedy=f"leave the adapter out, or pass --method {of_adapters[0]}",
         )
+
+
+def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the options that a run's method does not read.
+
+    Args:
+        options: All options of the run as JSON values, in their groups, also of a file that somebody has changed.
+    """
+    used = dict(options)
+    group, optimization = used.get("first_order"), used.get("optimization")
+    if isinstance(group, dict) and group.get("method") is None:
+        del used["first_order"]
+    elif isinstance(group, dict) and isinstance(optimization, dict):
+        used["optimization"] = {name: value for name, value in optimization.items() if name in _OPTIMIZATION}
+    return used

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import psutil
@@ -136,18 +137,23 @@ def _is_real(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def step_record(update: Update | Commit, result: StepReport, batch: Batch) -> dict[str, Any]:
+def step_record(
+    update: Update | Commit, result: StepReport, batch: Batch, measured: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Any]:
     """The row of a step in ``metrics.jsonl``, as JSON values.
 
     Args:
         update: The step's record in the journal.
         result: The step's report.
         batch: The batch of the step.
+        measured: What the task has measured in the step, by name.
     """
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+    tokens = int(measured.get("generated_tokens", tokens))
     return {
         **row_of(update),
+        **measured,
         "tokens": tokens,
         "tokens_per_second": tokens / result.seconds,
         "seconds": result.seconds,
@@ -165,7 +171,8 @@ def step_record(update: Update | Commit, result: StepReport, batch: Batch) -> di
 def progress(record: dict[str, Any]) -> str:
     """The text that the progress bar displays for a step."""
     memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
-    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
+    number = f"reward {record['reward']:.4f}" if "reward" in record else f"loss {record['loss']:.4f}"
+    return f"{number}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
 
 
 def write_row(file: IO[bytes], record: Row) -> None:

@@ -20,7 +20,7 @@ from zo2core import (
     PhiloxNoise,
     ZOEstimator,
 )
-from zo2core.estimators import EstimatorName
+from zo2core.estimators import EstimatorName, Fitness
 from zo2core.perturbation import Perturbation
 from zo2core.ranges import require_whole
 
@@ -93,7 +93,11 @@ class Directions:
     estimator: EstimatorName = EstimatorName.MEZO
     """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of each of several --queries
     and divides by the standard deviation of their losses; its --lr is about the distance that a step moves a weight, such
-    as 1e-5."""
+    as 1e-5. es, for --reward, evaluates both sides of several --queries and compares their losses; its --lr is such a
+    distance, too."""
+    fitness: Fitness = Fitness.SCALED
+    """With --estimator es: how the losses of a step are compared. scaled subtracts their mean and divides by their standard
+    deviation; ranks replaces them by their ranks."""
     noise: Noise = Noise.RADEMACHER
     """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much faster to draw."""
     exact_mezo: bool = False
@@ -198,6 +202,9 @@ class Optimization(StepSize, Directions):
                 expected=f"at least {estimator.least_queries} with {name}",
                 remedy="pass 8, as the authors of FZOO do",
             )
+        if self.fitness is not Fitness.SCALED and not _has_field(estimator, "fitness"):
+            expected = f"no fitness with {name}, which has its own formula"
+            raise OptionError("fitness", found=self.fitness.value, expected=expected, remedy="pass --estimator es")
         if self.per_row and self.estimator.classes.per_row is None:
             raise OptionError("per_row", found=f"--estimator {name}", expected="mezo", remedy="leave one of the two out")
         if self.rank is None:
@@ -233,7 +240,7 @@ class Optimization(StepSize, Directions):
             kind, q = classes.per_row, rows if q == 1 else q
         elif q == 1 and classes.single_query is not None:
             kind = classes.single_query
-        options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo}
+        options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo, "fitness": self.fitness}
         options = {name: value for name, value in options.items() if _has_field(kind, name)}
         # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)

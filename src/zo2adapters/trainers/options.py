@@ -9,7 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
+from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, REWARD, function_file, names_model_loss
+from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.trainers.batching import MOST_ROWS, Batching
@@ -20,7 +21,7 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import OptionError, ZOEstimator
-from zo2core.estimators import EstimatorName
+from zo2core.estimators import EstimatorName, Fitness
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.low_bit import Replay
 from zo2core.ranges import LARGEST, require_number, require_whole
@@ -164,6 +165,7 @@ class RunOptions:
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     rows: RowOptions = field(default_factory=RowOptions)
+    rewards: RewardOptions = field(default_factory=RewardOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     first_order: FirstOrder = field(default_factory=FirstOrder)
     optimization: Optimization = field(default_factory=Optimization)
@@ -207,6 +209,13 @@ class RunOptions:
         require_whole("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
+        self.rewards.require_valid()
+        if self.rewards.reward:
+            self._require_rewards()
+        elif self.objective == REWARD:
+            raise OptionError(
+                "objective", found=REWARD, expected="--reward, which names the rewards", remedy="pass --reward instead"
+            )
         self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
             raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
@@ -240,6 +249,17 @@ class RunOptions:
         self.batching.require_valid()
         self.storage.require_valid()
 
+    def _require_rewards(self) -> None:
+        """Refuse options that a run with rewards cannot have."""
+        if self.objective not in (AUTO, REWARD):
+            raise _conflict("reward", f"--objective {self.objective}", "one objective")
+        if self.takes_labels:
+            raise _conflict("reward", f"--head {self.model_options.head}", "a causal language model")
+        if self.batching.micro_batch_size is not None:
+            raise _conflict("micro_batch_size", "--reward", "rows that run at a time as memory allows")
+        if self.first_order.method is not None:
+            raise _conflict("reward", f"--method {self.first_order.method}", "zeroth-order steps; GRPO needs TRL's trainer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
@@ -265,7 +285,7 @@ class TrainOptions(RunOptions):
         """The files of rows, and how they are read."""
         from zo2adapters.tasks.row_files import DataFiles  # a command line is read without transformers
 
-        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed)
+        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed, bool(self.rewards.reward))
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
@@ -274,6 +294,8 @@ class TrainOptions(RunOptions):
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
+        if self.rewards.reward and self.objective != REWARD:
+            return replace(self, objective=REWARD, rewards=self.rewards.absolute()).settled(model)
         model_options = self.model_options.with_lora_defaults()
         if model.autocast is None:
             return replace(self, model_options=replace(model_options, precision="exact"))
@@ -327,6 +349,7 @@ class TrainOptions(RunOptions):
             values[key] = None if values[key] is None else saved_path(Path(values[key]))
         for key in ("architecture", "adapter"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
+        values["rewards"] = dataclasses.asdict(self.rewards.absolute())
         if (path := function_file(self.objective)) is not None:
             values["objective"] = f"{path.resolve()}:{self.objective.rpartition(':')[2]}"
         return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
@@ -352,6 +375,8 @@ class TrainOptions(RunOptions):
         first_order = FirstOrder.from_json(values.pop("first_order", {}))
         rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
         rows["labels"] = tuple(rows.get("labels", ()))
+        rewards = dict(values.pop("rewards", {}))
+        rewards["reward"] = tuple(rewards.get("reward", ()))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         # What runs of earlier versions did where they saved no option.
@@ -359,6 +384,7 @@ class TrainOptions(RunOptions):
         values.setdefault("objective", MODEL_LOSS)
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))
         optimization.setdefault("guard", False)
+        optimization["fitness"] = Fitness(optimization.get("fitness", "scaled"))
         for group, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
             group[name] = None if group.get(name) is None else Path(group[name])
         for name in ("adapter_frozen", "lora_targets"):
@@ -367,6 +393,7 @@ class TrainOptions(RunOptions):
             output=output,
             data=Path(values.pop("data")),
             rows=RowOptions(**rows),
+            rewards=RewardOptions(**rewards),
             model_options=RunModelOptions(**model_options),
             first_order=first_order,
             optimization=Optimization(**optimization),
@@ -391,7 +418,7 @@ _LATER = {
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen", "lora_rank", "lora_targets", "lora_alpha", "pack", "first_order"),
-    *("rows", "eval_split", "eval_seed", "samples"),
+    *("rows", "eval_split", "eval_seed", "samples", "rewards", "fitness"),
 }
 """Options that runs of earlier versions did not save."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -110,6 +111,14 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
                 expected=f"sha256 {str(digest)[:12]}, as in the run's journal",
                 remedy="pass the file that the run began with, or start a new run",
             )
+    given, recorded = [name.file and file_sha256(name.file) for name in options.rewards.names], saved.get("rewards")
+    if saved and recorded is not None and given != [digest for *_, digest in recorded]:
+        raise OptionError(
+            "reward",
+            found="functions in files with other digests",
+            expected="the files as they were, by the run's journal",
+            remedy="pass the files that the run began with, or start a new run",
+        )
     function = options.objective.rpartition(":")[2]
     if function_file(options.objective) is not None and saved and function != saved.get("objective"):
         raise OptionError(
@@ -130,18 +139,26 @@ def distrust(options: TrainOptions, header: Mapping[str, Any] | None) -> str | N
     Returns:
         The reason as text; None if the file has the digest in the journal, or if the run has no such function.
     """
-    path = function_file(options.objective)
-    if path is None:
-        return None
     saved = {} if header is None else header.get("provenance", {})
+    path = function_file(options.objective)
+    named = [] if path is None else [(path, saved.get("objective sha256"))]
+    digests = [digest for *_, digest in saved.get("rewards", [])]
+    rewards = itertools.zip_longest(options.rewards.names, digests)
+    named += [(name.file, digest) for name, digest in rewards if name is not None and name.file is not None]
+    reasons = (_distrust_of(path, digest, options) for path, digest in named)
+    return next((why for why in reasons if why is not None), None)
+
+
+def _distrust_of(path: Path, digest: str | None, options: TrainOptions) -> str | None:
+    """Reason not to import a file, whose digest the journal has; None if it has none."""
     if not path.is_absolute():
         return "a relative path, which depends on the current directory"
     if path.resolve().is_relative_to(options.output.resolve()):
         return "a file in the run's own directory, which was empty when the run began"
-    if "objective sha256" not in saved:
+    if digest is None:
         return "a file whose digest is not in the journal"
     try:
-        return None if file_sha256(path) == saved["objective sha256"] else "a file with another digest than in the journal"
+        return None if file_sha256(path) == digest else "a file with another digest than in the journal"
     except DataError as error:
         return f"a file that cannot be read ({error.found})"
 

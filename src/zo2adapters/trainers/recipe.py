@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import OptionError
 from zo2core.errors import reason
@@ -43,7 +44,7 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
         branch: ``resume`` and ``from_step`` of a run that starts with steps of another one; None: it starts from its base.
     """
     values: dict[str, Any] = {}
-    for name, value in options.to_json().items():
+    for name, value in used_options(options.to_json()).items():
         values |= value if isinstance(value, dict) else {name: value}
     del values["schedule_steps"]  # a lengthened run has a constant rate, which depends on no number of steps
     values |= {"output": str(options.output.resolve()), **(branch or {})}

@@ -89,4 +89,5 @@ class RunInputs:
         given: Any = {"seed": self.options.seed}
         if self.options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES:
             given["trained"] = lambda row: [row.sequences[row.answer]]
-        return RowShapes.of_rows(self.options.batching, self.data, self.evaluation, **given)
+        shapes = RowShapes.of_rows(self.options.batching, self.data, self.evaluation, **given)
+        return shapes._replace(new_tokens=self.options.rewards.new_tokens)

@@ -15,6 +15,7 @@ import torch
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.optimization import Optimization
@@ -33,6 +34,7 @@ from zo2core import (
 )
 from zo2core.kernels.encoding import decoded
 from zo2core.perturbation import kept_bytes_a_step
+from zo2core.planning.host_budget import free_memory
 from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
 from zo2core.planning.write_interval import streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise
@@ -47,6 +49,9 @@ _PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, un
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
 # second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
 _PERTURBING_SHARE = 0.25
+
+# Share of the free memory that generation may take if it needs more; the other rows then wait.
+_GENERATION_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ def plan_run(
         CheckpointError: if the checkpoint cannot be read.
     """
     perturbation, speeds = optimization.perturbation, MeasuredSpeeds(model.weights)
-    activations = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
+    generated = shapes.new_tokens
+    activations = step_memory(model, shapes.longest, optimization, shapes.micro_rows, new_tokens=generated).nbytes
     noise = _noise(model, optimization)
     policy = MemoryPolicy(host=memory, activations=activations)
     request = replace(run_request(model, shapes, optimization, noise, policy), write_back=write_back)
@@ -159,7 +165,7 @@ def plan_run(
     if workers > 1 and spec.host_plan.buckets is not None:  # workers do not share streamed blocks
         spec = plan(request, Machine(neighbours=workers), speeds)
     host_plan, layouts, every = with_kept_memory(spec.host_plan, activations), spec.layouts, spec.write_back_every
-    read = streamed_bytes(layouts, host_plan.buckets)
+    read = streamed_bytes(layouts, host_plan.buckets) * (generated or 1)  # a sweep for each token
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     model_bytes = sum(layout.nbytes for layout in layouts)
     if isinstance(perturbation, LowRankPerturbation):
@@ -179,8 +185,9 @@ def plan_run(
         read_bytes=read,
         written_bytes=round(written),
         terabytes_per_1000_steps=written_tb,
-        forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows),
-        update_seconds=_update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise),
+        forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows, generated),
+        update_seconds=(generated or 1)
+        * _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise),
         disk_seconds=read_seconds + write_seconds,
         steps=steps,
         evaluations=evaluations,
@@ -223,7 +230,14 @@ class StepMemory(NamedTuple):
     least: int  # least bytes that a device needs
 
 
-def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> StepMemory:
+def step_memory(
+    model: HFBlockModel,
+    longest: BatchShape,
+    optimization: Optimization,
+    micro_rows: int | None,
+    *,
+    new_tokens: int | None = None,
+) -> StepMemory:
     """Expected memory of a zeroth-order step.
 
     Args:
@@ -231,6 +245,7 @@ def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimiza
         longest: Shape of the largest batch.
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
+        new_tokens: Most tokens that are generated for each row, with the rows as prompts; None: losses are computed.
     """
     rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
     streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
@@ -249,6 +264,11 @@ def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimiza
         loss_rows=loss_rows if optimization.per_row else None,
     )
     least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+    if new_tokens is not None:
+        shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}
+        needed, fewest = (plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0))
+        nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
+        least = max(least, nbytes)  # keys and values stay on a device
     if optimization.rank is None:
         return StepMemory(nbytes, least)
     columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
@@ -258,7 +278,14 @@ def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimiza
     return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
 
 
-def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None = None) -> float:
+def step_seconds(
+    model: HFBlockModel,
+    shape: BatchShape,
+    optimization: Optimization,
+    micro_rows: int | None = None,
+    *,
+    new_tokens: int | None = None,
+) -> float:
     """Expected seconds of a step on the CPU with all blocks in memory. Nothing is loaded; the probes take a few seconds.
 
     Args:
@@ -266,9 +293,11 @@ def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimizat
         shape: Shape of a step's batch.
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
+        new_tokens: Tokens that are generated for each row; None: losses are computed.
     """
-    forwards = _step_forward_seconds(model, shape, optimization, micro_rows)
-    return forwards + _update_seconds(model, model.layouts, optimization, lag=1.0, keeps_noise=True)
+    forwards = _step_forward_seconds(model, shape, optimization, micro_rows, new_tokens)
+    updates = _update_seconds(model, model.layouts, optimization, lag=1.0, keeps_noise=True)
+    return forwards + (new_tokens or 1) * updates
 
 
 def _update_seconds(
@@ -301,10 +330,22 @@ def _noise(model: HFBlockModel, optimization: Optimization) -> NoiseGenerator:
 
 
 def _step_forward_seconds(
-    model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None
+    model: HFBlockModel,
+    shape: BatchShape,
+    optimization: Optimization,
+    micro_rows: int | None,
+    new_tokens: int | None = None,
 ) -> float:
-    """Seconds of a step's forwards. Forwards that run as one batch read the weights once."""
+    """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
+
+    Generation runs the prompts, and then one token of each row at a time.
+    """
     stacked = optimization.stacked
+    if new_tokens is not None:
+        count = shape.rows * stacked
+        prompts = measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
+        newest = measured_forward_seconds(model, BatchShape(count, 1, count))
+        return optimization.evaluations / stacked * (prompts + (new_tokens - 1) * newest)
     stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
     running = None if micro_rows is None else micro_rows * stacked
     if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
@@ -415,13 +456,16 @@ def fastest(run: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:
+def measured_forward_seconds(
+    model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
+) -> float:
     """Measure the seconds of one forward: a block of the model runs on a batch of this shape, or on a part of it.
 
     Args:
         model: The model, whose modules are bound to one block's memory, filled with a constant; an engine binds them anew.
         shape: Shape of the batch.
         running: Rows that run at a time; None: all.
+        all_logits: Whether a model that does not compute logits in chunks computes those of all tokens.
     """
     numel = sum(spec.numel for spec in model.layouts[1].parameters)
     with torch.inference_mode():
@@ -431,5 +475,5 @@ def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running:
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
     blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
     positions = shape.rows * shape.tokens
-    in_head = positions if model.loss_chunk is None else shape.predictions
+    in_head = positions if model.loss_chunk is None and all_logits else shape.predictions
     return seconds / probed * (blocks * positions + heads * in_head) / numel

@@ -124,6 +124,9 @@ class Trainer:
             pack=options.batching.pack,
             per_row=options.optimization.per_row,
             differentiates=self._method.has_gradient,
+            rewards=options.rewards if options.rewards.reward else None,
+            tokenizer=tokenizer,
+            seed=options.seed,
         )
         self._task = make_task(model, self._data, task_options)
         self._evaluated = (
@@ -171,6 +174,7 @@ class Trainer:
             if execution.verify_base:
                 self._verify_base(model)
         except BaseException:
+            self._task.close()
             if resume:
                 self._run.close()
             else:
@@ -309,14 +313,14 @@ class Trainer:
             while True:
                 if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluated, metrics, live, bar)
-                if engine.version in (0, options.steps):
+                if engine.version in (0, options.steps) or (options.rewards.reward and is_due(options, engine.version)):
                     self._write_samples()
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
-                record = step_record(engine.journal.steps[result.step], result, batch)
+                record = step_record(engine.journal.steps[result.step], result, batch, self._task.measured())
                 if result.step >= recorded:
                     write_row(metrics, record)
                     live.row(record)
@@ -393,6 +397,7 @@ class Trainer:
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
         self.engine.close()
+        self._task.close()
         self._run.close()
 
     def __enter__(self) -> Trainer:

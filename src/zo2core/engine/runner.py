@@ -125,6 +125,36 @@ class Runner:
                 [outputs] = self.sweep([(None, group)], forward)
             yield outputs
 
+    def forwards_at(self, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
+        """Run batches at several evaluations in one sweep, whatever memory they take.
+
+        Args:
+            groups: Evaluations, each with the inputs of ``forward`` to run at it; None instead of an evaluation stands for
+                the present weights. Only a ``ZOEngine`` with an open step has evaluations.
+            forward: Runs the segments. One with ``stacked`` and ``heads`` runs low-rank evaluations as one batch.
+
+        Returns:
+            The head's output for each batch, one list for each group.
+
+        Raises:
+            BatchError: if the forward cannot take a batch.
+            OptionError: if an evaluation is not one of the open step, or is for a group of rows only.
+        """
+        self._use.require_open()
+        prepared = [(at, list(self.prepared(batches, forward))) for at, batches in self._path_through(groups)]
+        with self._recorder.sweep("evaluation"):
+            outputs = self.sweep(prepared, forward)
+        by_evaluation = dict(zip((at for at, _ in prepared), outputs, strict=True))
+        return [by_evaluation[at] for at, _ in groups]
+
+    def _path_through(self, groups: Groups) -> Groups:
+        """The groups, and before them those through which weights are perturbed in place."""
+        if any(at is not None for at, _ in groups):
+            raise OptionError(
+                "at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out"
+            )
+        return groups
+
     def flush(self) -> None:
         """Bring every segment to the present version. The write-back policy decides what is written to disk."""
         self._use.require_open()

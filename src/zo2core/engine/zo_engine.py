@@ -17,6 +17,7 @@ from zo2core.perturbation import Perturbation
 from zo2core.planning import MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, Device, Forward, NoiseGenerator, ZOEstimator
+from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, StepResult
 from zo2core.workers import Workers
 
@@ -198,6 +199,10 @@ class ZOEngine(Runner):
         for group in self._filled(batches, forward):
             *_, outputs = self.sweep([*((evaluation, ()) for evaluation in passed), (at, group)], forward)
             yield outputs
+
+    def _path_through(self, groups: Groups) -> Groups:
+        asked = [at for at, _ in groups if at is not None]
+        return [group for group in groups if group[0] is None] + self._method.path_through(asked, dict(groups))
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
         """Take the step that ``ask`` started: write its record to the journal.

@@ -1,6 +1,8 @@
 """Zeroth-order gradient estimators."""
 
 from zo2core.estimators.clipping import Clipped as Clipped
+from zo2core.estimators.evolution import EvolutionStrategies as EvolutionStrategies
+from zo2core.estimators.evolution import Fitness as Fitness
 from zo2core.estimators.fzoo import FZOO as FZOO
 from zo2core.estimators.guard import Guarded as Guarded
 from zo2core.estimators.guard import GuardPolicy as GuardPolicy

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from zo2core.estimators.evolution import EvolutionStrategies
 from zo2core.estimators.fzoo import FZOO
 from zo2core.estimators.mezo import MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE
@@ -17,6 +18,7 @@ class EstimatorName(Enum):
 
     MEZO = "mezo"
     FZOO = "fzoo"
+    ES = "es"
 
     @property
     def classes(self) -> EstimatorClasses:
@@ -42,4 +44,5 @@ class EstimatorClasses(NamedTuple):
 ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
     EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
     EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
+    EstimatorName.ES: EstimatorClasses(multi_query=EvolutionStrategies),
 }

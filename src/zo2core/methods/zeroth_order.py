@@ -128,6 +128,17 @@ class ZerothOrder:
             )
         return self._require_open_step().path_to(at)
 
+    def path_through(
+        self, asked: Sequence[Evaluation], batches: Mapping[Evaluation | None, Sequence[Batch]]
+    ) -> list[tuple[Evaluation | None, Sequence[Batch]]]:
+        """Return the evaluations of a sweep through several of the open step's, in their order, with their batches.
+
+        Raises:
+            OptionError: as ``path_to`` does.
+        """
+        path = max((self.path_to(at) for at in asked), key=len, default=())
+        return [(at, batches.get(at, ())) for at in path if self._estimator.perturb_in_place or at in batches]
+
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
         """Take the step that ``ask`` began. See ``ZOEngine.tell``."""
         return self._take(self._require_open_step(), losses_as_tensors(losses))

@@ -13,4 +13,5 @@ from zo2core.perturbation.perturbation import choose_perturbation as choose_pert
 from zo2core.perturbation.perturbation import require_perturbation as require_perturbation
 from zo2core.perturbation.stacked_model import Factors as Factors
 from zo2core.perturbation.stacked_model import PerturbedParameter as PerturbedParameter
+from zo2core.perturbation.stacked_model import StackedForward as StackedForward
 from zo2core.perturbation.stacked_model import StackedModel as StackedModel

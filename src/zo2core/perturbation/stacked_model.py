@@ -1,4 +1,4 @@
-"""The contract of a model that takes low-rank perturbations."""
+"""The contracts of models that take low-rank perturbations, and of forwards that run several of them as one batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.protocols import Activations, BlockModel
+from zo2core.protocols import Activations, BlockModel, Forward
 from zo2core.types import Batch
 
 
@@ -22,11 +22,27 @@ PerturbedParameter: TypeAlias = Factors | torch.Tensor  # factors for a matrix; 
 
 
 @runtime_checkable
-class StackedModel(BlockModel, Protocol):
-    """A model whose forwards run several streams as one batch, each with another perturbation.
+class StackedForward(Forward, Protocol):
+    """A forward that runs several streams as one batch, each with another perturbation.
 
     A stack has the rows of its first stream, then those of the second, and so on, with equal numbers of rows.
     """
+
+    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
+        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
+
+    def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
+        """Run the layers after the blocks on a stack; return the output of each stream, of a model its loss, 0-d.
+
+        Args:
+            batches: The stacked batches.
+            activations: Activations of the stack.
+        """
+
+
+@runtime_checkable
+class StackedModel(BlockModel, StackedForward, Protocol):
+    """A model that takes low-rank perturbations."""
 
     def require_stackable(self) -> None:
         """Prepare for ``perturb``. Called before anything is read.
@@ -35,9 +51,6 @@ class StackedModel(BlockModel, Protocol):
             UnsupportedModelError: naming the module that does not support low-rank perturbations.
         """
 
-    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
-
     def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
         """Perturb a segment's next forwards, and stop perturbing every other segment's.
 
@@ -45,12 +58,4 @@ class StackedModel(BlockModel, Protocol):
             index: The segment's position in visiting order.
             perturbations: Perturbation of each parameter that the segment owns or borrows, by name.
             streams: Number of streams in the stack; with 1, any forward through the model's modules is perturbed.
-        """
-
-    def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run the layers after the blocks on a stack; return the loss of each stream, 0-d.
-
-        Args:
-            batches: The stacked batches.
-            activations: Activations of the stack.
         """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.kernels.encoding import decode
-from zo2core.perturbation import FactorStore, PerturbedParameter, StackedModel
+from zo2core.perturbation import FactorStore, PerturbedParameter, StackedForward, StackedModel
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
@@ -53,7 +53,7 @@ class StackedVisitor:
 
     Args:
         visits: The objects that all sweeps share.
-        forward: Runs the segments. The model itself runs stacks; any other forward runs one stream at a time.
+        forward: Runs the segments. A ``StackedForward``, such as the model, runs stacks; others run one stream at a time.
         trajectory: The updates and evaluations of the sweep.
         groups: The evaluations to make, each with its batches, as for ``SegmentVisitor``.
     """
@@ -64,9 +64,11 @@ class StackedVisitor:
         self._factors = visits.factors
         self._trajectory = trajectory
         self._buffer = visits.buffer
-        if forward is self._model:
-            self._stacks = list(_stacks(self._model, groups, self._factors.most_streams))
+        if isinstance(forward, StackedForward):
+            self._heads = partial(_heads, forward)
+            self._stacks = list(_stacks(forward, groups, self._factors.most_streams))
         else:
+            self._heads = partial(_head, forward)
             self._stacks = [Stack(batch, [batch], [group]) for group, (_, batches) in enumerate(groups) for batch in batches]
         evaluations = trajectory.evaluations
         self._perturbations = [
@@ -157,14 +159,20 @@ class StackedVisitor:
             for group, output in zip(stack.groups, outputs, strict=True):
                 self.outputs[group].append(output)
 
-    def _heads(self, stack: Stack, activations: Activations) -> list[torch.Tensor]:
-        """Run the head, and return its output for each stream of a stack."""
-        if len(stack.groups) == 1:
-            return [self._forward.head(stack.batch, activations)]
-        return self._model.heads(stack.batches, activations)
+
+def _head(forward: Forward, stack: Stack, activations: Activations) -> list[torch.Tensor]:
+    """Run the head on a stack of one stream, and return its output."""
+    return [forward.head(stack.batch, activations)]
 
 
-def _stacks(model: StackedModel, groups: Groups, most_streams: int | None) -> Iterator[Stack]:
+def _heads(forward: StackedForward, stack: Stack, activations: Activations) -> list[torch.Tensor]:
+    """Run the head, and return its output for each stream of a stack."""
+    if len(stack.groups) == 1:
+        return _head(forward, stack, activations)
+    return forward.heads(stack.batches, activations)
+
+
+def _stacks(forward: StackedForward, groups: Groups, most_streams: int | None) -> Iterator[Stack]:
     """Stack the evaluations of each micro-batch, at most so many at a time; those that cannot be stacked run alone."""
     for number in range(max((len(batches) for _, batches in groups), default=0)):
         streams = [(group, batches[number]) for group, (_, batches) in enumerate(groups) if number < len(batches)]
@@ -172,7 +180,7 @@ def _stacks(model: StackedModel, groups: Groups, most_streams: int | None) -> It
         for start in range(0, len(streams), most):
             part = streams[start : start + most]
             batches = [batch for _, batch in part]
-            stacked = batches[0] if len(part) == 1 else model.stacked(batches)
+            stacked = batches[0] if len(part) == 1 else forward.stacked(batches)
             if stacked is not None:
                 yield Stack(stacked, batches, [group for group, _ in part])
             else:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import WITH_ADAPTER
@@ -48,7 +49,10 @@ class LoRAKind(AdapterKind):
         | {"layers_to_transform", "layers_pattern", "fan_in_fan_out", "modules_to_save"}
     )
     supported = frozenset({"init_lora_weights", "use_dora"})
-    accepted = "LoRA or DoRA of linear layers, without dropout, whose initial values do not depend on the base's weights"
+    accepted = (
+        "LoRA of linear layers and GPT-2's Conv1D, or DoRA of linear layers, without dropout, whose initial values do not "
+        "depend on the base's weights"
+    )
     part_of_names = "lora_A"
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
 
@@ -67,7 +71,9 @@ class LoRAKind(AdapterKind):
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
         """See the contract."""
-        names = wrap_layers(skeleton, config)
+        names = wrap_layers(skeleton, config, (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D))
+        if any(type(layer.base_layer) is Conv1D for _, layer in wrapped_layers(skeleton)):
+            config.fan_in_fan_out = True  # as peft sets it for each such layer, with a warning if the config says otherwise
         largest = 0
         if config.use_dora:
             largest = max(layer.base_layer.weight.numel() for _, layer in wrapped_layers(skeleton))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,13 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # part of the names 
 SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
 
 
-def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
+def wrap_layers(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...] = (nn.Linear,)) -> list[str]:
     """Let peft wrap layers of a skeleton.
 
     Args:
         skeleton: The model, which is changed.
         config: Peft's config.
+        layers: Types of the layers that the adapter may wrap.
 
     Returns:
         The names of the adapter's parameters.
@@ -36,7 +38,8 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
     import peft
 
     try:
-        with torch.random.fork_rng(devices=[]):  # peft draws weights that are not used
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws weights that are not used
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # it corrects this option for each layer
             peft.inject_adapter_in_model(config, skeleton, adapter_name=ADAPTER_NAME)
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -49,7 +52,7 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
     output: Any = skeleton.get_output_embeddings
     for path, module in wrapped_layers(skeleton):
         wrapped = module.base_layer
-        if type(wrapped) is not nn.Linear or module is output():
+        if type(wrapped) not in layers or module is output():
             raise OptionError(
                 "adapter.target_modules",
                 found=f"{path}, {'the head' if module is output() else type(wrapped).__name__}",

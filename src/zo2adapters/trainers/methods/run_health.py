@@ -51,7 +51,7 @@ def destroyed(updates: Sequence[Update]) -> str | None:
     losses = [update.losses[0] for update in updates]
     share = max(len(losses) // 10, 1)
     first, last = fmean(losses[:share]), fmean(losses[-share:])
-    if moved <= 1 and last <= 2 * first + 1:
+    if moved <= 1 and last <= first + abs(first) + 1:
         return None
     changes = f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
     return f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr that does not diverge"

@@ -35,7 +35,9 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
         """Forwards, and updates. See the contract."""
-        return step_seconds(model, shape, self.options.optimization, self.options.batching.micro_batch_size)
+        options = self.options
+        generated = options.rewards.new_tokens
+        return step_seconds(model, shape, options.optimization, options.batching.micro_batch_size, new_tokens=generated)
 
     def losses(self, journal: Journal) -> list[float]:
         """Those of each step's first evaluation. See the contract."""
@@ -45,7 +47,8 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         """Memory for the activations of all forwards of a step. See the contract."""
         batching, given = self.options.batching, self.options.storage.activation_memory
         shape = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
-        nbytes, least = step_memory(model, shape, self.options.optimization, batching.micro_batch_size)
+        optimization, generated = self.options.optimization, self.options.rewards.new_tokens
+        nbytes, least = step_memory(model, shape, optimization, batching.micro_batch_size, new_tokens=generated)
         return nbytes if given is None else parse_size(given), least
 
     def engine(self, opening: Opening) -> ZOEngine:

@@ -1,0 +1,163 @@
+"""Rewards: numbers that say how good completions are, computed in a child process with limited memory and time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
+from zo2adapters.optional_package import optional_package
+from zo2adapters.tasks import reward_program
+from zo2core import DataError, OptionError
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
+
+_PROGRAM = Path(reward_program.__file__)
+_START_SECONDS = 10.0  # processor time in which the program imports packages
+_CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
+
+
+class RewardName(NamedTuple):
+    """A reward of the command line: ``NAME`` or ``FILE.py:function``, and ``=WEIGHT`` behind it."""
+
+    name: str  # of a ready reward or of the function
+    file: Path | None = None  # of the function; None: a ready reward
+    weight: float = 1.0
+
+    @classmethod
+    def parsed(cls, text: str) -> RewardName:
+        """Parse a reward of the command line.
+
+        Raises:
+            OptionError: if there is no such ready reward, or the weight is not a finite number.
+        """
+        name, separator, weight = text.rpartition("=")
+        if not separator:
+            name, weight = text, "1"
+        path, _, function = name.rpartition(":")
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        is_known = path.endswith(".py") and function.isidentifier() if path else name in reward_program.READY
+        if not is_known or not math.isfinite(number):
+            raise OptionError(
+                "reward",
+                found=repr(text),
+                expected=f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT behind it or without",
+                remedy="pass one of these, such as exact-match=0.5",
+            )
+        return cls(function, Path(path), number) if path else cls(name, None, number)
+
+    def __str__(self) -> str:
+        name = self.name if self.file is None else f"{self.file}:{self.name}"
+        return name if self.weight == 1 else f"{name}={self.weight:g}"
+
+    @property
+    def absolute(self) -> RewardName:
+        """The same reward, whose file does not depend on the current directory."""
+        return self if self.file is None else self._replace(file=self.file.resolve())
+
+
+class Completion(NamedTuple):
+    """A completion of a row."""
+
+    text: str
+    prompt: Any  # as the row has it: a string, or messages
+    row: Mapping[str, Any]  # the row of the data file
+    line: int  # of the row
+
+
+class Rewards:
+    """The rewards of a run. The child process starts with the first completions.
+
+    Args:
+        names: The rewards, at least one; their weighted sum counts.
+        seconds: Most seconds of a call.
+        memory: Most bytes that the process may take beside what it has.
+
+    Raises:
+        OptionError: if a file cannot be read.
+        MissingPackageError: if a reward needs a package that is not installed.
+    """
+
+    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int) -> None:
+        if any(name.file is None and name.name == "json-schema" for name in names):
+            optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
+        self.names = names
+        self._seconds, self._memory = seconds, memory
+        self._sources = [None if name.file is None else _source(name.file) for name in names]
+        self._process = LimitedProcess(_PROGRAM)
+
+    @property
+    def provenance(self) -> list[list[Any]]:
+        """Name, weight and the digest of the file of each reward, as JSON values."""
+        pairs = zip(self.names, self._sources, strict=True)
+        return [[n.name, n.weight, None if s is None else hashlib.sha256(s.encode()).hexdigest()] for n, s in pairs]
+
+    def of(self, completions: Sequence[Completion]) -> list[list[float]]:
+        """Compute the rewards of completions.
+
+        Returns:
+            For each reward, its value for each completion, without its weight.
+
+        Raises:
+            DataError: naming the reward and the row, if a reward fails, takes too long or too much memory, or is not a
+                finite number.
+        """
+        return [
+            [value for start in range(0, len(completions), _CALLS) for value in self._asked(i, completions[start:][:_CALLS])]
+            for i in range(len(self.names))
+        ]
+
+    def total(self, values: Sequence[Sequence[float]]) -> list[float]:
+        """The weighted sum of the rewards of each completion."""
+        weights = [name.weight for name in self.names]
+        return [
+            math.fsum(w * value for w, value in zip(weights, column, strict=True)) for column in zip(*values, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the child process. May be called twice."""
+        self._process.close()
+
+    def _asked(self, index: int, completions: Sequence[Completion]) -> list[float]:
+        name = self.names[index]
+        request = {
+            "name": name.name,
+            "file": None if name.file is None else str(name.file),
+            "source": self._sources[index],
+            "calls": [[completion.prompt, completion.text, completion.row] for completion in completions],
+            "seconds": self._seconds,
+        }
+        try:
+            seconds = _START_SECONDS + self._seconds * len(completions)
+            values = self._process.ask(request, seconds=seconds, memory=self._memory)
+        except LimitedProcessError as error:
+            if len(completions) > 1:
+                return [value for completion in completions for value in self._asked(index, [completion])]
+            raise self._failure(name, completions[0], str(error)) from error
+        if isinstance(values[-1], str):
+            raise self._failure(name, completions[len(values) - 1], values[-1])
+        return list(values)
+
+    @staticmethod
+    def _failure(name: RewardName, completion: Completion, why: str) -> DataError:
+        return DataError(
+            f"reward {name}, row on line {completion.line}",
+            found=f"{why}, for the completion {completion.text[:60]!r}",
+            expected="a finite number, within the limits of time and memory",
+            remedy="correct the row or the function and start anew, or resume with more --reward-seconds or --reward-memory",
+        )
+
+
+def _source(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            return str(file.read().decode())
+    except (OSError, UnicodeDecodeError) as error:
+        found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        raise OptionError("reward", found=f"{path}: {found}", expected="a readable file", remedy="check the path") from error

@@ -1,0 +1,361 @@
+"""Rewards of what the model writes: their process, a step as a plain loop, and runs from the command line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import refusal, run_here
+from continuations import by_hugging_face
+from crews import Crew
+from models import WORDS, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
+from stacked_loop import StackedLoop
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters import open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.tasks.reward_options import RewardOptions
+from zo2adapters.tasks.reward_task import RewardTask
+from zo2adapters.tasks.rewards import Completion, RewardName, Rewards
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.task import TaskOptions
+from zo2core import (
+    DataError,
+    Distribution,
+    DivergenceError,
+    EvolutionStrategies,
+    Fitness,
+    LowRankPerturbation,
+    OptionError,
+    PhiloxNoise,
+    Replayer,
+    ZOEngine,
+)
+
+ROWS = [
+    {"prompt": "the cat", "completion": " ran", "weight": 2},
+    {"prompt": "the dog sat", "completion": " is yes", "weight": 1},
+    {"prompt": "no", "weight": 3},
+    {"prompt": "cat dog cat", "completion": " the", "weight": 1},
+]
+FUNCTIONS = """
+import time
+
+def cats(prompt, completion, row):
+    return row["weight"] * completion.split().count("cat") + len(prompt) / 100
+
+def divides(prompt, completion, row):
+    return 1 / (row["weight"] - 3)
+
+def infinite(prompt, completion, row):
+    return float("inf")
+
+def text(prompt, completion, row):
+    return "good"
+
+def sleeps(prompt, completion, row):
+    time.sleep(row["weight"] == 3 and 60)
+    return True
+
+def computes(prompt, completion, row):
+    return sum(range(10**12)) if row["weight"] == 3 else 0.5
+
+def allocates(prompt, completion, row):
+    return len(bytearray(10**10)) if row["weight"] == 3 else 0.5
+"""
+
+
+def completions(*texts: str, **fields: Any) -> list[Completion]:
+    return [Completion(text, "a prompt", fields, line) for line, text in enumerate(texts, 1)]
+
+
+def rewards(*names: str, seconds: float = 5.0, memory: int = 1 << 28) -> Rewards:
+    return Rewards([RewardName.parsed(name) for name in names], seconds=seconds, memory=memory)
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "texts", "values"),
+    [
+        ("exact-match", {"completion": " yes "}, ["yes", "yes\n", "yes.", ""], [1, 1, 0, 0]),
+        ("exact-match", {"answers": ["a b", 3], "completion": "c"}, ["a b", "3", "c"], [1, 1, 0]),
+        ("arithmetic", {"completion": "so 1,200"}, ["3 + 4 is 1200", "1200.0", "12", "none", "1200 or 5"], [1, 1, 0, 0, 0]),
+        ("arithmetic", {"answer": -7}, ["it is -7.", "7"], [1, 0]),
+        ("regex", {"pattern": r"\d+ cats"}, ["12 cats ", "cats", "12 cats\nand"], [1, 0, 0]),
+        ("length", {}, ["", "x" * 50], [0, -0.5]),
+        (
+            "json-schema",
+            {"schema": '{"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}'},
+            ['{"n": 3}', '{"n": "x"}', "[1]", "{n: 3}", "[" * 10000],
+            [1, 0.5, 0.5, 0, 0],
+        ),
+    ],
+)
+def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], values: list[float]) -> None:
+    judge = rewards(name)
+    try:
+        assert judge.of(completions(*texts, **fields)) == [values]
+    finally:
+        judge.close()
+
+
+def test_rewards_are_added_by_their_weights(functions: Path) -> None:
+    judge = rewards(f"{functions}:cats=0.5", "length=2")
+    try:
+        each = judge.of(completions("cat cat", "no", weight=3))
+        assert each == [[6.08, 0.08], [-0.07, -0.02]]
+        assert judge.total(each) == [6.08 / 2 - 0.14, 0.08 / 2 - 0.04]
+    finally:
+        judge.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("divides", "ZeroDivisionError"),
+        ("infinite", "inf, which is not finite"),
+        ("text", "str 'good', which is not a number"),
+        ("sleeps", "longer than 0.3 s"),
+        ("computes", "longer than"),
+        ("allocates", "more memory than allowed"),
+        ("missing", "AttributeError"),
+    ],
+)
+def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
+    judge = rewards(f"{functions}:{function}", seconds=0.3)
+    rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
+    line = 4 if function in ("infinite", "text", "missing") else 5
+    try:
+        with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line}: found .*{why}"):
+            judge.of(rows)
+        if line == 5 and function != "divides":
+            assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
+    finally:
+        judge.close()
+
+
+@pytest.mark.parametrize("text", ["exact", "exact-match=", "exact-match=nan", "f.py", "f.py:", "f.txt:g", "f.py:a-b", ""])
+def test_what_names_no_reward_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"reward: found .*expected one of exact-match, arithmetic"):
+        RewardName.parsed(text)
+
+
+def test_names_are_written_as_they_are_read(functions: Path) -> None:
+    for text in ("exact-match", "regex=0.5", f"{functions}:cats", f"{functions}:cats=-2"):
+        assert str(RewardName.parsed(text)) == text
+    with pytest.raises(OptionError, match="readable file"):
+        rewards(f"{functions.parent / 'none.py'}:cats")
+
+
+def base_of(folder: Path, **changes: Any) -> Path:
+    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32, **changes))
+    save_tokenizer(base)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return base
+
+
+@pytest.mark.parametrize("fitness", Fitness)
+def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, functions: Path, tmp_path: Path) -> None:
+    base, eps, q, new = base_of(tmp_path), 0.1, 3, 5
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = open_checkpoint(base)
+    rows = read_dataset(tmp_path / "rows.jsonl", tokenizer, sequence_length=32, keeps_sources=True)
+    options = RewardOptions(reward=(f"{functions}:cats", "length=0.5"), max_new_tokens=new)
+    task = RewardTask(
+        model, rows, TaskOptions(objective="reward", pad=0, batch_size=4, rewards=options, tokenizer=tokenizer)
+    )
+    task.prepare(lambda: Replayer(model), list)
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loop = StackedLoop(whole, 2, 2, Distribution.RADEMACHER)
+    moved = False
+    estimator = EvolutionStrategies(lr=0.02, zo_eps=eps, q=q, perturb_in_place=False, fitness=fitness)
+    noise, perturbation = PhiloxNoise(Distribution.RADEMACHER), LowRankPerturbation(rank=2, period=2)
+    with ZOEngine(model, estimator, noise=noise, perturbation=perturbation) as engine:
+        for step in range(3):
+            seeds = [at.seed for at in engine.ask()][::2]
+            result: Any = task.step(engine, rows.rows, {})
+            losses = []
+            for seed in seeds:
+                for shift in (1.0, -1.0):
+                    member: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+                    for name, weights in loop.weights().items():
+                        drawn = loop.draw(name, seed, len(weights), *([2] if weights.dim() == 2 else []))
+                        change = drawn if weights.dim() == 1 else drawn @ loop.shared(name, step // 2).T
+                        member.get_parameter(name).data = weights + shift * eps * change
+                    total = 0.0
+                    for row in ROWS:
+                        prompt = tokenizer(row["prompt"])["input_ids"]
+                        [tokens] = by_hugging_face(member, [prompt], new, tokenizer.eos_token_id)
+                        text = tokenizer.decode(tokens, skip_special_tokens=True)
+                        total += row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[operator, arg-type, union-attr]
+                        total -= 0.5 * len(text) / 100
+                    losses.append(-total / 4)
+            assert result.losses == pytest.approx(losses, rel=1e-14), "sums of the same rewards"
+            losses = list(result.losses)
+            if fitness is Fitness.RANKS:
+                order = sorted(losses)
+                mean_rank = {loss: statistics.fmean(i for i, other in enumerate(order) if other == loss) for loss in losses}
+                scores = [mean_rank[loss] / (2 * q - 1) - 0.5 for loss in losses]
+            else:
+                deviation = statistics.pstdev(losses)
+                scores = [(loss - statistics.fmean(losses)) / deviation for loss in losses]
+            grads = [(scores[i] - scores[i + 1]) / 2 for i in range(0, 2 * q, 2)]
+            assert result.projected_grads == tuple(grads)
+            moved = moved or any(grads)
+            loop.updates += [(seed, grad, 0.02 / q) for seed, grad in zip(seeds, grads, strict=True)]
+            loop.ends.append(len(loop.updates))
+            assert task.measured()["reward"] == pytest.approx(-statistics.fmean(losses))
+        expected = loop.weights()
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, expected[name])
+        assert engine.version == 3
+    task.close()
+    assert moved
+
+
+def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    tokenizer, model = AutoTokenizer.from_pretrained(base), open_checkpoint(base)
+    rows = read_dataset(tmp_path / "rows.jsonl", tokenizer, sequence_length=32, keeps_sources=True)
+    options = RewardOptions(reward=("length",), max_new_tokens=4, max_drift=0.05)
+    task = RewardTask(
+        model, rows, TaskOptions(objective="reward", pad=0, batch_size=2, rewards=options, tokenizer=tokenizer)
+    )
+    task.prepare(lambda: Replayer(model), list)
+    estimator = EvolutionStrategies(lr=0.2, zo_eps=0.1, q=2, perturb_in_place=False)
+    with ZOEngine(model, estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2)) as engine:
+        assert task.drift(engine) == 0.0
+        for _ in range(10):
+            task.step(engine, rows.rows[:2], {})
+        with pytest.raises(DivergenceError, match=r"step 10: found a drift of .*--max-drift"):
+            task.step(engine, rows.rows[:2], {})
+        assert engine.version == 10, "a step that is refused is not taken"
+        drift = task.drift(engine)
+        engine.export(tmp_path / "out")
+    task.close()
+    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, tmp_path / "out"))
+    sums, count = 0.0, 0
+    for row in ROWS:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        [tokens] = by_hugging_face(before, [prompt], 4, tokenizer.eos_token_id)
+        ids = torch.tensor([[*prompt, *tokens]])
+        for sign, whole in ((1, before), (-1, after)):
+            log = whole(ids).logits.detach()[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+            sums += sign * float(log.gather(1, ids[0, len(prompt) :, None]).sum())
+        count += len(tokens)
+    assert drift == pytest.approx(sums / count, rel=1e-4)
+    assert drift > 0.05
+
+
+def asked(folder: Path, reward: str, **changes: object) -> list[object]:
+    given: dict[str, object] = {"model": folder / "base", "data": folder / "rows.jsonl", "output": folder / "run"}
+    given |= {"reward": reward, "estimator": "es", "queries": 3, "rank": 2, "lr": 0.02, "zo_eps": 0.1, "steps": 6}
+    given |= {"batch_size": 3, "max_new_tokens": 5, "temperature": 0.8, "seed": 3, **changes}
+    return ["train", *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))]
+
+
+def test_a_run_writes_rewards_and_a_resumed_one_has_its_bits(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    reward = f"{functions}:cats"
+    evaluated: dict[str, object] = {"evaluation": tmp_path / "rows.jsonl", "evaluate_every": 3, "samples": 2}
+    whole = run_here(*asked(tmp_path, reward, output=tmp_path / "whole", **evaluated))
+    assert whole.status == 0, whole
+    assert run_here(*asked(tmp_path, reward, steps=3, **evaluated)).status == 0
+    assert run_here("train", "--resume", tmp_path / "run", "--steps", 6).status == 0
+    records = [
+        [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
+        for name in ("whole", "run")
+    ]
+    assert [line for line in records[0] if "seeds" in line] == [line for line in records[1] if "seeds" in line]
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (
+        tmp_path / "whole/model/model.safetensors"
+    ).read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
+    assert all({"reward", "best_reward", "completion_tokens", "generated_tokens"} <= row.keys() for row in steps)
+    assert all(row["reward"] == pytest.approx(-statistics.fmean(row["losses"])) for row in steps)
+    assert len({row["reward"] for row in steps}) > 1
+    assert evaluations[0]["evaluation_drift"] == 0.0 == steps[0]["drift"]
+    assert evaluations[-1]["evaluation_reward"] == -evaluations[-1]["evaluation_loss"]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert sorted({sample["step"] for sample in samples}) == [0, 3, 6]
+    main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    for words in ("<h2>Rewards</h2>", "completion tokens", "drift", "reward"):
+        assert words in page
+
+
+def test_two_workers_share_the_population(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    command = asked(tmp_path, f"{functions}:cats", steps=3)
+    assert run_here(*asked(tmp_path, f"{functions}:cats", steps=3, output=tmp_path / "alone")).status == 0
+    crew = Crew(tmp_path / "crew", 2)
+    try:
+        ended = crew.run(*command)
+    finally:
+        crew.close()
+    assert all(own.status == 0 for own in ended), ended
+    names = ("alone", "run", "run.worker-1")
+    alone, first, second = ((tmp_path / name / "journal.jsonl").read_text().splitlines() for name in names)
+    assert first == second
+    grads = [[json.loads(line)["projected_grads"] for line in lines if "seeds" in line] for lines in (alone, first)]
+    assert grads[0] == grads[1]
+
+
+def test_a_function_of_a_run_from_elsewhere_is_named_again(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    reward = f"{functions}:cats"
+    assert run_here(*asked(tmp_path, reward, steps=2)).status == 0
+    resumed = ["train", "--resume", str(tmp_path / "run"), "--steps", "3"]
+    moved = tmp_path / "moved.py"
+    functions.rename(moved)
+    assert "reward: found" in refusal(*resumed)
+    assert "--reward FILE.py:function" in refusal(*resumed)
+    moved.write_text(FUNCTIONS + "\n# changed\n")
+    assert "other digests" in refusal(*resumed, "--reward", f"{moved}:cats")
+    moved.write_text(FUNCTIONS)
+    assert run_here(*resumed, "--reward", f"{moved}:cats").status == 0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    base_of(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"objective": "exact-match"}, "reward"),
+        ({"micro_batch_size": 1}, "micro_batch_size"),
+        ({"max_new_tokens": 30}, "max_new_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"reward_seconds": 0}, "reward_seconds"),
+        ({"reward_memory": "much"}, "reward_memory"),
+        ({"max_drift": -1}, "max_drift"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0.5, "temperature": 0}, "top_p"),
+        ({"estimator": "mezo", "fitness": "ranks"}, "fitness"),
+        ({"reward": "exact"}, "reward"),
+    ],
+)
+def test_options_that_have_no_effect_or_no_sense_are_refused(changes: dict[str, object], named: str, run: Path) -> None:
+    command = asked(run, str(changes.pop("reward", "length")), **changes)
+    assert refusal(*map(str, command)).startswith(f"zo2: --{named.replace('_', '-')}: ")
+    assert not (run / "run").exists()
+
+
+def test_options_of_rewards_need_a_reward(run: Path) -> None:
+    command = [str(word) for word in asked(run, "length") if word not in ("--reward", "length")]
+    assert "--max-new-tokens: found 5 without --reward" in refusal(*command)
