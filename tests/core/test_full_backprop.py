@@ -432,14 +432,15 @@ def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
             time.sleep(0.02)  # longer than a segment's passes
             super().apply(*given, **named)
 
-    found = []
+    losses: list[list[float]] = []
+    kept: list[Any] = []
     for update in (LOMO(weight_decay=0.1), Slow(weight_decay=0.1)):
         with FullBackpropEngine(open_checkpoint(base), Delayed(update), lr=rate("lomo"), memory=memory()) as engine:
-            found.append([engine.step(batch).loss for batch in rows])
-            found.append(engine.state_dict()["optimizer"])
-    assert found[0] == found[2]
-    for segment, states in found[1].items():
-        assert all(torch.equal(value, found[3][segment][name]) for name, value in states.items())
+            losses.append([engine.step(batch).loss for batch in rows])
+            kept.append(engine.state_dict()["optimizer"])
+    assert losses[0] == losses[1]
+    for segment, states in kept[0].items():
+        assert all(torch.equal(value, kept[1][segment][name]) for name, value in states.items())
 
 
 def test_only_updates_of_all_segments_are_delayed() -> None:
