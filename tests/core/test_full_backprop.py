@@ -38,6 +38,7 @@ from zo2core import (
     OptionError,
     TorchOptimizer,
 )
+from zo2core.methods.loss_scale import LossScale
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
@@ -245,6 +246,27 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
             assert changed == set(engine._trained.names_of(segment))
             leaves = engine._method._visits.leaves
             assert next(index for index, names in enumerate(leaves) if names) == segment
+
+
+def test_badam_begins_each_turn_with_a_new_optimizer(tmp_path: Path) -> None:
+    """Over two epochs, in which each segment has two turns."""
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=1), torch.bfloat16)
+    model, whole, steps = open_checkpoint(base, precision="exact"), WholeModel(base), 13
+    update = BAdam(ADAMW, every=EVERY, seed=SEED)
+    trained = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    assert len(trained) == 3
+    segments = [next(iter(update.segments(step, trained))) for step in range(0, steps, EVERY)]
+    turns = [[spec.name for spec in model.layouts[segment].parameters] for segment in segments]
+    loop = BlockCoordinateLoop(whole, ADAMW, turns, EVERY, None, None)
+    with FullBackpropEngine(model, update, lr=rate("badam"), memory=memory()) as engine:
+        for step in range(steps):
+            batch = make_batch(40, [7, 5], seed=step)
+            loop.begin()
+            whole.backward([batch])
+            loop(rate("badam")(step))
+            engine.step(batch)
+            for name, value in engine.parameters_now():
+                assert torch.equal(value, whole.parameters[name].detach()), (step, name)
 
 
 def test_a_step_that_is_refused_before_an_update_changes_nothing(base: Path) -> None:
@@ -532,6 +554,18 @@ def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
             engine.step(rows, forward=Joint())
             results.append(weights(engine))
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items()), "powers of two change no bit"
+
+
+@given(overflows=st.lists(st.booleans(), max_size=60), interval=st.integers(1, 4))
+def test_the_scale_changes_as_torch_changes_it(overflows: list[bool], interval: int) -> None:
+    scaling = LossScaling(initial=2.0**90, growth=4.0, backoff=0.25, interval=interval)  # never at the least scale of 1
+    ours, scale, tracker = LossScale(scaling), torch.tensor(2.0**90), torch.zeros((), dtype=torch.int32)
+    for overflowed in overflows:
+        ours.update(overflowed=overflowed)
+        found = torch.tensor(float(overflowed))
+        torch._amp_update_scale_(scale, tracker, found, 4.0, 0.25, interval)
+        assert ours.scale == scale.item()
+        assert ours.values()["good_steps"] == tracker.item()
 
 
 def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
