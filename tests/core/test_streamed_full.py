@@ -378,3 +378,28 @@ def test_bytes_of_another_journal_are_not_used(base: Path, tmp_path: Path) -> No
         (tmp_path / "other" / name).write_bytes((tmp_path / "one" / name).read_bytes())
     with streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3) as engine:
         assert engine.version == 0, "the steps are repeated from the base"
+
+
+@pytest.mark.parametrize("call", ["sync", "write"])
+def test_a_commit_that_fails_closes_the_engine_and_leaves_the_one_before(
+    call: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, expected = resident(base, case="adamw", steps=5)
+    engine = streamed(base, tmp_path / "run", 2, "adamw")
+    for batch in BATCHES[:2]:
+        engine.step(batch)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RangedFile, call, full)
+        with pytest.raises(ScratchError, match="no space left"):
+            engine.step(BATCHES[2])
+        with pytest.raises(ClosedError):
+            engine.step(BATCHES[2])
+        engine.close()
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        assert engine.version == 2
+        assert [engine.step(batch).loss for batch in BATCHES[2:5]] == losses[2:]
+        assert equal(weights(engine), expected)
