@@ -95,6 +95,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
     )
     save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
+    [runs] = [text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"]
+    (folder / "runs.yaml").write_text(runs)
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
     for name in ("reviews", "held-out"):
         rows = (f"the {word},{'good' if number % 2 else 'bad'}\n" for number, word in enumerate(WORDS[2:] * 3))

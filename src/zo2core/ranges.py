@@ -57,7 +57,7 @@ def require_number(
     Raises:
         OptionError: naming the option.
     """
-    is_number = isinstance(value, Real)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and above < value < below and least <= value <= most:
         return
     bounds = [("above", above), ("of at least", least), ("below", below), ("of at most", most)]

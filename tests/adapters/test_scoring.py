@@ -16,7 +16,7 @@ from zo2adapters.cli import main
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import read_choices
 from zo2adapters.tasks.row_files import format_of
-from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
 from zo2adapters.tasks.tokenizer import load_tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -256,6 +257,34 @@ def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
     assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
 
 
+def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
+    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
+) -> None:
+    shared, engines = four
+    broken = engines["exact"]
+    assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
+    # The second sweep replays the first step's update into the adapter, and fails before it says so.
+    with patch.object(broken._parts.update_loss, "sample", side_effect=ArithmeticError("broken")):
+        assert isinstance(shared.step({broken: batch_of(0, 1)})[broken], ArithmeticError)
+    assert not isinstance(shared.step({broken: batch_of(0, 1)})[broken], Exception)
+    assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
+
+
+def test_functions_run_one_at_a_time_and_in_order(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    shared, engines = four
+    events: list[str] = []
+
+    def run(name: str) -> None:
+        for step in range(2):
+            events.append(name)
+            time.sleep(0.01)
+            events.append(name)
+            engines[name].step(batch_of(0, step))
+
+    shared.together({name: partial(run, name) for name in engines})
+    assert events == [name for name in engines for _ in range(2)] * 2
+
+
 def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
     with patch.object(SegmentLoader, "load", side_effect=OSError("gone")):
@@ -382,6 +411,16 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mappin
             results = shared.step({engine: batch_of(0, 1) for engine in (broken, healthy)})
             assert isinstance(results[broken], CheckpointError)
             assert not isinstance(results[healthy], Exception)
+
+
+def test_a_base_may_be_named_by_other_paths(
+    bases: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(bases["llama"])
+    monkeypatch.chdir(bases["llama"].parent)
+    with SharedBase(open_checkpoint(bases["llama"])) as shared:
+        for path in (Path("llama"), tmp_path / "link"):
+            low_rank(path, 0, shared=shared).close()
 
 
 def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:

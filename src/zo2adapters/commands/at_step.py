@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
@@ -12,15 +14,17 @@ from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
+from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, SharedBase, Workers
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,37 @@ class AtStep:
         model_options = replace(self.model_options, **alone)
         return AtStep(model=self.model, model_options=model_options, resources=self.resources)
 
+    def of_other(self, directory: Path) -> AtStep:
+        """Another run, or a saved adapter, of the same base. Call it on what ``resolved`` returned."""
+        if (directory / OPTIONS).exists():
+            return AtStep(run_directory=directory, resources=self.resources).resolved()
+        alone = self.without_learning()
+        return replace(alone, model_options=replace(alone.model_options, adapter=directory)).resolved()
+
+    @property
+    def reads_base_only(self) -> bool:
+        """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
+        from zo2adapters.trainers.shared_runs import can_share
+
+        if self.run_directory is not None:
+            return can_share(RunDirectory.options(self.run_directory))
+        return self.journal is None and self.model_options.head == "causal-lm"
+
+    @contextmanager
+    def shared_base(self, others: Sequence[AtStep]) -> Iterator[SharedBase | None]:
+        """Open the base for this step and others, so that each pass over the blocks serves all.
+
+        Yields:
+            The base; None if there are no others, or one changes the base's weights.
+        """
+        if not others or not all(at.reads_base_only for at in (self, *others)):
+            yield None
+            return
+        resources = self.resources
+        memory = MemoryPolicy(host=resources.memory, device=resources.device_memory)
+        with SharedBase(self.without_learning().open_model(), device=resources.device, memory=memory) as shared:
+            yield shared
+
     def _base_of_adapter(self) -> str | None:
         """The base that a saved adapter names, for a command without --model; None if there is none."""
         adapter = self.model_options.adapter
@@ -139,6 +174,7 @@ class AtStep:
         micro_batch_size: int | None = None,
         trace: Path | None = None,
         workers: Workers | None = None,
+        shared: SharedBase | None = None,
     ) -> Runner:
         """Build a runner whose weights are those of the step.
 
@@ -148,6 +184,7 @@ class AtStep:
             micro_batch_size: Rows that run at a time; None runs a whole batch.
             trace: File for a trace of every sweep.
             workers: Workers that share the evaluation.
+            shared: The base that other steps use at the same time; None: it is read for this one alone.
 
         Raises:
             JournalError: if there is no journal, or it belongs to another base.
@@ -163,13 +200,17 @@ class AtStep:
             journal = journal.until(self.at)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
-        resources = self.resources
+        resources, limits = self.resources, {}
+        if shared is None:
+            limits = {"host": resources.memory, "device": resources.device_memory}
         common: Any = {
-            "memory": MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=activation_bytes),
+            "memory": MemoryPolicy(**limits, activations=activation_bytes),
             "device": local_device(resources.device, workers),
             "micro_batch_size": micro_batch_size,
             "trace": worker_trace(trace, workers),
         }
+        if shared is not None:
+            common["shared"] = shared
         if journal is None or journal.is_replayable:
             return Replayer(model, journal, workers=workers, **common)
         return self._at_snapshot(model, journal, workers, common)
@@ -213,6 +254,22 @@ class WritesDirectory(AtStep):
         if self.output.is_dir() and any(self.output.iterdir()):
             return f"{self.output} is complete"
         return f"{self.output} was not written; run the same command again to write it"
+
+
+def run_together(runs: Mapping[str, Callable[[], T]], shared: SharedBase | None) -> dict[str, T]:
+    """Run functions of several models: together if they share their base, else one after the other.
+
+    Raises:
+        Exception: the first that one of them raised.
+    """
+    if shared is None:
+        return {name: run() for name, run in runs.items()}
+    results: dict[str, T] = {}
+    for name, result in shared.together(runs).items():
+        if isinstance(result, Exception):
+            raise result
+        results[name] = result
+    return results
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

@@ -6,17 +6,18 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from zo2adapters.commands.at_step import AtStep
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.commands.at_step import AtStep, run_together
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import NonFiniteLossError, OptionError, Runner, Workers
+from zo2core import NonFiniteLossError, OptionError, Runner, SharedBase, Workers
 from zo2core.planning.host_budget import parse_size
 from zo2core.ranges import require_whole
 
@@ -38,6 +39,9 @@ class Evaluate(AtStep):
     answers. A model with another --head takes rows with text and label. By default the rows that the run evaluated."""
     beside_base: Annotated[bool, tyro.conf.arg(name="base")] = True
     """Evaluate the base, too, and print both in a table, for a run or an adapter."""
+    others: tuple[Path, ...] = ()
+    """Further runs, or directories with saved adapters, of the same base, to compare on the same rows. All share each pass
+    over the blocks if they only read the base: adapters, and runs with --rank."""
     rows: RowOptions = field(default_factory=RowOptions)
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
@@ -66,7 +70,6 @@ class Evaluate(AtStep):
         return replace(self, rows=replace(saved.rows, **changes), batching=replace(self.batching, sequence_length=length))
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.row_format import RowFormat
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.run_notices import length_notices
 
@@ -81,13 +84,19 @@ class Evaluate(AtStep):
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         for line in length_notices(rows) if is_first(workers) else ():
             print(line, file=sys.stderr)
-        name, evaluated = self._evaluated(at, model, rows, tokenizer, workers)
-        columns = [(name, evaluated)]
+        others = [(path.name, at.of_other(path)) for path in self.others]
         if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
-            base = at.without_learning()
-            model = base.open_model(loss_chunk=self.batching.loss_chunk)
-            without_trace = replace(self, trace=None)
-            columns.insert(0, ("base", without_trace._evaluated(base, model, rows, tokenizer, workers)[1]))
+            others.insert(0, ("base", at.without_learning()))
+        sharing = [one for _, one in others] if workers is None and self.trace is None else []
+        with at.shared_base(sharing) as shared:
+            runs = {"": partial(self._evaluated, at, model, rows, tokenizer, workers, shared)}
+            for name, other in others:
+                without_trace, opened = replace(self, trace=None), other.open_model(loss_chunk=self.batching.loss_chunk)
+                runs[name] = partial(without_trace._evaluated, other, opened, rows, tokenizer, workers, shared)
+            results = run_together(runs, shared)
+        name, evaluated = results.pop("")
+        columns = [(name, evaluated), *((name, result) for name, (_, result) in results.items())]
+        columns.sort(key=lambda column: column[0] != "base")  # the base comes first
         if is_first(workers):
             print(_table(columns) if len(columns) > 1 else _line(evaluated))
 
@@ -100,7 +109,6 @@ class Evaluate(AtStep):
         """
         from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
-        from zo2adapters.tasks.row_format import RowFormat
 
         length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
         self.rows.require_valid(takes_labels=not is_causal)
@@ -140,33 +148,40 @@ class Evaluate(AtStep):
         return rows
 
     def _evaluated(
-        self, at: AtStep, model: HFBlockModel, rows: EvaluationRows, tokenizer: Any, workers: Workers | None
+        self,
+        at: AtStep,
+        model: HFBlockModel,
+        rows: EvaluationRows,
+        tokenizer: Any,
+        workers: Workers | None,
+        shared: SharedBase | None,
     ) -> tuple[str, Evaluated]:
         """Evaluate one model, and say what it is."""
         from zo2adapters.tasks.measures import Measuring, measured, units_of
-        from zo2adapters.tasks.row_format import RowFormat
         from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
 
         total, unit = units_of(rows)
         batching = self.batching
         # Texts with labels take no micro-batches: each batch's loss is the model's own.
         size = (batching.micro_batch_size or batching.batch_size) if at.model_options.head != "causal-lm" else None
-        with self._engine(at, model, rows.longest, workers) as engine:
+        with self._engine(at, model, rows.longest, workers, shared) as engine:
             name = "base" if at.model_options.adapter is None else name_of(at.model_options.adapter)
             name = name if at.journal is None else f"step {engine.version}"
             quiet = not is_first(workers)
             with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
                 progress = bar.update
                 if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
-                    shared = SharedSweeps(bar)
-                    engine.watch(shared.visited)
-                    progress = shared.took
+                    sweeps = SharedSweeps(bar)
+                    engine.watch(sweeps.visited)
+                    progress = sweeps.took
                 options = Measuring(batch_size=size or batching.batch_size, packed=batching.pack, progress=progress)
                 evaluated = measured(engine, model, rows, tokenizer, options)
             _require_finite(evaluated.finite, model, at)
         return name, evaluated
 
-    def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Runner:
+    def _engine(
+        self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None, shared: SharedBase | None
+    ) -> Runner:
         from zo2adapters.models.footprint import activation_bytes
 
         (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size
@@ -175,7 +190,8 @@ class Evaluate(AtStep):
             if self.activation_memory is None
             else parse_size(self.activation_memory, option="activation_memory")
         )
-        return at.engine(model, activation_bytes=reserved, micro_batch_size=micro_rows, trace=self.trace, workers=workers)
+        given: Any = {"activation_bytes": reserved, "micro_batch_size": micro_rows, "trace": self.trace}
+        return at.engine(model, workers=workers, shared=shared, **given)
 
 
 def _line(evaluated: Evaluated) -> str:

@@ -71,11 +71,7 @@ class Export(WritesDirectory):
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")
 
     def _require_format(self) -> None:
-        """Refuse options of the other format.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse options of the other format."""
         if self.format == "huggingface" and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
             raise OptionError("gguf_type", found=self.gguf_type, expected="auto without --format gguf", remedy=remedy)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from zo2adapters.commands.at_step import AtStep
-from zo2core import NonFiniteLossError
+from zo2adapters.commands.at_step import AtStep, run_together
+from zo2core import NonFiniteLossError, SharedBase
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel
+    from zo2adapters.tasks.next_token import Sampling  # command lines are parsed without importing transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +22,9 @@ class Generate(AtStep):
 
     prompt: tuple[str, ...]
     """Texts to continue; all of them share each pass over the blocks."""
+    others: tuple[Path, ...] = ()
+    """Further runs, or directories with saved adapters, of the same base, which continue the prompts, too. All share each
+    pass over the blocks if they only read the base: adapters, and runs with --rank."""
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
     temperature: float = 0.0
@@ -25,12 +36,9 @@ class Generate(AtStep):
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
-        from zo2adapters.models.footprint import activation_bytes, cache_bytes
-        from zo2adapters.tasks.generation import generate, require_lengths
+        from zo2adapters.tasks.generation import require_lengths
         from zo2adapters.tasks.next_token import sampling_of
-        from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.base_check import require_finite_base
-        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
+        from zo2adapters.tasks.tokenizer import load_tokenizer
 
         drawn = sampling_of(self.temperature, self.top_p, self.seed)
         at = self.resolved()
@@ -38,10 +46,39 @@ class Generate(AtStep):
         model = at.open_model()
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
         require_lengths(model, prompts, self.max_new_tokens)
+        others = [(path.name, at.of_other(path)) for path in self.others]
+        with at.shared_base([other for _, other in others]) as shared:
+            runs = {"": partial(self._continued, at, model, tokenizer, prompts, drawn, shared)}
+            for name, other in others:
+                runs[name] = partial(self._continued, other, other.open_model(), tokenizer, prompts, drawn, shared)
+            results = run_together(runs, shared)
+        for name, continued in results.items():
+            if name:
+                print(f"\n{name}:")
+            for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
+                whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
+                print(text + str(whole)[len(str(prefix)) :])
+
+    def _continued(
+        self,
+        at: AtStep,
+        model: HFBlockModel,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        drawn: Sampling | None,
+        shared: SharedBase | None,
+    ) -> list[list[int]]:
+        """The tokens with which one model continues each prompt."""
+        from zo2adapters.models.footprint import activation_bytes, cache_bytes
+        from zo2adapters.tasks.generation import generate
+        from zo2adapters.tasks.tokenizer import pad_token_id
+        from zo2adapters.trainers.base_check import require_finite_base
+        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
+
         tokens = max(map(len, prompts)) + self.max_new_tokens
         held = cache_bytes(model.config, len(prompts), tokens)
         running = activation_bytes(model.config, len(prompts), tokens, streams=1)
-        with at.engine(model, activation_bytes=held + running) as engine:
+        with at.engine(model, activation_bytes=held + running, shared=shared) as engine:
             continued: list[list[int]] = [[] for _ in prompts]
             made = generate(
                 engine,
@@ -61,6 +98,4 @@ class Generate(AtStep):
             except NonFiniteLossError:
                 require_finite_base(model, at.base())
                 raise
-        for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
-            whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
-            print(text + str(whole)[len(str(prefix)) :])
+        return continued

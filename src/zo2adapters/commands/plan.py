@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
-from zo2adapters.trainers.options import evaluations_due, require_eval_split
+from zo2adapters.trainers.options import EvaluationOptions
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from zo2adapters.trainers.batch_shapes import RowShapes
     from zo2adapters.trainers.device_run_plan import DeviceRunPlan
     from zo2adapters.trainers.run_plan import RunPlan
+    from zo2adapters.trainers.shared_plan import SharedRunsPlan
 
 MOST_WORKERS = 1024  # on one host
+MOST_RUNS = 1024  # of one base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(EvaluationOptions):
     """Print what a run would take in memory, disk and time, without loading the model."""
 
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
@@ -71,15 +73,10 @@ class Plan:
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
-    evaluation: Path | None = None
-    """File to evaluate on, as in zo2 train."""
-    eval_split: float | None = None
-    """Share of the training rows that is evaluated on instead, as in zo2 train."""
-    eval_seed: int = 0
-    """Seed with which --eval-split chooses the rows."""
-    evaluate_every: int | None = None
-    """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
+    runs: int | None = None
+    """Number of equal runs that share their base, as with zo2 train --runs, for a plan of all: how many fit, what one more
+    costs, and from how many on compute is the limit. They train an adapter, or take steps with --rank."""
     max_new_tokens: int | None = None
     """Plan a run with --reward, which generates so many tokens after each row's prompt."""
     steps: int = 1000
@@ -93,15 +90,37 @@ class Plan:
         """Print the plan."""
         write_back = WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)
         self._require_consistent()
-        planned = self._zeroth_order(write_back) if self.method is None else self._first_order(self.method)
+        planned: Any = self._zeroth_order(write_back) if self.method is None else self._first_order(self.method)
+        if self.runs is not None:
+            planned = self._shared(planned, self.runs)
         print(planned.to_json() if self.json else planned.table())
 
-    def _require_consistent(self) -> None:
-        """Refuse options that are out of range, or have no effect together.
+    def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
+        """The plan of several runs that share their base."""
+        from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+        from zo2adapters.trainers.run_plan import step_memory
+        from zo2adapters.trainers.shared_plan import plan_shared_runs
+        from zo2core.engine.backprop_engine import TRAINED_COPIES
+        from zo2core.perturbation import factor_bytes
+        from zo2core.planning.shared_runs import RunNeeds
+        from zo2core.types import trained
 
-        Raises:
-            OptionError: naming the option.
-        """
+        optimization, is_first_order = Optimization(**vars(self.directions)), self.method is not None
+        model, directory = self._opened(precision="exact")
+        shapes = self._shapes(model, directory)
+        if is_first_order:
+            activations, least = reserved_bytes(model, shapes.longest.rows, round(shapes.longest.tokens), shapes.micro_rows)
+            kept = TRAINED_COPIES * sum(spec.nbytes for spec in trained(model.layouts))
+        else:
+            activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
+            kept = factor_bytes(optimization.perturbation, model.layouts)
+        needs = RunNeeds(activations=activations, least=least, kept=kept)
+        base = self if not self.adapter_options.trains_adapter else replace(self, adapter_options=AdapterOptions())
+        base_model, _ = base._opened(precision="exact")
+        return plan_shared_runs(base_model, run, needs, runs=runs, memory=self.memory, passes=2 if is_first_order else 1)
+
+    def _require_consistent(self) -> None:
+        """Refuse options that are out of range, or have no effect together."""
         require_whole("queries", self.directions.queries, 1, MOST_QUERIES)
         require_whole("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
@@ -111,9 +130,19 @@ class Plan:
                 expected="1, because workers with GPUs do not share blocks",
                 remedy="leave one of the two out",
             )
-        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
+        if self.runs is not None:
+            require_whole("runs", self.runs, 1, MOST_RUNS)
+            reads_only = self.directions.rank is not None or self.adapter_options.trains_adapter
+            if self.workers > 1 or self.device_memory is not None or not reads_only:
+                raise OptionError(
+                    "runs",
+                    found=f"{self.runs} with all weights trained, --workers or --device-memory",
+                    expected="runs on the CPU that only read the weights",
+                    remedy="pass --rank 8 or --lora-rank 8, and leave the other options out",
+                )
+        self.require_valid()
         for option in ("evaluation", "eval_split", "evaluate_every"):
-            if getattr(self, option) is not None and (self.data is None or not self._evaluates):
+            if getattr(self, option) is not None and (self.data is None or not self.evaluates):
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
@@ -172,7 +201,7 @@ class Plan:
             write_back=write_back,
             workers=self.workers,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
         )
 
     def _first_order(self, method: OptimizerName) -> RunPlan:
@@ -202,21 +231,12 @@ class Plan:
             self._shapes(model, directory),
             memory=self.memory,
             steps=self.steps,
-            evaluations=self._evaluations,
+            evaluations=self.evaluations(self.steps),
             update=None if self.adapter_options.trains_adapter else self._update(method),
             scratch=self.scratch,
             streams=self.stream_blocks,
             commit_every=self.snapshot_every or 1,
         )
-
-    @property
-    def _evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.evaluation is not None or self.eval_split is not None
-
-    @property
-    def _evaluations(self) -> int:
-        return evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
         """The model, opened with these options as well, and its directory."""

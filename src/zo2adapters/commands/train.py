@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import REWARD, function_file
@@ -88,6 +89,10 @@ class Train(RunOptions):
     from_step: int | None = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
     may have other --steps, --lr and the like. This is how steps are undone."""
+    runs: Path | None = None
+    """YAML file that trains several runs of one model at once, which share each pass over its blocks: a line for each run,
+    such as small: {lr: 1e-4}, with the options in which it differs from this command. Each has a directory in --output, and
+    can be continued alone; the same command continues all. They train adapters by any method, or with --rank."""
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
@@ -215,6 +220,9 @@ class Train(RunOptions):
 
     def run(self) -> None:
         """Train, and print where the result is."""
+        if self.runs is not None:
+            self._train_together(self.runs)
+            return
         if self.task is not None:
             self._train_on_benchmark(self.task)
             return
@@ -222,6 +230,35 @@ class Train(RunOptions):
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
         with self.worker_options.workers() as workers:
             self._train(workers)
+
+    def _train_together(self, runs: Path) -> None:
+        """Train several runs, each with this command's options but for those in which it differs."""
+        for option in ("task", "resume", "from_step", "shots"):
+            if getattr(self, option) is not None:
+                expected = "none with --runs, whose runs continue by the same command"
+                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        if torchrun_rank() is not None:
+            raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
+        if self.output is None:
+            raise OptionError("output", found="nothing", expected="a directory for all runs", remedy="pass a new directory")
+        if self.execution != Execution():
+            raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
+        planned = []
+        for name, values in read_differences(runs).items():
+            command = replace(self, runs=None, output=self.output / name)
+            arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
+            if holds_run(self.output / name):
+                saved = replace(command, resume=self.output / name).saved_command()
+                assert saved is not None, "a run is there"
+                command = replace(saved, steps=self.steps, storage=self.storage)
+            options = parse_options("train", Train, arguments, default=command).options()
+            if options.optimization.lr == "auto":
+                expected = "a number with --runs, each of whose runs has its own"
+                raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
+            planned.append(PlannedRun(name=name, options=options, resume=command.resume is not None))
+        if not planned:
+            raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
+        train_together(planned, self.output)
 
     def _train_on_benchmark(self, task: str) -> None:
         if self.resume is not None:
@@ -270,7 +307,7 @@ class Train(RunOptions):
                     return
                 exported = trainer.run()
             except KeyboardInterrupt:
-                print(f"\n{trainer.ways_on()}", file=sys.stderr)
+                print(f"\n{trainer.how_to_continue()}", file=sys.stderr)
                 raise
             for notice in (trainer.divergence(), trainer.best_evaluation()):
                 if notice is not None:

@@ -123,12 +123,6 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             Path(self.args.output_dir if output_dir is None else output_dir), weights=True, write_others=self._write_settings
         )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        self._load(Path(self.state.best_model_checkpoint))
-
     def _load(self, checkpoint: Path) -> None:
         """Load the adapter of a checkpoint."""
         model, engine = self.block_model, self.engine

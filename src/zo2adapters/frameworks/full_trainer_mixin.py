@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, Trainer
 
 from zo2adapters.frameworks.saved_run import save_files, write_token_ids
-from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
+from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
     LOMO,
@@ -36,7 +36,7 @@ from zo2core.checkpoint import Snapshot, Snapshots
 _SUPPORTED = frozenset({"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"})
 
 
-class FullBackpropTrainerMixin(StreamedTrainerMixin):
+class FullBackpropTrainerMixin(EngineStepsMixin):
     """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer): pass``.
 
     ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's whose state belongs to single
@@ -56,8 +56,6 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
         OptionError: if an argument is not supported.
         ZO2Error: as ``open_checkpoint`` and ``FullBackpropEngine`` say.
     """
-
-    optimizer: Any
 
     def __init__(
         self,
@@ -119,12 +117,6 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
         self._grad_norm = result.grad_norm
         return result.loss
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
-        return self.optimizer
-
     def floating_point_ops(self, inputs: Any) -> int:
         """Eight operations per parameter and token: two forward passes, and gradients of activations and weights."""
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
@@ -141,9 +133,6 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
                 remedy="pass precompute_ref_log_probs=True, or train an adapter",
             )
         yield self.engine
-
-    def _present_lr(self, step: int) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
         def write(written: Path) -> None:
@@ -165,12 +154,6 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
             engine = self.engine
             _snapshots(directory).write(Snapshot(engine.steps, engine.state_dict()))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        self._load(Path(self.state.best_model_checkpoint))
-
     def _load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint.
 
@@ -180,9 +163,6 @@ class FullBackpropTrainerMixin(StreamedTrainerMixin):
         snapshots = _snapshots(checkpoint)
         step = max(snapshots.steps, default=0)
         self.engine.load_state_dict(snapshots.read(step).state)
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         return self._grad_norm

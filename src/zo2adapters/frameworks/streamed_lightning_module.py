@@ -29,11 +29,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         """The engine that runs the model, at the present weights."""
 
     def require_whole_steps(self) -> None:
-        """Refuse gradient accumulation by Lightning, which would take each batch through all blocks by itself.
-
-        Raises:
-            OptionError: naming the argument.
-        """
+        """Refuse gradient accumulation by Lightning, which would take each batch through all blocks by itself."""
         asked = self.trainer.accumulate_grad_batches
         if self.trainer.state.fn == "fit" and asked not in WHOLE_STEPS:
             raise OptionError(

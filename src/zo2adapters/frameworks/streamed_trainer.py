@@ -105,6 +105,16 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             write_others: Writes the other files of the checkpoint into a directory that has the files written so far.
         """
 
+    @abstractmethod
+    def _load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load(Path(self.state.best_model_checkpoint))
+
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train. Batches of a step that an earlier call left unfinished are dropped."""
         self._accumulated = []
@@ -209,6 +219,24 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         if adds_up is None:
             adds_up = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
         return TrainerLoss(self.block_model, partial(self.compute_loss, num_items_in_batch=num_items), adds_up=adds_up)
+
+
+class EngineStepsMixin(StreamedTrainerMixin):
+    """A mixin whose engine takes the steps itself, at the learning rate of the trainer's schedule."""
+
+    optimizer: Any
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None
+
+    def _present_lr(self, step: int) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
-from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
+from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
@@ -27,7 +27,7 @@ from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
 _SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in the journal, in a trainer's state
 
 
-class ZOTrainerMixin(StreamedTrainerMixin):
+class ZOTrainerMixin(EngineStepsMixin):
     """Gives a Hugging Face trainer zeroth-order steps: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
 
     Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
@@ -50,8 +50,6 @@ class ZOTrainerMixin(StreamedTrainerMixin):
             precision than the arguments ask for. ``max_grad_norm`` has no effect: there is no gradient to clip.
         ZO2Error: as ``open_checkpoint`` and ``ZOEngine`` say.
     """
-
-    optimizer: Any
 
     def __init__(
         self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
@@ -96,12 +94,6 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
         return result.loss
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
-        return self.optimizer
-
     def floating_point_ops(self, inputs: Any) -> int:
         """Two operations per parameter, token and evaluation; there is no backward pass."""
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
@@ -139,9 +131,6 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         with Replayer(self.block_model, journal.until(0), device=str(self.args.device), memory=self.zo.memory) as replayer:
             yield replayer
 
-    def _present_lr(self, step: int) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
     def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
         def write(written: Path) -> None:
             if weights:
@@ -160,14 +149,8 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         self.state.stateful_callbacks[_SAVED] = {"args": {}, "attributes": {_VERSION: self.engine.version}}
         super()._save_checkpoint(model, trial)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.rewind(_saved_journal(Path(resume_from_checkpoint)))
-
-    def _load_best_model(self) -> None:
-        self.rewind(_saved_journal(Path(self.state.best_model_checkpoint)))
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None
+    def _load(self, checkpoint: Path) -> None:
+        self.rewind(_saved_journal(checkpoint))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         return self._projected_grad

@@ -32,7 +32,7 @@ from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
+from zo2adapters.models.matching import Matched, load_buffers, match_tensors, require_dtype
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2adapters.models.peft_kinds.reader import AdapterReader
 from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
@@ -109,22 +109,21 @@ def open_checkpoint(
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     files: ModelFiles = GGUFModel(directory) if is_gguf(directory) else _DirectoryFiles(directory)
-    config, checkpoint_dtype = files.config, files.dtype  # building the model sets the config's dtype
+    checkpoint_dtype = files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
-    model_class: type[HFBlockModel] = (
-        HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
-    )
+    model_class = _model_class(files.config, kind)
     if adapter_config is not None:
-        _require_adapter_fits(adapter_config, chosen, model_class, where=f"model type {config.model_type}, head {head}")
+        where = f"model type {files.config.model_type}, head {head}"
+        _require_adapter_fits(adapter_config, chosen, model_class, where=where)
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
         require_dtype(matched.parameters, skeleton, chosen.stored)
-    stored_differently = matched.stored_differently(skeleton.base_model_prefix)
+    saved_form = _saved_form(matched, skeleton)
     pieces, encodings = encodings_of(matched.parameters, encoded)
     opened: OpenedAdapter | None = None
     if adapter is not None and adapter_config is not None:
@@ -136,21 +135,37 @@ def open_checkpoint(
     if export_dtype != "auto":
         exported = _dtype(export_dtype, files)
     rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
-    parts = {name: tuple(piece.saved_part for piece in those) for name, those in stored_differently.items()}
-    reader = files.reader(pieces)
     options: dict[str, Any] = {
         "formats": _formats(chosen, encodings, pieces, opened),
-        "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
+        "saved_form": saved_form,
         "export_dtype": exported if rounds else None,
     }
     if kind is CAUSAL_LM:
-        options["loss_chunk"] = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    make: Callable[..., HFBlockModel] = model_class
-    leading: list[Any] = [] if kind is CAUSAL_LM else [kind]  # arguments before those of HFBlockModel
-    if opened is not None:
-        make, leading = opened.kind.model_classes[model_class], [opened, *leading]
-        reader = AdapterReader(reader, opened)
-    return make(*leading, skeleton, architecture, reader, files.companions(skeleton, exported), **options)
+        options["loss_chunk"] = _loss_chunk(files.config, chosen) if loss_chunk == "auto" else loss_chunk
+    make, reader = _factory(model_class, kind, opened), files.reader(pieces)
+    reader = reader if opened is None else AdapterReader(reader, opened)
+    return make(skeleton, architecture, reader, files.companions(skeleton, exported), **options)
+
+
+def _model_class(config: PretrainedConfig, kind: Head) -> type[HFBlockModel]:
+    """The class of models with this config and this head, without an adapter."""
+    if kind is not CAUSAL_LM:
+        return HFHeadModel
+    return HFVisionModel if reads_images(config) else HFBlockModel
+
+
+def _factory(model_class: type[HFBlockModel], kind: Head, opened: OpenedAdapter | None) -> Callable[..., HFBlockModel]:
+    """The function that makes the model, from the arguments of ``HFBlockModel``."""
+    make: Callable[..., HFBlockModel] = model_class if opened is None else opened.kind.model_classes[model_class]
+    leading = [*([] if opened is None else [opened]), *([] if kind is CAUSAL_LM else [kind])]
+    return partial(make, *leading)
+
+
+def _saved_form(matched: Matched, skeleton: PreTrainedModel) -> SavedForm:
+    """How the checkpoint stores parameters that have other names or parts in the model, and its buffers."""
+    stored = matched.stored_differently(skeleton.base_model_prefix)
+    parts = {name: tuple(piece.saved_part for piece in pieces) for name, pieces in stored.items()}
+    return SavedForm(parts, load_buffers(matched.buffers, skeleton))
 
 
 def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location
 from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard

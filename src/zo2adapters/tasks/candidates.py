@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import at_row, location
 from zo2adapters.tasks.rows import TOO_LONG, FileRows, completion_ids, converted_rows, is_dropped, require_kept
 from zo2core import DataError

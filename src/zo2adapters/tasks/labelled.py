@@ -15,8 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location
 from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept
 from zo2core import DataError, OptionError

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.candidates import Choice, Choices, read_choice_rows, row_error
-from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.rows import tokenized_row
 
 _KEYS = ("prompt", "chosen", "rejected")

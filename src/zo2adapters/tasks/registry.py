@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowFormat
 from zo2core import OptionError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Options that say how the rows of a data file become rows to train on: columns, a prompt's template, labels, lengths."""
+"""The formats of rows, and the options that say how a file's rows get one: columns, a template, labels, lengths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from string import Formatter
 from typing import Any, Literal
 
@@ -14,6 +15,26 @@ from zo2core import DataError, OptionError
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
 _LISTED = 12  # columns that a message lists
+
+
+class RowFormat(Enum):
+    """The format of a row; the value lists its keys, for messages."""
+
+    TEXT = "text, or prompt and completion"
+    CANDIDATES = "prompt, candidates and answer"
+    PREFERENCES = "prompt, chosen and rejected"
+    ANSWERS = "prompt and answers"
+    LABELS = "text and label"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> RowFormat:
+        """Recognise the format of a row for a causal language model by its keys.
+
+        Args:
+            row: A JSON object of a file.
+        """
+        formats = {"candidates": cls.CANDIDATES, "chosen": cls.PREFERENCES, "answers": cls.ANSWERS}
+        return next((known for key, known in formats.items() if key in row), cls.TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,11 +49,7 @@ class AdapterOptions:
         return str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
 
     def require_valid(self) -> None:
-        """Refuse two adapters, and options of an adapter without one.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse two adapters, and options of an adapter without one."""
         if self.adapter is not None and self.lora_rank is not None:
             expected = "one adapter: --lora-rank starts a new one, --adapter takes that of a file"
             raise OptionError(

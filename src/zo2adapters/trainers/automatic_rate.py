@@ -1,8 +1,8 @@
 """``--lr auto``: a run's learning rate, chosen by short runs before its first step.
 
 The trials are those of ``zo2 tune``, in a directory within the run's own that is removed once the rate is chosen. They
-start from the run's base, with its rows, seed and directions, and their steps are no steps of the run: it is, bit for bit,
-the run that is given the chosen rate. A process that is killed meanwhile leaves trials that are continued.
+start from the run's base, with its rows, seed and directions. Their steps are not steps of the run, which is, bit for bit,
+the run that is given the chosen rate. If the process is killed, a resumed run continues the trials.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def with_chosen_rate(
     Args:
         options: The run's options, with ``auto`` as learning rate.
         resume: Whether to continue the trials of a run that has begun.
-        announce: Called with lines for the user: method, cost, and the choice.
+        announce: Called with each line for the user, about the cost and the choice.
         quiet: Whether to hide the progress bars of the trials.
 
     Returns:
@@ -94,7 +94,7 @@ def _with_rate(options: TrainOptions, lr: float) -> TrainOptions:
 
 
 def _trials(options: TrainOptions) -> TrainOptions:
-    """Options of the trials: those of the run, without what is done beside steps, at a constant rate."""
+    """Options of the trials: those of the run at a constant rate, without evaluations, samples and trackers."""
     optimization = replace(options.optimization, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0)
     trials = replace(
         options,
@@ -133,7 +133,7 @@ def _tuned(
 
 
 def _search(options: TrainOptions) -> tuple[Sequence[float], int, int]:
-    """Rates to try, forward passes that all trials may take, and those of a step."""
+    """The rates to try, the forward passes of all trials together, and the forward passes of a step."""
     method = method_of(_with_rate(options, 1.0))
     rates, forwards = method.learning_rates, method.forwards
     budget = round(_SHARE * options.steps * forwards)
@@ -174,7 +174,7 @@ def _result(trial: Trial, forwards: int) -> dict[str, Any]:
 
 
 def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> list[str]:
-    """What the run and its trials take, before they start."""
+    """Lines about the time and memory of the run and its trials."""
     options = inputs.options
     trials = (
         f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to {schedule.rounds[-1]} steps: "
@@ -191,7 +191,7 @@ def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> lis
 
 
 def _choice(best: Trial, ranking: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rate that was chosen, and what the others came to."""
+    """Lines about the chosen rate and the results of all trials."""
     losses = ", ".join(
         f"{trial['lr']:g}: {'diverged' if trial['loss'] is None else format(trial['loss'], '.4f')}"
         for trial in sorted(ranking, key=lambda trial: trial["lr"])

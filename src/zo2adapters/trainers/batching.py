@@ -33,11 +33,7 @@ class Batching:
     """Longest row in tokens; longer rows are cut at the end. By default 1024, or the model's limit if that is lower."""
 
     def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options that depend on neither model nor data."""
         require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
         for option in ("micro_batch_size", "loss_chunk"):
             value = getattr(self, option)

@@ -244,11 +244,7 @@ def require_state_bits(bits: int) -> None:
 
 
 def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
-    """Refuse a method that does not train adapters beside one.
-
-    Raises:
-        OptionError: naming both.
-    """
+    """Refuse a method that does not train adapters beside one."""
     of_adapters = [name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None]
     if method not in of_adapters and adapter.trains_adapter:
         raise OptionError(

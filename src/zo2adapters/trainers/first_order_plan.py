@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +27,18 @@ from zo2adapters.trainers.run_plan import (
     fastest,
     measured_forward_seconds,
 )
-from zo2core import BlockLayout, BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, SegmentKind, plan
+from zo2core import (
+    BlockLayout,
+    BlockUpdate,
+    HostPlan,
+    Machine,
+    MemoryPolicy,
+    PhiloxNoise,
+    RunRequest,
+    RunSpec,
+    SegmentKind,
+    plan,
+)
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
 from zo2core.engine.streamed_full_engine import optimizer_bytes, stored_layouts
@@ -76,16 +89,63 @@ def plan_first_order_run(
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
-    longest = shapes.longest
-    stored = stored_layouts(update, model.layouts) if streams and update is not None else model.layouts
-    optimizer = 0
-    if update is not None:
-        optimizer = optimizer_bytes(update, model.layouts) if streams else state_bytes(update, model.layouts)
+    request = _request(model, shapes, memory, update, streams=streams)
+    activations, speeds = request.memory.activation_bytes, MeasuredSpeeds(model.weights)
+    spec = plan(request, Machine(), speeds)
+    layouts = spec.layouts
+    room = _room(model, shapes, spec, activations)
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
+    times = measured_backward(model, shapes.step, shapes.micro_rows) + 1 - room.graphs
+    moving = room.host_plan.buckets
+    if moving is not None and update is not None and update.turn is not None:
+        moving -= 1  # that of the block whose turn it is
+    read = 2 * streamed_bytes(layouts, moving)
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
+    decoding = decoding_seconds(layouts)
+    arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    scratch_file, snapshot, written = 0, 0, 0.0
+    if update is not None and streams:
+        slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
+        scratch_file = slot_bytes(layouts, slots)
+        written = written_bytes(layouts, update, room.host_plan.buckets or 0, commit_every)
+    elif update is not None:
+        snapshot = snapshot_bytes(model, update)
+        step_seconds = max(times * forward + arithmetic, read_seconds)
+        written = LARGEST_SHARE * step_seconds / (1 / speeds.writing(scratch) + 1 / hashing_speed())
+    return RunPlan(
+        host_plan=room.host_plan,
+        model_bytes=sum(layout.nbytes for layout in layouts),
+        write_back_every=None,
+        scratch_bytes=scratch_file,
+        spilled_bytes=room.spilled,
+        read_bytes=read + room.spilled,
+        written_bytes=round(written) + room.spilled,
+        terabytes_per_1000_steps=(written + room.spilled) / 1e9,
+        snapshot_bytes=snapshot,
+        forward_seconds=times * forward,
+        update_seconds=arithmetic,
+        disk_seconds=read_seconds + spill_seconds,
+        steps=steps,
+        evaluations=evaluations,
+        evaluation_seconds=evaluation,
+    )
+
+
+def _request(
+    model: HFBlockModel, shapes: RowShapes, memory: int | str, update: BlockUpdate | None, *, streams: bool
+) -> RunRequest:
+    """The request of a run, as its engine makes it from the same options."""
+    longest, optimizer = shapes.longest, 0
+    stored: Sequence[BlockLayout] = model.layouts
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
+        stored = stored_layouts(update, model.layouts) if streams else stored
+        optimizer = optimizer_bytes(update, model.layouts) if streams else state_bytes(update, model.layouts)
         tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
         activations, least = activations + tied, least + tied
-    request = RunRequest(
+    return RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(stored, model.weights),
         noise=PhiloxNoise(),  # none is drawn
@@ -98,55 +158,33 @@ def plan_first_order_run(
         stays_in_memory=update is not None and not streams,
         streams=streams,
     )
-    speeds = MeasuredSpeeds(model.weights)
-    spec = plan(request, Machine(), speeds)
-    layouts, host_plan = spec.layouts, spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
-    blocks = sum(not layout.resident for layout in layouts)
-    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
+
+
+class _Room(NamedTuple):
+    """The memory that a plan leaves over, filled with inputs and graphs of blocks."""
+
+    host_plan: HostPlan
+    spilled: int  # bytes of inputs that have no room
+    graphs: float  # share of the blocks whose graphs are kept
+
+
+def _room(model: HFBlockModel, shapes: RowShapes, spec: RunSpec, activations: int) -> _Room:
+    """Fill the memory that a plan leaves over: first with inputs of blocks, then with graphs.
+
+    Args:
+        model: The model.
+        shapes: Shapes of the run's batches.
+        spec: The plan.
+        activations: Bytes of activations with the inputs of all blocks in memory.
+    """
+    host_plan, blocks = spec.host_plan, sum(not layout.resident for layout in spec.layouts)
+    graph = measured_graph_bytes(model, shapes.longest)
     inputs = min(host_plan.spare, activations - spec.activation_bytes)
-    spilled = activations - spec.activation_bytes - inputs
     kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
-    if inputs:
-        host_plan = replace(host_plan, parts=(*host_plan.parts, MemoryPart("inputs of blocks", inputs)))
-    host_plan = replace(
-        host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
-    )
-    moving = host_plan.buckets
-    if moving is not None and update is not None and update.turn is not None:
-        moving -= 1  # that of the block whose turn it is
-    read = 2 * streamed_bytes(layouts, moving)
-    read_seconds = read / speeds.reading(layouts) if read else 0.0
-    spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
-    decoding = decoding_seconds(layouts)
-    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
-    arithmetic, snapshot, written = 2 * decoding, 0, 0.0
-    if update is not None:
-        arithmetic = measured_update_seconds(model, update)
-    if streams:
-        assert update is not None, "adapters do not change on disk"
-        written = written_bytes(layouts, update, host_plan.buckets or 0, commit_every)
-    elif update is not None:
-        snapshot = snapshot_bytes(model, update)
-        bound = max((times + 1 - kept / blocks) * forward + arithmetic, read_seconds)
-        written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
-    return RunPlan(
-        host_plan=host_plan,
-        model_bytes=sum(layout.nbytes for layout in layouts),
-        write_back_every=None,
-        scratch_bytes=slot_bytes(layouts, 1 if update is None or update.turn is not None else blocks) if streams else 0,
-        spilled_bytes=spilled,
-        read_bytes=read + spilled,
-        written_bytes=round(written) + spilled,
-        terabytes_per_1000_steps=(written + spilled) / 1e9,
-        snapshot_bytes=snapshot,
-        forward_seconds=(times + 1 - kept / blocks) * forward,
-        update_seconds=arithmetic,
-        disk_seconds=read_seconds + spill_seconds,
-        steps=steps,
-        evaluations=evaluations,
-        evaluation_seconds=evaluation,
-    )
+    parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
+    parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+    host_plan = replace(host_plan, parts=(*host_plan.parts, *parts))
+    return _Room(host_plan, activations - spec.activation_bytes - inputs, kept / blocks)
 
 
 def hands_over_tensors(model: HFBlockModel) -> bool:

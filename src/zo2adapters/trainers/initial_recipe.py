@@ -16,7 +16,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
 from zo2adapters.tasks.row_files import format_of, with_labels
-from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.automatic_rate import schedule_of
@@ -26,7 +26,7 @@ from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions, evaluations_due
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.outlook import LORA_RANK, method_words, plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
@@ -42,11 +42,11 @@ _ACTIVATIONS = 0.25  # share of the memory that activations may take
 _ZEROTH_ORDER_STEPS = 1000
 _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 3, 50, 2000  # of a first-order run
 _LONGEST_RUN = 4 * 3600.0  # seconds above which one epoch is enough to begin with
-_LONGEST_ROW = 4096  # tokens; longer rows are cut at first
+_LONGEST_ROW = 4096  # tokens; longer rows are cut before lengths are measured
 _UNCUT = 256  # tokens of rows that are too short to be worth cutting
 _TYPICAL = 0.99  # share of the rows that are not cut
 _ROUNDED_TO = 16  # tokens
-_FEWEST_ROWS = 20  # of which some are held out to evaluate on
+_FEWEST_ROWS = 20  # least rows of a file from which rows are held out to evaluate on
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 500  # share, and rows
 _EVALUATING, _MOST_EVALUATIONS = 0.1, 4  # share of the steps' time, and number after the one before the first step
 _MUCH_FASTER = 0.7  # share of another dtype's seconds
@@ -98,7 +98,7 @@ class _Lengths(NamedTuple):
 
 
 def initial_recipe(request: TrainOptions) -> InitialRecipe:
-    """Look at a model and its data, and choose the options of a run. Nothing is trained; the probes take some seconds.
+    """Choose the options of a run for a model and its data. Nothing is trained; the probes take some seconds.
 
     Args:
         request: Model, data, the run's directory, and what the user has chosen: columns, head, objective, memory, seed and
@@ -120,7 +120,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     plan = replace(
         plan,
         steps=options.steps,
-        evaluations=evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
+        evaluations=options.evaluations(options.steps),
     )
     choices = [
         *_data_choices(options, surveyed),
@@ -166,7 +166,7 @@ def _opened(request: TrainOptions) -> _Opened:
 
 
 def _with_precision(options: TrainOptions, model: HFBlockModel, reason: str) -> _Opened:
-    """Choose the dtypes: those of the checkpoint, unless this machine computes much slower with them."""
+    """Choose the dtypes: those of the checkpoint, unless this machine computes much faster in others."""
     specs = [spec for layout in model.layouts if not layout.resident for spec in layout.parameters]
     stored = max(specs, key=lambda spec: spec.numel).stored_dtype
     changed: dict[str, Any] = {}
@@ -196,7 +196,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _with_lengths(opened: _Opened) -> tuple[TrainOptions, _Lengths, int]:
-    """Choose the longest row, from all rows; and return their number, too."""
+    """Choose the length of the longest row from all rows, and return the number of rows, too."""
     options, model = opened.options, opened.model
     most = min(_LONGEST_ROW, model.longest_row or _LONGEST_ROW)
     reading = replace(options.rows, too_long="drop" if options.rows.too_long == "auto" else options.rows.too_long)
@@ -228,23 +228,22 @@ def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
 
 
 def _fitting(inputs: RunInputs) -> Batching:
-    """Choose the rows of a batch, and of them those that run at a time."""
-    options, rows = inputs.options, inputs.files
+    """Choose the number of rows in a batch, and of rows that run at a time."""
+    options = inputs.options
     budget = free_memory() if options.storage.memory == "auto" else parse_size(options.storage.memory)
-    longest, sequences = max(file.longest for file in rows), max(file.most_sequences for file in rows)
     batching = replace(options.batching, batch_size=min(_BATCH, len(inputs.data)))
     for micro_rows in _MICRO_BATCHES:
-        if micro_rows is not None and micro_rows >= batching.batch_size * sequences:
+        if micro_rows is not None and micro_rows >= batching.batch_size * inputs.most_sequences:
             continue
         batching = replace(batching, micro_batch_size=micro_rows)
         method = method_of(replace(options, batching=batching, optimization=replace(options.optimization, lr=1e-6)))
-        if method.reserved_bytes(inputs.model, longest, sequences)[0] <= _ACTIVATIONS * budget:
+        if method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)[0] <= _ACTIVATIONS * budget:
             break
     return batching
 
 
 def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
-    """Plan one step and one evaluation; zeroth-order runs of blocks from disk get directions that write none."""
+    """Plan one step and one evaluation. Zeroth-order runs with streamed blocks get low-rank directions: these write none."""
     inputs = replace(inputs, options=replace(inputs.options, steps=1))
     plan = plan_of(inputs)
     if inputs.options.first_order.method is not None or plan.host_plan.buckets is None:

@@ -71,11 +71,7 @@ class StepSize:
         return self.lr
 
     def require_sane(self) -> None:
-        """Refuse numbers with which a single step destroys the model.
-
-        Raises:
-            OptionError: naming the option, and why.
-        """
+        """Refuse numbers with which a single step destroys the model."""
         for option, value, most, why in (
             ("lr", self.rate, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
             ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and most are smaller"),
@@ -167,11 +163,7 @@ class Optimization(StepSize, Directions):
     """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
     def require_consistent(self) -> None:
-        """Refuse options that cannot be combined with the estimator.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse options that cannot be combined with the estimator."""
         name, estimator = self.estimator.value, self.estimator.classes.multi_query
         if self.estimator is not EstimatorName.MEZO and self.exact_mezo:
             raise OptionError(

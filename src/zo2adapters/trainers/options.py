@@ -45,24 +45,6 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     return between + (version == 0) + 1
 
 
-def require_eval_split(share: float | None, seed: int, evaluation: Path | None) -> None:
-    """Check the share of training rows that is evaluated on.
-
-    Args:
-        share: The share; None: there is none.
-        seed: Seed that chooses the rows.
-        evaluation: File with other rows to evaluate on; None: there is none.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if share is not None:
-        if evaluation is not None:
-            raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-        require_number("eval_split", share, above=0, below=1, remedy="pass a share such as 0.1")
-    require_whole("eval_seed", seed, -LARGEST, LARGEST)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits on what a process uses of this machine."""
@@ -96,11 +78,7 @@ class Storage(Resources):
     process as many batches per sweep as fit in it. By default it is what a step needs."""
 
     def require_valid(self) -> None:
-        """Check numbers of steps and sizes of memory.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check numbers of steps and sizes of memory."""
         if isinstance(self.write_back_every, int):
             require_whole("write_back_every", self.write_back_every, 1, otherwise=", or auto or never")
         if self.snapshot_every is not None:
@@ -134,8 +112,8 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Optional settings of a fine-tuning run."""
+class EvaluationOptions:
+    """The rows that a run is evaluated on, and when."""
 
     evaluation: Path | None = None
     """File to evaluate on, before the first step and after the last one."""
@@ -145,6 +123,35 @@ class RunOptions:
     """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.evaluation is not None or self.eval_split is not None
+
+    def evaluations(self, steps: int) -> int:
+        """Number of evaluations of a run of so many steps."""
+        return evaluations_due(steps, self.evaluate_every) if self.evaluates else 0
+
+    def require_valid(self) -> None:
+        """Check the options that do not depend on the data.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if self.eval_split is not None:
+            if self.evaluation is not None:
+                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
+            require_number("eval_split", self.eval_split, above=0, below=1, remedy="pass a share such as 0.1")
+        require_whole("eval_seed", self.eval_seed, -LARGEST, LARGEST)
+        if self.evaluate_every is not None:
+            require_whole("evaluate_every", self.evaluate_every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(EvaluationOptions):
+    """Optional settings of a fine-tuning run."""
+
     samples: int = 0
     """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
     these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a sweep."""
@@ -178,24 +185,14 @@ class RunOptions:
         return TrainOptions(model=model, data=data, output=output, **given)
 
     @property
-    def evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.evaluation is not None or self.eval_split is not None
-
-    @property
     def takes_labels(self) -> bool:
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
 
     def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options that depend on neither model nor data."""
+        super().require_valid()
         require_whole("steps", self.steps, 1)
-        if self.evaluate_every is not None:
-            require_whole("evaluate_every", self.evaluate_every, 1)
         if self.beta is not None:
             require_number("beta", self.beta, above=0)
         if self.keep_best and not self.evaluates:
@@ -205,7 +202,6 @@ class RunOptions:
                 expected="--evaluation or --eval-split",
                 remedy="pass --evaluation or --eval-split, or leave it out",
             )
-        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
         require_whole("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
@@ -307,11 +303,7 @@ class TrainOptions(RunOptions):
         )
 
     def require_valid(self) -> None:
-        """Check the options as above, and refuse to lengthen a run whose learning rate decays.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options as above, and refuse to lengthen a run whose learning rate decays."""
         super().require_valid()
         scheduled = self.schedule_steps
         if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:

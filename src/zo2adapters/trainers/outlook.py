@@ -1,4 +1,4 @@
-"""What a run and its alternative would take, in a few plain words before the run starts. All numbers are those of plans."""
+"""The expected time and memory of a run, and of the same run by the other method, for the lines before the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zo2adapters.tasks.registry import is_differentiable
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
+from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
@@ -22,14 +22,14 @@ _CLEARLY_LESS = 0.8  # share of a first-order run's memory below which zeroth-or
 
 
 class Outlook(NamedTuple):
-    """What a run is expected to take."""
+    """The expected time and memory of a run. All numbers are those of plans."""
 
     plan: RunPlan
     summary: str  # method, steps and time
-    alternative: str | None  # what the other method would take; None: there is nothing to say
+    alternative: str | None  # time and memory of the other method, in words; None: the comparison does not help
 
     def lines(self, storage: str) -> list[str]:
-        """What to print before the run.
+        """Lines to print before the run.
 
         Args:
             storage: What the run uses of memory and disk, in words.
@@ -47,7 +47,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     given: Any = {
         "memory": options.storage.memory,
         "steps": options.steps,
-        "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
+        "evaluations": options.evaluations(options.steps),
     }
     chosen = options.first_order
     if chosen.method is not None:
@@ -67,13 +67,13 @@ def plan_of(inputs: RunInputs) -> RunPlan:
 
 
 def outlook_of(inputs: RunInputs) -> Outlook | None:
-    """What a run, and one by the other method, would take.
+    """Plan a run, and the same run by the other method.
 
     Args:
-        inputs: What the run has read. Its model must not have an open engine.
+        inputs: Model and rows of the run. The model must not have an open engine.
 
     Returns:
-        The outlook; None for a run on a GPU, whose time is not predicted, and where no plan fits, which the engine reports.
+        The outlook; None for a run on a GPU, whose time is not predicted, and if no plan fits, which the engine reports.
     """
     options = inputs.options
     if options.storage.device != "cpu":
@@ -93,7 +93,7 @@ def outlook_of(inputs: RunInputs) -> Outlook | None:
 
 
 def method_words(options: TrainOptions) -> str:
-    """Which steps change what, as the beginning of a sentence."""
+    """The method and what it trains, as the beginning of a sentence."""
     adapter, method = options.model_options.adapter_name, options.first_order.method
     trained = "all parameters" if adapter is None else f"the adapter {adapter}" if options.model_options.adapter else adapter
     if method is not None:
@@ -106,7 +106,7 @@ def _alternative(inputs: RunInputs, plan: RunPlan) -> str | None:
 
 
 def _with_gradients(inputs: RunInputs, plan: RunPlan) -> str | None:
-    """What a first-order run would take in place of a zeroth-order one; None if the model or the objective allows none."""
+    """Time and memory of a first-order run instead of this one, in words; None if model or objective do not allow one."""
     options = inputs.options
     if not is_differentiable(options.objective, inputs.data.format):
         return None
@@ -135,7 +135,7 @@ def _with_gradients(inputs: RunInputs, plan: RunPlan) -> str | None:
 
 
 def _without_gradients(inputs: RunInputs, plan: RunPlan) -> str | None:
-    """What zeroth-order steps would take in place of first-order ones; None if they need about as much memory."""
+    """Time and memory of zeroth-order steps instead of these, in words; None if they need about as much memory."""
     options = replace(inputs.options, first_order=FirstOrder(), optimization=Optimization())
     try:
         other = plan_of(inputs.reopened(options))

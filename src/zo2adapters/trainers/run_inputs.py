@@ -12,7 +12,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
-from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.options import TrainOptions
@@ -74,6 +74,16 @@ class RunInputs:
     def files(self) -> list[EvaluationRows]:
         """The rows of each file."""
         return [self.data, *([] if self.evaluation is None else [self.evaluation])]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row of all files."""
+        return max(rows.longest for rows in self.files)
+
+    @property
+    def most_sequences(self) -> int:
+        """Most sequences of a row of all files."""
+        return max(rows.most_sequences for rows in self.files)
 
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.answers import Questions
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_evaluation, make_task
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import (
@@ -57,6 +58,7 @@ from zo2adapters.trainers.worker_options import device_kinds, is_first, require_
 from zo2core import (
     CheckpointError,
     DivergenceError,
+    HostPlan,
     Journal,
     JournalError,
     NonFiniteLossError,
@@ -64,6 +66,7 @@ from zo2core import (
     OutputError,
     Runner,
     ScratchError,
+    SharedBase,
     Workers,
 )
 from zo2core.io.durable import open_no_follow
@@ -83,6 +86,7 @@ class Trainer:
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
         evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
         plans: Whether to plan the run, for its ``outlook``.
+        shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
@@ -99,22 +103,56 @@ class Trainer:
         workers: Workers | None = None,
         evaluates: bool = True,
         plans: bool = False,
+        shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        method_of(options)  # checks the options that depend on neither model nor data
-        if not resume:
-            require_new(options.output)
-        self.options = options
-        self._quiet, self._resumed, self._workers = quiet, resume, workers
-        self._label = label
-        execution = Execution() if execution is None else execution
+        method_of(options, shared)  # checks the options that depend on neither model nor data
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
+        else:
+            require_new(options.output)
+        self._quiet, self._resumed, self._workers = quiet, resume, workers
+        self._label, self._shared = label, shared
+        execution = Execution() if execution is None else execution
         inputs = RunInputs.read(options, workers)
-        self._model, self.options = model, options = inputs.model, inputs.options
-        self._method = method_of(options)
-        require_same_steps(options.steps, workers)
-        tokenizer, self._data, self._evaluation = inputs.tokenizer, inputs.data, inputs.evaluation
+        self.options, self._model = inputs.options, inputs.model
+        self._data, self._evaluation = inputs.data, inputs.evaluation
+        self._method = method_of(self.options, shared)
+        require_same_steps(self.options.steps, workers)
+        self._task, self._evaluated = self._made_task(inputs, evaluates=evaluates)
+        self._samples = self._made_samples(inputs)
+        self._activations, least = self._reserved_bytes(inputs)
+        tokens = inputs.tokens()
+        self._run = RunDirectory(self.options, tokens, resume=resume)
+        with self._abandoned_on_error():
+            if resume:
+                self._run.require_same_base(self.options, self._model)
+            decides = self._prepared(inputs, tokens)
+            self.outlook = outlook_of(inputs) if plans else None
+            self.engine = self._method.engine(
+                Opening(
+                    model=self._model,
+                    activations=self._activations,
+                    least_activations=least,
+                    decides=decides,
+                    execution=execution,
+                    workers=workers,
+                )
+            )
+            if execution.verify_base:
+                self._verify_base(self._model)
+        self.host_plan = self._host_plan()
+        if resume:
+            try:
+                _require_steps_left(self.options, self.engine.journal.version)
+                self._run.save(self.options)
+            except BaseException:
+                self.close()
+                raise
+
+    def _made_task(self, inputs: RunInputs, *, evaluates: bool) -> tuple[Task, Callable[[Runner], dict[str, float]] | None]:
+        """The task of the run, and the function that evaluates it; None: the run is not evaluated."""
+        options, model = self.options, inputs.model
         task_options = TaskOptions(
             objective=options.objective,
             pad=inputs.pad,
@@ -125,72 +163,67 @@ class Trainer:
             per_row=options.optimization.per_row,
             differentiates=self._method.has_gradient,
             rewards=options.rewards if options.rewards.reward else None,
-            tokenizer=tokenizer,
+            tokenizer=inputs.tokenizer,
             seed=options.seed,
         )
-        self._task = make_task(model, self._data, task_options)
-        self._evaluated = (
-            None
-            if self._evaluation is None or not evaluates
-            else make_evaluation(self._task, model, self._data, self._evaluation, task_options, tokenizer)
+        task = make_task(model, inputs.data, task_options)
+        if inputs.evaluation is None or not evaluates:
+            return task, None
+        return task, make_evaluation(task, model, inputs.data, inputs.evaluation, task_options, inputs.tokenizer)
+
+    def _made_samples(self, inputs: RunInputs) -> Samples | None:
+        """The prompts that are answered; None: the options ask for none."""
+        if not self.options.samples:
+            return None
+        rows = inputs.data if inputs.evaluation is None else inputs.evaluation
+        return Samples(inputs.model, rows, self.options.samples, inputs.tokenizer, inputs.pad)
+
+    def _reserved_bytes(self, inputs: RunInputs) -> tuple[int, int]:
+        """Memory for activations, those of generated answers included, and the least of it that a device needs."""
+        options = self.options
+        activations, least = self._method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
+        if options.storage.activation_memory is not None:
+            return activations, least
+        generated = [] if self._samples is None else [self._samples.shape]
+        if isinstance(inputs.evaluation, Questions):
+            generated.append((options.batching.batch_size, inputs.longest))
+        cache = max((cache_bytes(inputs.model.config, *shape) for shape in generated), default=0)
+        return activations + cache, least + cache
+
+    def _prepared(self, inputs: RunInputs, tokens: dict[str, object]) -> dict[str, Any]:
+        """Prepare the task, and return the run's provenance, which has the digests of its tokens."""
+        options, workers = self.options, self._workers
+        open_base = partial(replayer, options, inputs.model, self._activations, workers, shared=self._shared)
+        self._task.prepare(open_base, self._remaining_rows)
+        return provenance(
+            options,
+            inputs.directory,
+            tokens,
+            sequence_length=inputs.length,
+            devices=device_kinds(options.storage.device, workers),
+            task=self._task.provenance,
         )
-        longest, sequences = max(rows.longest for rows in inputs.files), max(rows.most_sequences for rows in inputs.files)
-        activations, least = self._method.reserved_bytes(model, longest, sequences)
-        self._samples: Samples | None = None
-        generated = [] if not isinstance(self._evaluation, Questions) else [(options.batching.batch_size, longest)]
-        if options.samples:
-            rows = self._data if self._evaluation is None else self._evaluation
-            self._samples = Samples(model, rows, options.samples, tokenizer, inputs.pad)
-            generated.append(self._samples.shape)
-        if options.storage.activation_memory is None:
-            cache = max((cache_bytes(model.config, *shape) for shape in generated), default=0)
-            activations, least = activations + cache, least + cache
-        self._activations = activations
-        tokens = inputs.tokens()
-        self._run = RunDirectory(options, tokens, resume=resume)
+
+    def _host_plan(self) -> HostPlan:
+        """The plan of host memory, of this run or of the shared base, with the freed memory that the process keeps."""
+        plan: HostPlan | None = self.engine.host_plan if self._shared is None else self._shared.host_plan
+        assert plan is not None, "the engine has planned its memory"
+        if self.options.storage.device != "cpu" or self._method.has_gradient:  # graphs take what memory is spare
+            return plan
+        return with_kept_memory(plan, self._activations)
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """Close the run's directory if the body raises an error; remove it if the run is new."""
         try:
-            if resume:
-                self._run.require_same_base(options, model)
-            self._task.prepare(partial(replayer, options, model, activations, workers), self._remaining_rows)
-            decides = provenance(
-                options,
-                inputs.directory,
-                tokens,
-                sequence_length=inputs.length,
-                devices=device_kinds(options.storage.device, workers),
-                task=self._task.provenance,
-            )
-            self.outlook = outlook_of(inputs) if plans else None
-            self.engine = self._method.engine(
-                Opening(
-                    model=model,
-                    activations=activations,
-                    least_activations=least,
-                    decides=decides,
-                    execution=execution,
-                    workers=workers,
-                )
-            )
-            if execution.verify_base:
-                self._verify_base(model)
+            yield
         except BaseException:
             self._task.close()
-            if resume:
+            if self._resumed:
                 self._run.close()
             else:
                 self._run.remove()
             raise
-        assert self.engine.host_plan is not None, "the engine has planned its memory"
-        self.host_plan = self.engine.host_plan
-        if options.storage.device == "cpu" and options.first_order.method is None:  # graphs take what memory is spare
-            self.host_plan = with_kept_memory(self.host_plan, activations)
-        if resume:
-            try:
-                _require_steps_left(options, self.engine.journal.version)
-                self._run.save(options)
-            except BaseException:
-                self.close()
-                raise
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
@@ -217,9 +250,9 @@ class Trainer:
         lines = [self.storage()] if self.outlook is None else self.outlook.lines(self.storage())
         return [*lines, *self.notices()]
 
-    def ways_on(self) -> str:
+    def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""
-        lines: str = self._method.ways_on(self.engine)
+        lines: str = self._method.how_to_continue(self.engine)
         return lines
 
     def run(self) -> Path:
@@ -306,7 +339,7 @@ class Trainer:
                 file=sys.stderr,
                 dynamic_ncols=True,
             ) as bar,
-            sweep_bars(engine, quiet=self._quiet),
+            sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
             if lost:
                 self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
@@ -370,6 +403,15 @@ class Trainer:
         best = best_step(losses)
         return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
 
+    def evaluation_losses(self) -> list[float]:
+        """The loss of each evaluation so far."""
+        return list(self._losses().values())
+
+    def seconds(self) -> float:
+        """Seconds of all steps so far, as metrics.jsonl has them."""
+        rows = self._run.metrics(self.engine.journal)
+        return math.fsum(row.get("seconds", 0.0) for row in rows)
+
     def _losses(self) -> dict[int, float]:
         """Loss of each evaluation, by step."""
         return losses_of(self._run.metrics(self.engine.journal))
@@ -428,7 +470,7 @@ class Trainer:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
-        self._method.before_noting(self.engine, results["loss"])
+        self._method.before_recording(self.engine, results["loss"])
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
@@ -444,9 +486,9 @@ class Trainer:
                 replace_file(self.options.output / SAMPLES, content)
 
     def _print(self, bar: StepBar, line: str) -> None:
-        """Print a line above the bar. With several workers only the first one prints."""
+        """Print a line above the bar, with the run's label. With several workers only the first one prints."""
         if is_first(self._workers):
-            bar.write(line, file=sys.stderr)
+            bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
 
 
 def _require_steps_left(options: TrainOptions, taken: int) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -24,9 +25,20 @@ from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.methods.run_method import RunMethod
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.shared_runs import can_share, open_shared_base
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
-from zo2core import DivergenceError, Journal, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
+from zo2core import (
+    DivergenceError,
+    Journal,
+    MemoryBudgetError,
+    NonFiniteLossError,
+    OptionError,
+    OutputError,
+    SharedBase,
+    Workers,
+    ZO2Error,
+)
 from zo2core.errors import reason
 from zo2core.estimators.run_health import is_refused
 
@@ -196,11 +208,7 @@ def _trials_left(trials: int, *, continues: bool) -> list[int]:
 
 
 def _require_comparable(options: TrainOptions) -> None:
-    """Refuse evaluations, and learning rates that decay.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Refuse evaluations, and learning rates that decay."""
     for option in ("evaluation", "evaluate_every"):
         if getattr(options, option) is not None:
             raise OptionError(
@@ -268,17 +276,23 @@ def _run_rounds(
 ) -> list[Trial]:
     """Run all rounds, each with the better half of the trials of the round before.
 
+    The trials of a round share their base, if they only read it: each pass over its blocks is a pass of all.
+
     Returns:
         All trials, the best one first.
     """
     indices = {trial.directory: index for index, trial in enumerate(trials)}
     finished: list[Trial] = []
     for number, steps in enumerate(schedule.rounds, 1):
-        results = []
+        lengthen = {}
         for position, trial in enumerate(trials, 1):
             if _runs_here(indices[trial.directory], workers):
                 progress = f"round {number} of {len(schedule.rounds)}, trial {position} of {len(trials)}, lr {trial.lr:g}"
-                results.append(_lengthened(trial, options, steps, None if quiet else progress))
+                lengthen[trial] = partial(_lengthened, trial, options, steps, None if quiet else progress)
+        if can_share(options) and workers is None and len(lengthen) > 1:
+            results = _results_together(lengthen, options)
+        else:
+            results = [run(shared=None) for run in lengthen.values()]
         trials = sorted(_gathered(trials, results, workers), key=lambda trial: trial.loss)
         after_round([*trials, *finished])
         survivors = trials[: -(-len(trials) // 2)]
@@ -318,7 +332,27 @@ def _gathered(trials: Sequence[Trial], results: Sequence[Trial], workers: Worker
     return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
 
 
-def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None) -> Trial:
+def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions) -> list[Trial]:
+    """Run trials that share their base, as many at a time as memory allows.
+
+    Raises:
+        ZO2Error: of the kind that fits, if a trial could not run.
+    """
+    results: list[Trial] = []
+    left = dict(lengthen)
+    while left:
+        with open_shared_base(options) as shared:
+            ended = shared.together({trial: partial(run, shared=shared) for trial, run in left.items()})
+        waiting = [trial for trial, result in ended.items() if isinstance(result, MemoryBudgetError)]
+        for trial, result in ended.items():
+            if isinstance(result, Exception) and (trial not in waiting or len(waiting) == len(left)):
+                raise result
+        results += [result for result in ended.values() if isinstance(result, Trial)]
+        left = {trial: left[trial] for trial in waiting}
+    return results
+
+
+def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None, *, shared: SharedBase | None) -> Trial:
     """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
     resume = (trial.directory / OPTIONS).exists()
     if resume:
@@ -330,7 +364,7 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
         trial_options = replace(options, output=trial.directory, optimization=optimization, steps=steps)
-    with Trainer(trial_options, resume=resume, quiet=label is None, label=label, evaluates=False) as trainer:
+    with Trainer(trial_options, resume=resume, quiet=label is None, label=label, evaluates=False, shared=shared) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):

@@ -19,14 +19,13 @@ from zo2core.build import Joined
 from zo2core.devices import choose_device
 from zo2core.engine.lockstep import Lockstep
 from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.noise import PhiloxNoise
-from zo2core.perturbation import DensePerturbation, factor_bytes
+from zo2core.perturbation import DensePerturbation
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.machine import Machine
-from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.policies import MemoryPolicy
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.shared_runs import RunNeeds, decoded_bytes, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Device, Scheduler, Visitor
@@ -42,7 +41,6 @@ from zo2core.sweep.shared_visitor import (
     RunSweep,
     SharedVisitor,
     SweepEnded,
-    decoded_bytes,
 )
 from zo2core.types import Batch, Bucket, GradientStepResult, StepResult
 
@@ -87,7 +85,7 @@ class _Opened:
             helper = None
             if device.torch_device.type == "cpu":
                 helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
-            self.decoder = BlockDecoder(model.layouts, device, helper)
+            self.decoder = BlockDecoder(model.layouts, device.empty(decoded_bytes(model.layouts)), helper)
             self.close = opened.pop_all().close
 
 
@@ -122,7 +120,7 @@ class SharedBase:
         if isinstance(device, str):
             self._closing.callback(self.device.close)
         self._on_disk = laid_out_as_on_disk(model.layouts, model.weights)
-        self._runs: dict[_Run, _Needs] = {}
+        self._runs: dict[_Run, RunNeeds] = {}
         self._opened: _Opened | None = None
         self._spec = self._planned([])
         self._work = self.device.empty(0)
@@ -196,7 +194,7 @@ class SharedBase:
         run = _Run(self, segments, timeline)
         if self._opened is not None:
             self._close_segments()
-        needs = _Needs.of(request, self.device)
+        needs = RunNeeds.of(request, in_place=self.device.in_place)
         try:
             self._spec = self._planned([*self._runs.values(), needs])
         except MemoryBudgetError:
@@ -240,27 +238,10 @@ class SharedBase:
             self._work = self.device.empty(nbytes)
         return self._work[:nbytes]
 
-    def _planned(self, needs: Sequence[_Needs]) -> RunSpec:
+    def _planned(self, needs: Sequence[RunNeeds]) -> RunSpec:
         """Plan the memory of the base and of runs."""
-        count, device = len(needs), self.device
-        request = RunRequest(
-            layouts=self._model.layouts,
-            on_disk=self._on_disk,
-            noise=PhiloxNoise(),
-            perturb_in_place=False,
-            takes_steps=False,
-            memory=MemoryPolicy(
-                host=self._memory.host,
-                device=self._memory.device,
-                activations=max(1, sum(need.activations for need in needs)),
-            ),
-            overlap=self._overlap,
-            further=[
-                MemoryPart("a decoded block, for all runs", decoded_bytes(self._model.layouts)),
-                MemoryPart(f"factors, parameters, optimizers of {count} runs", sum(need.kept for need in needs)),
-            ],
-            is_read_only=True,
-        )
+        device = self.device
+        request = shared_request(self._model.layouts, self._on_disk, self._memory, needs, overlap=self._overlap)
         on_host = device.torch_device.type == "cpu"
         machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
         return plan(request, machine, MeasuredSpeeds(self._model.weights))
@@ -337,31 +318,6 @@ class _Run:
     def leave(self) -> None:
         """Free the run's place."""
         self._base.leave(self)
-
-
-class _Needs:
-    """The memory that a run needs beside the base.
-
-    Args:
-        activations: Bytes for activations.
-        least: Bytes for activations with which the run could do.
-        kept: Bytes of factors, trained parameters, gradients and optimizer state.
-    """
-
-    def __init__(self, activations: int, least: int, kept: int) -> None:
-        self.activations, self.least, self.kept = activations, least, kept
-
-    @classmethod
-    def of(cls, request: RunRequest, device: Device) -> _Needs:
-        """What a request asks for."""
-        activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
-        kept = factor_bytes(request.perturbation, request.layouts, request.updates) + request.trained_bytes
-        can_spill = device.in_place and request.spills and least is not None
-        return cls(activations, least if can_spill and least is not None else activations, kept + request.optimizer_bytes)
-
-    def with_least(self) -> _Needs:
-        """The same with the least activations."""
-        return _Needs(self.least, self.least, self.kept)
 
 
 def _require_shareable(request: RunRequest) -> None:

@@ -126,11 +126,7 @@ class StoredSnapshotReplayer(StoredRunner):
 
 
 def _require_trainable(model: BlockModel) -> None:
-    """Refuse a model that has parameters which cannot be trained where they are stored.
-
-    Raises:
-        OptionError: naming one.
-    """
+    """Refuse a model that has parameters which cannot be trained where they are stored."""
     for layout in model.layouts:
         for spec in layout.parameters:
             if spec.frozen or spec.encoding is not None:

@@ -57,11 +57,7 @@ def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
 
 
 def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
-    """Refuse noise of another distribution than the estimator needs.
-
-    Raises:
-        OptionError: naming both.
-    """
+    """Refuse noise of another distribution than the estimator needs."""
     needed = estimator.distribution
     if needed is None or (isinstance(noise, CounterNoise) and noise.distribution is needed):
         return

@@ -47,9 +47,9 @@ def write_back_interval(replay: float, write: float, *, step: float, resident: b
     return max(fastest, rarest, 1)
 
 
-def terabytes_written(layouts: Sequence[BlockLayout], every: int | None, *, steps: int = 1000) -> float:
-    """Terabytes (10^12 bytes) that a number of steps writes if segments are written every ``every`` steps."""
-    return 0.0 if every is None else _written_bytes(layouts) * steps / every / 1e12
+def terabytes_written(layouts: Sequence[BlockLayout], every: int | None) -> float:
+    """Terabytes (10^12 bytes) that 1,000 steps write if segments are written every ``every`` steps; None: never."""
+    return 0.0 if every is None else _written_bytes(layouts) * 1000 / every / 1e12
 
 
 def interval_within(layouts: Sequence[BlockLayout], terabytes_per_1000_steps: float) -> int:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from zo2core.types import Event, Lane, LaneUse
 
+_CAPACITY = 1 << 16  # most spans that are kept; beyond it the oldest half is dropped
+
 
 class PastEvent(NamedTuple):
     """An event that passed at a time of the host's clock."""
@@ -39,22 +41,17 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans that any thread may add.
+    """Spans that any thread may add."""
 
-    Args:
-        capacity: Most spans that are kept; beyond it the oldest half is dropped.
-    """
-
-    def __init__(self, capacity: int = 1 << 16) -> None:
+    def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._capacity = capacity
         self._lock = threading.Lock()
 
     def note(self, lane: Lane, name: str, started: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
         """Add a piece of work, whose events may not have passed yet."""
         with self._lock:
-            if len(self._spans) >= self._capacity:
-                del self._spans[: self._capacity // 2]
+            if len(self._spans) >= _CAPACITY:
+                del self._spans[: _CAPACITY // 2]
             self._spans.append(Span(lane, name, started, done, nbytes, track))
 
     @contextmanager

@@ -22,7 +22,7 @@ import torch
 from zo2core.profiling.timeline import Timeline, now
 from zo2core.protocols import BlockSource, Device, Store, Transfer, Visitor, Wait
 from zo2core.ranges import require_whole
-from zo2core.schedulers.upcoming import upcoming
+from zo2core.schedulers.serial import upcoming
 from zo2core.types import Bucket, Event, Lane
 
 SLOTS = 2

@@ -9,7 +9,6 @@ import torch
 
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
-from zo2core.schedulers.upcoming import upcoming
 from zo2core.types import Bucket, Lane
 
 
@@ -116,3 +115,13 @@ class SerialScheduler:
         memory = self._residents.get(bucket.segment, self._slot)
         assert memory is not None
         return memory[: len(bucket.data)]
+
+
+def upcoming(order: Sequence[int], position: int) -> list[int]:
+    """List each segment once, in the order of its next use; the next sweep has the same order.
+
+    Args:
+        order: Order of the sweep. A block may be in it more than once.
+        position: Index of the next visit.
+    """
+    return list(dict.fromkeys([*order[position:], *order[:position]]))

@@ -6,6 +6,7 @@ their version: a run's visitor cannot tell that others share its segments.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
@@ -15,7 +16,7 @@ from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decode
 from zo2core.protocols import BlockModel, Device, Store, Visitor
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
-from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, aligned, flat_views, packed_bytes
+from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, packed_bytes
 
 
 class RunSegments:
@@ -37,6 +38,7 @@ class RunSegments:
     ) -> None:
         self._model = model
         self._digests = digests
+        self._checked: set[int] = set()
         _require_same_blocks(model, base)
         positions = [_positions(model, base, index) for index in range(len(base.layouts))]
         own = [
@@ -86,8 +88,9 @@ class RunSegments:
             CheckpointError: if the base is another one.
         """
         layout = self._model.layouts[index]
-        if not self._digests.wants(layout):
+        if index in self._checked or not self._digests.wants(layout):
             return
+        self._checked.add(index)
         if not all(isinstance(source, int) for source in self._sources[index]):
             views = self._at_version(index, shared)[0]
             self._versions[index] = 0
@@ -119,14 +122,12 @@ class BlockDecoder:
 
     Args:
         layouts: The base's segments.
-        device: Allocates the memory.
+        memory: uint8, on the device; holds the largest block's decoded weights.
         helper: Does half of the work; None uses one thread.
     """
 
-    def __init__(self, layouts: Sequence[BlockLayout], device: Device, helper: Executor | None) -> None:
-        self._layouts = layouts
-        self._helper = helper
-        self._memory = device.empty(decoded_bytes(layouts))
+    def __init__(self, layouts: Sequence[BlockLayout], memory: torch.Tensor, helper: Executor | None) -> None:
+        self._layouts, self._memory, self._helper = layouts, memory, helper
 
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
@@ -141,11 +142,6 @@ class BlockDecoder:
                 decoded[position] = next(views)
                 decode(spec, store[position], decoded[position], self._helper)
         return decoded
-
-
-def decoded_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the largest block's decoded weights; 0 if no block is encoded."""
-    return max(sum(aligned(spec.decoded.nbytes) for spec in _encoded(layout)) for layout in layouts)
 
 
 class RunSweep:
@@ -242,8 +238,8 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
     """
     layout, shared = model.layouts[index], base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
-    files = {base.weights.origin(spec.name) for spec in shared.parameters}
-    renamed = [spec for spec in layout.parameters if spec.name not in by_name and model.weights.origin(spec.name) in files]
+    files = {_file(base, spec) for spec in shared.parameters}
+    renamed = [spec for spec in layout.parameters if spec.name not in by_name and _file(model, spec) in files]
     names = {spec.name for spec in layout.parameters}
     left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
     positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
@@ -251,10 +247,15 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
     for spec in layout.parameters:
         if spec.name in positions:
             expected = shared.parameters[positions[spec.name]]
-            _require_same(spec, expected, model.weights.origin(spec.name), base.weights.origin(expected.name))
+            _require_same(spec, expected, _file(model, spec), _file(base, expected))
         elif not layout.resident or spec in renamed:
             raise _other_base(spec.name, f"only the parameters that {shared.name} has")
     return positions
+
+
+def _file(model: BlockModel, spec: ParameterSpec) -> str:
+    """The file of a parameter, by one path however the model was named."""
+    return os.path.realpath(model.weights.origin(spec.name))
 
 
 def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:

@@ -46,11 +46,7 @@ class Split(NamedTuple):
 
 
 def require_split(name: str) -> None:
-    """Refuse a name that is not the name of a split.
-
-    Raises:
-        OptionError: naming it.
-    """
+    """Refuse a name that is not the name of a split."""
     if name not in ("auto", "rows", "directions") and not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", name):
         raise OptionError(
             "split",

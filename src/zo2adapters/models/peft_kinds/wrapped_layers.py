@@ -65,11 +65,7 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Mo
 
 
 def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
-    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be trained.
-
-    Raises:
-        OptionError: naming the first one.
-    """
+    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be trained."""
     wanted = list(config.modules_to_save or ())
     paths = [name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name]
     whole: Any = skeleton

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2adapters.trainers.methods.run_method import Opening, RunMethod
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits
 from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -32,6 +33,7 @@ from zo2core import (
     OptionError,
     Runner,
     SegmentKind,
+    SharedBase,
 )
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
@@ -52,8 +54,8 @@ class GradientRun(RunMethod[GradientEngineT]):
     snapshot_of: str  # what a snapshot has, for messages
     exported: str  # what an export is
 
-    def __init__(self, options: TrainOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
+        super().__init__(options, shared)
         optimization = options.optimization
         steps = options.steps if options.schedule_steps is None else options.schedule_steps
         self._lr = LearningRate(
@@ -100,12 +102,23 @@ class GradientRun(RunMethod[GradientEngineT]):
             self._take_snapshot(engine)
         return []
 
-    def before_noting(self, engine: GradientEngineT, loss: float) -> None:
+    def before_recording(self, engine: GradientEngineT, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
         if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
             self._take_snapshot(engine)
 
-    def ways_on(self, engine: GradientEngineT) -> str:
+    def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """The parameters of the step's snapshot. See the contract."""
+        return self._replayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(min(activations, engine.activation_bytes), None),
+        )
+
+    def how_to_continue(self, engine: GradientEngineT) -> str:
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
@@ -115,27 +128,28 @@ class GradientRun(RunMethod[GradientEngineT]):
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 
+    @property
+    @abstractmethod
+    def _replayer(self) -> Callable[..., Runner]:
+        """Makes a runner of the parameters of a snapshot, as ``SnapshotReplayer`` does."""
+
     def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_best(self, engine: GradientEngineT) -> None:
-        """Refuse to export a step at the end of which nothing was kept: that was not asked for from the beginning."""
+    def _with_best_step(self, engine: GradientEngineT) -> GradientEngineT:
+        """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
         best = best_step(_losses(engine.journal)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
+            engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
             raise self._refusal("keep_best", found, "it from the beginning of a run")
+        return engine
 
     def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
-        stored = self.options.storage
-        return MemoryPolicy(
-            host=stored.memory,
-            device=stored.device_memory,
-            activations=activations,
-            least_activations=least,
-        )
+        return MemoryPolicy(**limits(self.options, self.shared), activations=activations, least_activations=least)
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
@@ -177,28 +191,17 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, opening.workers),
             workers=opening.workers,
+            shared=self.shared,
         )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+        return self._with_best_step(engine)
+
+    @property
+    def _replayer(self) -> Callable[..., Runner]:
+        return partial(SnapshotReplayer, shared=self.shared)
 
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """Little: an adapter is small. See the contract."""
         return f"negligible, {super().writes(every, model)}"
-
-    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return SnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-        )
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.methods.first_order_run import GradientRun, parameters_at
+from zo2adapters.trainers.methods.first_order_run import GradientRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -83,12 +84,11 @@ class FullRun(GradientRun[FullBackpropEngine]):
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, None),
         )
-        try:
-            self._require_best(engine)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+        return self._with_best_step(engine)
+
+    @property
+    def _replayer(self) -> Callable[..., Runner]:
+        return StoredSnapshotReplayer
 
     def _require_alone(self, opening: Opening) -> None:
         """Refuse other workers, and a replay.
@@ -125,17 +125,6 @@ class FullRun(GradientRun[FullBackpropEngine]):
                 remedy="raise one of the two",
             )
         return least
-
-    def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """What the step's snapshot has. See the contract."""
-        return StoredSnapshotReplayer(
-            model,
-            step,
-            parameters_at(engine.snapshots, step),
-            micro_batch_size=self.options.batching.micro_batch_size,
-            device=local_device(self.options.storage.device, None),
-            memory=self._memory(min(activations, engine.activation_bytes), None),
-        )
 
 
 def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:

@@ -12,7 +12,7 @@ from zo2adapters.tasks.task import StepReport, TrainingEngine
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.worker_options import local_device
-from zo2core import HostPlan, Journal, MemoryPolicy, Replayer, Runner, Workers, ZO2Error
+from zo2core import HostPlan, Journal, MemoryPolicy, Replayer, Runner, SharedBase, Workers, ZO2Error
 
 EngineT = TypeVar("EngineT", bound=TrainingEngine)
 
@@ -34,6 +34,7 @@ class RunMethod(ABC, Generic[EngineT]):
 
     Args:
         options: The run's options.
+        shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
         OptionError: if a number is out of range, or options cannot be combined.
@@ -43,8 +44,8 @@ class RunMethod(ABC, Generic[EngineT]):
     learning_rates: Sequence[float]  # candidates of ``zo2 tune`` if the user gives none
     few_learning_rates: Sequence[float]  # candidates of a run that is too short to try all of these
 
-    def __init__(self, options: TrainOptions) -> None:
-        self.options = options
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
+        self.options, self.shared = options, shared
 
     @property
     @abstractmethod
@@ -99,7 +100,7 @@ class RunMethod(ABC, Generic[EngineT]):
     def at_step(self, engine: EngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
 
-    def before_noting(self, engine: EngineT, loss: float) -> None:
+    def before_recording(self, engine: EngineT, loss: float) -> None:
         """Prepare for writing the loss of an evaluation of the current step to the journal. By default nothing is done."""
 
     def explained(self, error: ZO2Error, engine: EngineT) -> ZO2Error:
@@ -110,7 +111,7 @@ class RunMethod(ABC, Generic[EngineT]):
         """A line that says if a journal's steps have destroyed the model, else None. By default None."""
         return None
 
-    def ways_on(self, engine: EngineT) -> str:
+    def how_to_continue(self, engine: EngineT) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         output = self.options.output
         return (
@@ -120,6 +121,12 @@ class RunMethod(ABC, Generic[EngineT]):
         )
 
 
+def limits(options: TrainOptions, shared: SharedBase | None) -> Mapping[str, Any]:
+    """The memory that the run's engine may use, for ``MemoryPolicy``; a shared base has those of its runs."""
+    storage = options.storage
+    return {} if shared is not None else {"host": storage.memory, "device": storage.device_memory}
+
+
 def replayer(
     options: TrainOptions,
     model: HFBlockModel,
@@ -127,6 +134,7 @@ def replayer(
     workers: Workers | None,
     *,
     journal: Journal | None = None,
+    shared: SharedBase | None = None,
 ) -> Replayer:
     """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed.
 
@@ -136,16 +144,17 @@ def replayer(
         activations: Bytes that activations may use.
         workers: Processes that evaluate the same rows; None: this process works alone.
         journal: The run's journal up to the step; None: the base.
+        shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
         ZO2Error: of the kind that fits.
     """
-    storage = options.storage
     return Replayer(
         model,
         journal,
         micro_batch_size=options.batching.micro_batch_size,
-        device=local_device(storage.device, workers),
-        memory=MemoryPolicy(host=storage.memory, device=storage.device_memory, activations=activations),
+        device=local_device(options.storage.device, workers),
+        memory=MemoryPolicy(**limits(options, shared), activations=activations),
         workers=workers,
+        shared=shared,
     )

@@ -88,14 +88,14 @@ class StreamedFullRun(FullRun):
             engine.commit()
         return []
 
-    def before_noting(self, engine: FullBackpropEngine, loss: float) -> None:
+    def before_recording(self, engine: FullBackpropEngine, loss: float) -> None:
         """Do nothing: no step is kept for its evaluation. See the contract."""
 
     def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """Refuse: earlier weights are not kept. See the contract."""
         raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
 
-    def ways_on(self, engine: FullBackpropEngine) -> str:
+    def how_to_continue(self, engine: FullBackpropEngine) -> str:
         """From which commit. See the contract."""
         assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
         return (

@@ -6,13 +6,24 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.methods.run_health import HealthMonitor, destroyed, diverged
-from zo2adapters.trainers.methods.run_method import Opening, RunMethod, replayer
+from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits, replayer
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_notices import disk_writes, storage
 from zo2adapters.trainers.run_plan import step_memory, step_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import DivergenceError, HostPlan, Journal, MemoryPolicy, Runner, StepResult, WriteBackPolicy, ZO2Error, ZOEngine
+from zo2core import (
+    DivergenceError,
+    HostPlan,
+    Journal,
+    MemoryPolicy,
+    Runner,
+    SharedBase,
+    StepResult,
+    WriteBackPolicy,
+    ZO2Error,
+    ZOEngine,
+)
 from zo2core.planning.host_budget import parse_size
 
 
@@ -23,8 +34,8 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     few_learning_rates = (1e-6, 1e-5, 1e-4, 1e-3)
 
-    def __init__(self, options: TrainOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
+        super().__init__(options, shared)
         self._estimator = options.estimator()
         self._health = HealthMonitor()
 
@@ -62,8 +73,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
             seed=options.seed,
             device=local_device(stored.device, opening.workers),
             memory=MemoryPolicy(
-                host=stored.memory,
-                device=stored.device_memory,
+                **limits(options, self.shared),
                 activations=opening.activations,
                 least_activations=None if stored.device == "cpu" else opening.least_activations,
             ),
@@ -80,6 +90,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
             trace=worker_trace(execution.trace, opening.workers),
             provenance=opening.decides,
             workers=opening.workers,
+            shared=self.shared,
         )
 
     def first_step(self, journal: Journal) -> int:
@@ -101,7 +112,8 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def at_step(self, engine: ZOEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """The base with the updates up to the step, since later updates cannot be undone. See the contract."""
-        return replayer(self.options, model, activations, None, journal=engine.journal.until(step))
+        until = engine.journal.until(step)
+        return replayer(self.options, model, activations, None, journal=until, shared=self.shared)
 
     def explained(self, error: ZO2Error, engine: ZOEngine) -> ZO2Error:
         """The error with commands to continue from the best step; unchanged without a guard. See the contract."""

@@ -1,0 +1,130 @@
+"""Plan of several runs that share their base: how many fit, what one more costs, and when compute is the limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration
+from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
+from zo2core.planning.shared_runs import RunNeeds, shared_request
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.write_interval import streamed_bytes
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.types import shown_bytes
+
+MOST_RUNS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRunsPlan:
+    """Expected memory and time of equal runs that share their base."""
+
+    run: RunPlan  # of one of the runs, alone
+    runs: int
+    host_plan: HostPlan  # of all runs
+    memory_a_run: int  # bytes that one run more takes
+    most_runs: int  # largest number of runs that fit
+    read_bytes: int  # that one step of all runs reads
+    disk_seconds: float  # of these reads, which overlap with compute
+    decoding_seconds: float  # that a step of all runs takes to decode blocks, once for all
+    seconds_a_run: float  # of compute that one run more adds to a step of all runs
+    free_runs: int  # runs whose compute takes no longer than the reads; 0: compute is the limit from the first run on
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of a step of all runs."""
+        return max(self.decoding_seconds + self.runs * self.seconds_a_run, self.disk_seconds)
+
+    def to_json(self) -> str:
+        """The plan as JSON; that of one run alone is in ``run``."""
+        sums = {"seconds": self.seconds, "seconds_apart": self.runs * self.run.seconds, "nbytes": self.host_plan.nbytes}
+        return json.dumps({**asdict(self), **sums})
+
+    def table(self) -> str:
+        """The plan as a table."""
+        limit = (
+            "compute, from the first run on"
+            if self.free_runs == 0
+            else f"the disk up to {self.free_runs} runs, then compute"
+        )
+        rows = [
+            ("blocks", "all in memory" if self.host_plan.buckets is None else "streamed from disk"),
+            ("one run more takes", f"{shown_bytes(self.memory_a_run)}, and {self.seconds_a_run:.2f} s of compute a step"),
+            ("runs that fit", f"{self.most_runs}{' or more' if self.most_runs == MOST_RUNS else ''}"),
+            ("read per step of all", shown_bytes(self.read_bytes)),
+            ("disk, overlapped", f"{self.disk_seconds:.2f} s"),
+            ("decoding, once for all", f"{self.decoding_seconds:.2f} s"),
+            ("limited by", limit),
+            (
+                "expected per step of all",
+                f"{self.seconds:.2f} s; one run after the other {self.runs * self.run.seconds:.2f} s",
+            ),
+        ]
+        if self.run.steps:
+            rows.append(("expected in total", f"{duration(self.run.steps * self.seconds)} ({self.run.steps} steps of each)"))
+        title = f"host memory of {self.runs} runs"
+        return "\n".join([title, self.host_plan.table(), "", *(f"{name:26s} {value}" for name, value in rows)])
+
+
+def plan_shared_runs(
+    base: HFBlockModel, run: RunPlan, needs: RunNeeds, *, runs: int, memory: int | str = "auto", passes: int = 1
+) -> SharedRunsPlan:
+    """Plan equal runs on the CPU that share their base.
+
+    Args:
+        base: The base without an adapter.
+        run: Plan of one of the runs, alone.
+        needs: What each needs beside the base.
+        runs: Number of runs.
+        memory: Host memory the process may use in total.
+        passes: Passes of a step over the blocks: 2 for a step by gradients.
+
+    Raises:
+        MemoryBudgetError: if they do not fit; the error says how many do.
+        CheckpointError: if the checkpoint cannot be read.
+    """
+    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+
+    def planned(all_needs: Sequence[RunNeeds]) -> HostPlan:
+        request = shared_request(base.layouts, on_disk, MemoryPolicy(host=memory), all_needs)
+        return plan(request, Machine(), speeds).host_plan
+
+    most = _most(lambda count: planned([needs] * count))
+    try:
+        host_plan = planned([needs] * runs)
+    except MemoryBudgetError as error:
+        found = f"{error.found} for {runs} runs, of which {most} fit"
+        raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
+    layouts = base.layouts if host_plan.buckets is None else on_disk
+    read = passes * streamed_bytes(layouts, host_plan.buckets)
+    disk = read / speeds.reading(layouts) if read else 0.0
+    decoding = passes * decoding_seconds(base.layouts)
+    own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+    return SharedRunsPlan(
+        run=run,
+        runs=runs,
+        host_plan=host_plan,
+        memory_a_run=needs.activations + needs.kept,
+        most_runs=most,
+        read_bytes=read,
+        disk_seconds=disk,
+        decoding_seconds=decoding,
+        seconds_a_run=own,
+        free_runs=MOST_RUNS if own == 0.0 else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
+    )
+
+
+def _most(planned: Callable[[int], object]) -> int:
+    """The largest number of runs for which a plan fits."""
+    fits, too_many = 0, MOST_RUNS + 1
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        try:
+            planned(count)
+            fits = count
+        except MemoryBudgetError:
+            too_many = count
+    return fits

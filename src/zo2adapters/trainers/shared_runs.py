@@ -1,0 +1,58 @@
+"""Runs that share their base: blocks are read once for all of them, and each trains beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.trainers.options import TrainOptions
+from zo2core import MemoryPolicy, OptionError, SharedBase
+
+
+def can_share(options: TrainOptions) -> bool:
+    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any method."""
+    reads = options.optimization.rank is not None or options.model_options.trains_adapter
+    return reads and not options.takes_labels
+
+
+def require_shareable(options: TrainOptions) -> None:
+    """Refuse a run that changes its base, or that has a new head.
+
+    Raises:
+        OptionError: naming what it trains.
+    """
+    if not can_share(options):
+        found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
+        raise OptionError(
+            "runs",
+            found=found,
+            expected="runs of a causal language model that only read its weights",
+            remedy="pass --rank 8 or --lora-rank 8, or train it alone",
+        )
+
+
+def open_shared_base(options: TrainOptions) -> SharedBase:
+    """Open the base of runs with these options.
+
+    Args:
+        options: Options of one of the runs; all have the same model, dtype, device and memory.
+
+    Raises:
+        ZO2Error: of the kind that fits, if the model cannot be read.
+    """
+    require_shareable(options)
+    base = replace(
+        options.model_options,
+        precision=options.precision_asked(),
+        adapter=None,
+        adapter_frozen=(),
+        lora_rank=None,
+        lora_targets=(),
+        lora_alpha=None,
+    )
+    storage = options.storage
+    return SharedBase(
+        base.opened(resolve_directory(options.model), seed=options.seed),
+        device=storage.device,
+        memory=MemoryPolicy(host=storage.memory, device=storage.device_memory),
+    )

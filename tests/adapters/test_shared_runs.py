@@ -1,0 +1,293 @@
+"""Runs that share their base, from the command line: each is the run alone, to the byte."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from command_lines import Apart, refusal, run_here
+from runs import small_run
+from strikes import strike
+
+from zo2adapters.models.quantizer import quantize
+from zo2adapters.trainers import tuning
+from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.tuning import TABLE, tune
+from zo2core import SharedBase, ZOEngine
+from zo2core.planning.host_budget import resident_memory
+
+pytest.importorskip("peft")
+
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "low-rank": {"rank": 2, "lr": 1e-3},
+    "per-row": {"rank": 1, "per_row": True, "lr": 1e-3, "batch_size": 2, "seed": 3},
+    "lora": {"method": "adamw", "lora_rank": 2, "lr": 1e-2, "steps": 6, "keep_best": True},
+    "zo-lora": {"lora_rank": 1, "lr": 1e-3},
+}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    made = small_run(tmp_path, layers=2)
+    quantize(tmp_path / "base", tmp_path / "nf4", "nf4")
+    for file in (tmp_path / "base").glob("token*"):
+        shutil.copy(file, tmp_path / "nf4")
+    return replace(made, model=str(tmp_path / "nf4"))
+
+
+def arguments(options: TrainOptions, *more: object) -> list[str]:
+    given = ["train", "--model", options.model, "--data", options.data, "--evaluation", options.data, "--steps", 4]
+    return [str(argument) for argument in (*given, "--evaluate-every", 2, *more)]
+
+
+def written(folder: Path, runs: Mapping[str, object] = RUNS) -> Path:
+    (folder / "runs.yaml").write_text(json.dumps(runs))
+    return folder / "runs.yaml"
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    return [
+        text
+        for key, value in values.items()
+        for text in (["--" + key.replace("_", "-")] if value is True else ["--" + key.replace("_", "-"), str(value)])
+    ]
+
+
+def results(run: Path) -> dict[str, bytes]:
+    weights = next((run / "model").glob("*.safetensors"))
+    return {"journal": (run / "journal.jsonl").read_bytes(), "weights": weights.read_bytes()}
+
+
+def assert_equal_to_alone(options: TrainOptions, folder: Path, together: Path) -> None:
+    for name, values in RUNS.items():
+        assert run_here(*arguments(options, "--output", folder / name, *flags(values))).status == 0
+        assert results(together / name) == results(folder / name), name
+
+
+def test_runs_of_one_command_are_the_runs_apart(
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
+    assert ran.status == 0, ran.err
+    table = ran.out.splitlines()
+    assert [line.split()[0] for line in table[1:5]] == list(RUNS)
+    assert [line.split()[1] for line in table[1:5]] == ["4", "4", "6", "4"]
+    outcomes = json.loads((tmp_path / "all" / "runs.json").read_text())
+    assert [outcome["error"] for outcome in outcomes] == [None] * 4
+    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+
+
+def test_an_interrupted_command_continues_all_and_one_can_continue_alone(options: TrainOptions, tmp_path: Path) -> None:
+    command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
+    step, taken = ZOEngine.step, 0
+
+    def counted(self: ZOEngine, *given: Any, **more: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 6:
+            raise KeyboardInterrupt
+        return step(self, *given, **more)
+
+    with patch.object(ZOEngine, "step", counted):
+        assert run_here(*command).status != 0
+    assert run_here("train", "--resume", tmp_path / "all" / "zo-lora").status == 0
+    assert run_here(*command).status == 0
+    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+
+
+def test_killed_processes_lose_nothing(options: TrainOptions, tmp_path: Path) -> None:
+    command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
+    apart = Apart(tmp_path)
+    try:
+        for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
+            struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
+            assert struck.status != 0
+    finally:
+        apart.close()
+    assert run_here(*command).status == 0
+    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(options: TrainOptions, tmp_path: Path) -> None:
+    runs = {"bad": {"rank": 2, "lr": 1e30}, "good": {"rank": 2, "lr": 1e-3}, "odd": {"rank": 2, "batch_size": 100_000}}
+    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
+    assert ran.status != 0
+    assert "bad ended: " in ran.err
+    assert "odd ended: " in ran.err
+    assert (tmp_path / "all" / "good" / "model").is_dir()
+    outcomes = {outcome["run"]: outcome for outcome in json.loads((tmp_path / "all" / "runs.json").read_text())}
+    assert outcomes["good"]["error"] is None
+    assert outcomes["good"]["steps"] == 4
+    assert outcomes["bad"]["error"] is not None
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ({"a": {"model": "x"}}, "pass --model for all runs"),
+        ({"a": {"lr": 1e-3}}, "a run that trains all weights"),
+        ({"a": {"rank": 2, "lr": "auto"}}, "zo2 tune"),
+        ({"a/b": {"rank": 2}}, "a name of letters and digits"),
+        ({"a": 3}, "a name of letters and digits"),
+        ({"a": {"rnk": 2}}, "rank"),
+        ({}, "at least one"),
+    ],
+)
+def test_a_file_of_runs_that_cannot_be_is_refused_before_anything_is_written(
+    options: TrainOptions, tmp_path: Path, runs: Mapping[str, object], message: str
+) -> None:
+    assert message in refusal(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
+    assert not (tmp_path / "all").exists()
+
+
+METHODS: Mapping[str, Any] = {
+    "low-rank": {"optimization": Optimization(rank=2)},
+    "lora": {"first_order": FirstOrder(method="adamw"), "model_options": RunModelOptions(lora_rank=2)},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
+    options: TrainOptions, tmp_path: Path, method: str
+) -> None:
+    given: Any = {"forwards": 240, "learning_rates": (1e-7, 2e-6, 1e-5, 1e-4)}
+    tried = replace(options, steps=1000, **METHODS[method])
+    shared: list[int] = []
+    together = SharedBase.together
+
+    def counted(self: SharedBase, functions: Mapping[Any, Any]) -> Any:
+        shared.append(len(functions))
+        return together(self, functions)
+
+    with patch.object(SharedBase, "together", counted):
+        best = tune(replace(tried, output=tmp_path / "together"), **given)
+    assert shared == [4, 2], "the last round has one trial"
+    with patch.object(tuning, "can_share", return_value=False):
+        alone = tune(replace(tried, output=tmp_path / "apart"), **given)
+    assert replace(best, directory=alone.directory) == alone
+    for run in (tmp_path / "apart").glob("lr-*"):
+        ours = tmp_path / "together" / run.name
+        assert (ours / "journal.jsonl").read_bytes() == (run / "journal.jsonl").read_bytes()
+    ranking, expected = (json.loads((tmp_path / f / TABLE).read_text())["results"] for f in ("together", "apart"))
+    assert ranking == expected
+
+
+def test_trials_that_do_not_fit_together_run_one_after_the_other(options: TrainOptions, tmp_path: Path) -> None:
+    tried = replace(options, steps=1000, optimization=Optimization(rank=2))
+    given: Any = {"forwards": 120, "learning_rates": (1e-4, 1e-3, 1e-2)}
+    expected = tune(replace(tried, output=tmp_path / "all"), **given)
+    # Two of the trials fit beside this process.
+    storage = Storage(activation_memory="400MiB", memory=f"{(resident_memory() >> 20) + 1000}MiB")
+    best = tune(replace(tried, output=tmp_path / "some", storage=storage), **given)
+    assert (best.lr, best.loss) == (expected.lr, expected.loss)
+
+
+def test_a_trainer_says_whose_line_it_prints(options: TrainOptions, tmp_path: Path) -> None:
+    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, {"a": RUNS["low-rank"]})))
+    assert "a: step 2: evaluation " in ran.err
+
+
+def plan_of(options: TrainOptions, *more: object) -> Any:
+    given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 400, "--json"]
+    planned = run_here(*given, *more)
+    assert planned.status == 0, planned.err
+    return json.loads(planned.out)
+
+
+@pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
+def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(options: TrainOptions, method: tuple[object, ...]) -> None:
+    memory = f"{(resident_memory() >> 20) + 400}MiB"
+    one, three = (plan_of(options, *method, "--memory", memory, "--runs", runs) for runs in (1, 3))
+    added = three["nbytes"] - one["nbytes"]
+    assert added == pytest.approx(2 * three["memory_a_run"], abs=4 << 20)
+    assert three["seconds"] <= three["seconds_apart"] * 1.5
+    most = three["most_runs"]
+    assert most >= 3
+    assert f"of which {most} fit" in refusal_of_plan(options, *method, "--memory", memory, "--runs", most + 5)
+
+
+def refusal_of_plan(options: TrainOptions, *more: object) -> str:
+    return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 400, *more)
+
+
+def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> None:
+    assert "only read the weights" in refusal_of_plan(options, "--runs", 2)
+
+
+@pytest.fixture
+def trained(options: TrainOptions, tmp_path: Path) -> dict[str, Path]:
+    """Three runs of one base, and an exported adapter."""
+    runs = {name: RUNS[name] for name in ("low-rank", "lora", "zo-lora")}
+    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
+    assert ran.status == 0, ran.err
+    return {**{name: tmp_path / "all" / name for name in runs}, "model": tmp_path / "all" / "lora" / "model"}
+
+
+def counted_sweeps() -> tuple[list[int], Any]:
+    sweeps: list[int] = []
+    made = SharedBase._sweep
+
+    def counted(self: SharedBase, requests: Any, order: Any) -> None:
+        sweeps.append(len(requests))
+        made(self, requests, order)
+
+    return sweeps, patch.object(SharedBase, "_sweep", counted)
+
+
+def test_several_models_are_evaluated_in_one_pass(
+    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
+) -> None:
+    first, *others = trained.values()
+    sweeps, counting = counted_sweeps()
+    with counting:
+        together = run_here("evaluate", "--run", first, "--data", options.data, "--others", *others)
+    assert together.status == 0, together.err
+    assert sweeps == [5], "the base, too"
+    header, loss, *_ = together.out.splitlines()
+    assert header.split() == ["base", "step", "4", *list(trained)[1:]]
+    cells = [cell.split()[0] for cell in re.split(r"\s{2,}", loss.strip())[1:]]
+    shown = dict(zip(["base", *trained], cells, strict=True))
+    for name, path in trained.items():
+        given = ("--run", path) if name != "model" else ("--model", options.model, "--adapter", path)
+        alone = run_here("evaluate", *given, "--data", options.data, "--no-base")
+        assert f"loss {shown[name]}" in alone.out, name
+
+
+def test_several_models_continue_prompts_in_one_pass_a_token(
+    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
+) -> None:
+    first, *others = trained.values()
+    ask = ("--prompt", "the cat", "--max-new-tokens", 3)
+    sweeps, counting = counted_sweeps()
+    with counting:
+        together = run_here("generate", "--run", first, *ask, "--others", *others)
+    assert together.status == 0, together.err
+    assert sweeps[0] == 4
+    assert len(sweeps) <= 3
+    said = [run_here("generate", "--run", path, *ask).out.strip() for path in list(trained.values())[:3]]
+    assert [part.partition(":\n")[2].strip() or part.strip() for part in together.out.split("\n\n")][:3] == said
+
+
+def test_models_that_cannot_share_passes_run_one_after_the_other(options: TrainOptions, tmp_path: Path) -> None:
+    low_rank = tmp_path / "low-rank"
+    assert run_here(*arguments(options, "--output", low_rank, *flags(RUNS["low-rank"]))).status == 0
+    (tmp_path / "dense").mkdir()
+    dense = small_run(tmp_path / "dense")
+    with Trainer(dense, quiet=True) as trainer:
+        trainer.train()
+    sweeps, counting = counted_sweeps()
+    with counting:
+        table = run_here("evaluate", "--run", dense.output, "--data", dense.data, "--others", low_rank)
+    assert table.status == 0, table.err
+    assert sweeps == []
