@@ -39,6 +39,7 @@ from zo2core import (
     TorchOptimizer,
 )
 from zo2core.methods.loss_scale import LossScale
+from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
@@ -665,5 +666,23 @@ def test_states_of_another_optimizer_are_refused(base: Path) -> None:
     with engine_of(base, "adamw") as engine:
         engine.step(make_batch(40, [7, 5]))
         state = engine.state_dict()
-        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="optimizer states of segment"):
+        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="an optimizer state of segment"):
             other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("case", ["fused adamw", "badam"])
+def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies would take the memory of the largest segment's states twice."""
+    made: list[str] = []
+    real = _Zeros.__missing__
+
+    def missing(self: _Zeros, name: str) -> torch.Tensor:
+        made.append(name)
+        return real(self, name)
+
+    monkeypatch.setattr(_Zeros, "__missing__", missing)
+    with engine_of(base, case) as engine:
+        for _ in range(2 * EVERY):
+            engine.step(make_batch(40, [7, 5]))
+    assert made
+    assert all(name.endswith(".has_state") for name in made)
