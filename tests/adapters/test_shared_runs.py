@@ -78,8 +78,12 @@ def assert_equal_to_alone(options: TrainOptions, folder: Path, together: Path) -
 def test_runs_of_one_command_are_the_runs_apart(
     options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
+    sweeps, counting = counted_sweeps()
+    with counting:
+        ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
     assert ran.status == 0, ran.err
+    assert sweeps[:7] == [4] * 7, "three evaluations and four steps of all; then one run goes on alone"
+    assert set(sweeps[7:]) <= {1}
     table = ran.out.splitlines()
     assert [line.split()[0] for line in table[1:5]] == list(RUNS)
     assert [line.split()[1] for line in table[1:5]] == ["4", "4", "6", "4"]

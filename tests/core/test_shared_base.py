@@ -445,6 +445,8 @@ def test_uses_that_exclude_each_other_are_refused(bases: Mapping[str, Path]) -> 
         next(iterator)
         result = shared.step({two: batch_of(1, 0)})[two]
         assert isinstance(result, BusyError)
+        with pytest.raises(BusyError):
+            low_rank(base, 2, shared=shared)
         iterator.close()
         nested = shared.together({"nested": lambda: shared.step({two: batch_of(1, 0)})})
         assert isinstance(nested["nested"], BusyError)

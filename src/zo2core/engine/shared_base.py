@@ -103,6 +103,7 @@ class SharedBase:
 
     Raises:
         OptionError, DeviceError: if an option is out of its range, or the device is missing.
+        MemoryBudgetError: if there is no memory for the base alone.
     """
 
     def __init__(
@@ -114,15 +115,16 @@ class SharedBase:
         overlap: bool = True,
     ) -> None:
         self._model, self._memory, self._overlap = model, memory, overlap
-        self._closing = ExitStack()
-        self._closing.callback(model.weights.close)
-        self.device = choose_device(device) if isinstance(device, str) else device
-        if isinstance(device, str):
-            self._closing.callback(self.device.close)
-        self._on_disk = laid_out_as_on_disk(model.layouts, model.weights)
         self._runs: dict[_Run, RunNeeds] = {}
         self._opened: _Opened | None = None
-        self._spec = self._planned([])
+        with ExitStack() as opened:
+            opened.callback(model.weights.close)
+            self.device = choose_device(device) if isinstance(device, str) else device
+            if isinstance(device, str):
+                opened.callback(self.device.close)
+            self._on_disk = laid_out_as_on_disk(model.layouts, model.weights)
+            self._spec = self._planned([])
+            self._closing = opened.pop_all()
         self._work = self.device.empty(0)
         self._lockstep: Lockstep[_SweepRequest] = Lockstep(self._serve)
         self._use = ExclusiveUse(type(self).__name__)
@@ -185,6 +187,7 @@ class SharedBase:
         Raises:
             OptionError: if the run has another base, would change it, or asks for what belongs to the shared base.
             MemoryBudgetError: if there is no memory for it.
+            BusyError: during an iteration over ``parameters_now`` of another run.
         """
         self._use.require_open()
         _require_shareable(request)
@@ -192,7 +195,7 @@ class SharedBase:
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
         run = _Run(self, segments, timeline)
-        if self._opened is not None:
+        with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
         needs = RunNeeds.of(request, in_place=self.device.in_place)
         try:
