@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zo2adapters.edge.running import ProgramStep as ProgramStep
     from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
+    from zo2adapters.frameworks.backprop_grpo_mixin import BackpropGRPOMixin as BackpropGRPOMixin
     from zo2adapters.frameworks.backprop_lightning_module import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
     from zo2adapters.frameworks.full_lightning_module import FullBackpropLightningModule as FullBackpropLightningModule
@@ -48,6 +49,7 @@ _MODULES = {
     "ProgramStep": "zo2adapters.edge.running",
     "TrainingProgram": "zo2adapters.edge.running",
     "BackpropLightningModule": "zo2adapters.frameworks.backprop_lightning_module",
+    "BackpropGRPOMixin": "zo2adapters.frameworks.backprop_grpo_mixin",
     "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
     "ZOArguments": "zo2adapters.frameworks.arguments",
     "FullBackpropLightningModule": "zo2adapters.frameworks.full_lightning_module",

@@ -86,7 +86,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             self._initial = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
         return self._engine
 
-    def _step(self, batches: list[Batch], num_items: Any) -> float:
+    def _take_step(self, batches: list[Batch], num_items: Any) -> float:
         """Add the step's gradients to those of the adapter. See the base class."""
         if callable(to_training := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             to_training()

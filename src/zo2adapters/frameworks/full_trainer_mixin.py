@@ -111,7 +111,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         names: list[str] = Trainer.get_decay_parameter_names(self, whole)
         return names
 
-    def _step(self, batches: list[Batch], num_items: Any) -> float:
+    def _take_step(self, batches: list[Batch], num_items: Any) -> float:
         """Take a step. See the base class."""
         result = self.engine.step(batches, self._trainer_loss(num_items))
         self._grad_norm = result.grad_norm

@@ -7,7 +7,7 @@ run as sweeps of an engine, which has the weights.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,13 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from zo2adapters.frameworks.opening import open_for
-from zo2adapters.frameworks.supported import autocast_of, head_for, require_supported, require_supported_trainer
+from zo2adapters.frameworks.supported import (
+    TRL_SUPPORTED,
+    autocast_of,
+    head_for,
+    require_supported,
+    require_supported_trainer,
+)
 from zo2adapters.frameworks.swept_batches import SweptBatches
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
@@ -48,6 +54,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         ZO2Error: as ``open_checkpoint`` says.
     """
 
+    trl_trainers: Sequence[str] = TRL_SUPPORTED  # names of TRL's trainers that it supports
+
     def __init__(
         self,
         model: HFBlockModel | Path | str,
@@ -57,7 +65,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         adapter: Adapter | None = None,
         supported: frozenset[str] = frozenset(),
     ) -> None:
-        require_supported_trainer(type(self))
+        require_supported_trainer(type(self), self.trl_trainers)
         if not isinstance(args, TrainingArguments):
             raise OptionError(
                 "args",
@@ -83,7 +91,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Engine that has the present weights."""
 
     @abstractmethod
-    def _step(self, batches: list[Batch], num_items: Any) -> float:
+    def _take_step(self, batches: list[Batch], num_items: Any) -> float:
         """Take a step with all its batches, and return its loss.
 
         Args:
@@ -131,7 +139,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             return torch.zeros((), device=self.args.device)
         batches, self._accumulated = self._accumulated, []
         self._set_mode(training=True)
-        return torch.tensor(self._step(batches, num_items_in_batch), device=self.args.device)
+        return torch.tensor(self._take_step(batches, num_items_in_batch), device=self.args.device)
 
     def evaluation_loop(
         self,

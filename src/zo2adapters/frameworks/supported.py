@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,33 +46,34 @@ _ABSENT: Mapping[str, str] = {  # options of the trainer's constructor that must
 }
 
 # TRL's trainers whose steps are tested to equal those of the monolithic loop.
-_TRL_SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "TPOTrainer")
+TRL_SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "TPOTrainer")
 _GENERATES = "generates text during training, for which the model would have to be whole in memory"
 _TRL_UNSUPPORTED: Mapping[str, str] = {
-    "GRPOTrainer": _GENERATES,
+    "GRPOTrainer": f"{_GENERATES}, but with BackpropGRPOMixin",
     "RLOOTrainer": _GENERATES,
     "DistillationTrainer": f"{_GENERATES}, and so does its teacher",
     "KTOTrainer": "calls the model with a second batch within one loss",
 }
 
 
-def require_supported_trainer(kind: type) -> None:
+def require_supported_trainer(kind: type, supported: Sequence[str] = TRL_SUPPORTED) -> None:
     """Refuse a trainer of TRL's whose training step does more than call the model with one batch.
 
     Args:
         kind: The class with the mixin, or a class derived from it.
+        supported: Names of TRL's trainers that the mixin supports.
 
     Raises:
         OptionError: naming TRL's class.
     """
     for base in kind.__mro__:
         is_of_trl = base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)
-        if is_of_trl and not base.__name__.startswith("_") and base.__name__ not in _TRL_SUPPORTED:
+        if is_of_trl and not base.__name__.startswith("_") and base.__name__ not in supported:
             obstacle = _TRL_UNSUPPORTED.get(base.__name__, "has not been tested with streamed steps")
             raise OptionError(
                 base.__name__,
                 found=f"a trainer that {obstacle}",
-                expected=f"transformers' Trainer, or one of TRL's {', '.join(_TRL_SUPPORTED)}",
+                expected=f"transformers' Trainer, or one of TRL's {', '.join(supported)}",
                 remedy="use one of these, or write the loss as a function for CalledForward and call the engine's step",
             )
 

@@ -88,7 +88,7 @@ class ZOTrainerMixin(EngineStepsMixin):
             self._engine.close()
         self._engine, self._journal, self._accumulated = None, journal, []
 
-    def _step(self, batches: list[Batch], num_items: Any) -> float:
+    def _take_step(self, batches: list[Batch], num_items: Any) -> float:
         """Take a zeroth-order step. See the base class."""
         result = self.engine.step(batches, self._loss(num_items))
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))

@@ -119,7 +119,7 @@ class Generation:
         evaluations: Sequence[Evaluation | None] = (None,),
         allowed: int | None = None,
     ) -> None:
-        arguments = inspect.signature(model.skeleton.forward).parameters
+        arguments = inspect.signature(type(model.skeleton).forward).parameters
         if "past_key_values" not in arguments:
             raise UnsupportedModelError(
                 f"model type {model.config.model_type}",
