@@ -459,6 +459,39 @@ def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
     assert adapter_of("run").keys() == load_file("run/model-6/adapter_model.safetensors").keys()
 
 
+def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> None:
+    done(*train("run", "--decay", "linear"))
+    assert "with --adapter RUN/model" in refusal("train", "--resume", "run", "--steps", 9)
+    done(
+        "train",
+        "--method",
+        "adamw",
+        "--model",
+        "base",
+        "--adapter",
+        "run/model",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "further",
+        "--steps",
+        1,
+        "--lr",
+        1e-9,
+    )
+    begun, after = adapter_of("run"), adapter_of("further")
+    assert all(torch.allclose(begun[name], value, atol=1e-6) for name, value in after.items())
+    assert any(value.any() for name, value in after.items() if "lora_B" in name)
+
+
+def test_a_finished_run_says_that_it_is_finished(here: Path) -> None:
+    assert "is finished" not in done(*train("run")).err
+    lines = done("train", "--resume", "run").err.splitlines()
+    assert lines[0] == "run is finished after 6 steps"
+    assert not any("Memory" in line or "about" in line for line in lines)
+    assert "is finished" not in done("train", "--resume", "run", "--steps", 7).err
+
+
 def test_a_finished_zeroth_order_run_of_an_adapter_can_be_resumed(here: Path) -> None:
     """Its exported adapter was taken for something that is no model."""
     done("train", "--model", "base", "--adapter", CONFIG, "--data", "rows.jsonl", "--output", "run", "--steps", 2)

@@ -42,8 +42,8 @@ class AtStep:
     """Directory of a run, which determines base, dtype and journal. With torchrun, which has an option --run of its own,
     write --run-directory."""
     at: int | None = None
-    """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the best
-    evaluation, and with --method those of the last snapshot if the run was stopped."""
+    """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the
+    best evaluation, and with --method those of the last snapshot if the run was stopped."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     adapter_seed: tyro.conf.Suppress[int] = 0
     """Seed of the run's adapter."""
@@ -223,9 +223,7 @@ class AtStep:
             return Replayer(model, journal, workers=workers, **common)
         return self._at_snapshot(model, journal, step, workers, common)
 
-    def _at_snapshot(
-        self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any
-    ) -> Runner:
+    def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.trainers.methods.first_order_run import parameters_at
