@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,36 @@ def test_the_recipe_in_a_run_directory_repeats_the_run_to_the_same_journal(here:
     assert journal_of("again") == journal_of("run")
     first, second = (yaml.safe_load((here / run / "recipe.yaml").read_text()) for run in ("run", "again"))
     assert {**first, "output": None} == {**second, "output": None}
+
+
+def test_a_recipe_is_planned_as_the_command_line_with_the_same_options(here: Path) -> None:
+    Path("recipe.yaml").write_text(RECIPE + "rank: 2\n")
+    told = done("plan", "recipe.yaml")
+    assert told.out.startswith("Zeroth-order steps train all parameters: 4 steps of 3 rows\n")
+    assert told.err == ""
+    same = ("--steps", 4, "--batch-size", 3, "--noise", "gaussian", "--rank", 2, "--data", "rows.jsonl")
+    given = json.loads(done("plan", "--model", "base", *same, "--json").out)
+    planned = json.loads(done("plan", "recipe.yaml", "--json").out)
+    names = ("steps", "evaluations", "scratch_bytes", "written_bytes")
+    assert [planned[name] for name in names] == [given[name] for name in names]
+    assert "7 steps of 3 rows" in done("plan", "recipe.yaml", "--steps", 7).out.splitlines()[0]
+    done("train", "recipe.yaml")
+    assert "4 steps of 3 rows" in done("plan", "run/recipe.yaml").out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "line", ["write_back_every: 3", "activation_memory: 1GiB", "objective: exact-match", "device: cuda"]
+)
+def test_a_plan_refuses_what_it_cannot_count_by_name(here: Path, line: str) -> None:
+    Path("recipe.yaml").write_text(f"{RECIPE}{line}\n")
+    assert f"recipe.yaml: {line.partition(':')[0]}: found" in refusal("plan", "recipe.yaml")
+
+
+def test_a_plan_says_what_a_run_takes_beside_it(here: Path) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("lr: 1e-2", "lr: auto") + "samples: 2\ndevice: cuda\n")
+    told = done("plan", "recipe.yaml", "--device-memory", "1GiB")
+    assert told.err == "not in the plan: the short runs that choose lr, the answers to 2 samples\n"
+    assert "device memory" in told.out
 
 
 def test_the_recipe_of_a_lengthened_run_has_all_its_steps(here: Path) -> None:

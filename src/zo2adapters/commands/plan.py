@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zo2adapters.commands.parsing import option_names, parse_options
+from zo2adapters.commands.train import Train, arguments_of_recipe
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 1024  # on one host
 MOST_RUNS = 1024  # of one base
+_PLANNED_OBJECTIVES = ("auto", "loss", "choice-loss", "accuracy", "f1", "dpo", "reward")  # which the rows determine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +91,47 @@ class Plan(EvaluationOptions):
     them, and times as without other workers."""
     batching: Batching = field(default_factory=Batching)
 
+    @classmethod
+    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
+        """Replace a recipe of zo2 train at the start of the arguments by those of its options that a plan depends on.
+
+        A line names what a run of the recipe takes beside the plan.
+
+        Raises:
+            OptionError: if the recipe cannot be read, or a plan does not know an option that changes what the run takes.
+        """
+        if not arguments or arguments[0].startswith("-"):
+            return list(arguments)
+        recipe, later = Path(arguments[0]), list(arguments[1:])
+        given = arguments_of_recipe(recipe)
+        run: Train = parse_options("train", Train, given)
+        on_device = run.storage.device != "cpu"
+        names_memory = run.storage.device_memory != "auto" or any(text.startswith("--device-memory") for text in later)
+        for option, value, fits, expected in _unplanned(run, names_device=not on_device or names_memory):
+            if not fits:
+                remedy = "leave it out, or plan with options in place of the recipe"
+                raise OptionError(f"{recipe}: {option}", found=str(value), expected=expected, remedy=remedy)
+        if beside := ", ".join(_beside_plan(run)):
+            print(f"not in the plan: {beside}", file=sys.stderr)
+        left_out = {"max_new_tokens", *(() if on_device and run.storage.device_memory != "auto" else ("device_memory",))}
+        kept = _of_options(given, {*option_names(cls)} - left_out)
+        kept += [f"--max-new-tokens={run.rewards.max_new_tokens}"] if run.rewards.reward else []
+        if run.output is not None:
+            parents = (run.output.absolute(), *run.output.absolute().parents)
+            kept.append(f"--scratch={next(path for path in parents if path.is_dir())}")
+        return [*kept, *later]
+
     def run(self) -> None:
         """Print the plan."""
+        from zo2adapters.trainers.outlook import method_words
+
         write_back = WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)
         self._require_consistent()
         planned: Any = self._zeroth_order(write_back) if self.method is None else self._first_order(self.method)
         if self.runs is not None:
             planned = self._shared(planned, self.runs)
-        print(planned.to_json() if self.json else planned.table())
+        method = f"{method_words(self.adapter_options, self.method)}: {self.steps} steps of {self.batching.batch_size} rows"
+        print(planned.to_json() if self.json else f"{method}\n\n{planned.table()}")
 
     def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
         """The plan of several runs that share their base."""
@@ -278,3 +316,46 @@ class Plan(EvaluationOptions):
         options["tokenizer"] = load_tokenizer(directory)
         data, evaluation = DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed).read(**options)
         return RowShapes.of_rows(self.batching, data, evaluation, seed=0)
+
+
+def _unplanned(run: Train, *, names_device: bool) -> Iterator[tuple[str, object, bool, str]]:
+    """Options of a run that change what it takes, and that a plan does not have.
+
+    Yields:
+        Name, value, whether the plan is right with it, and the expected value.
+    """
+    trains_all = run.first_order.method is not None and not run.model_options.trains_adapter
+    yield "model", run.model, run.model is not None, "a model"
+    for option in ("resume", "from_step", "task", "runs"):
+        value = getattr(run, option)
+        yield option, value, value is None, "none for a plan, which is that of a whole run"
+    yield "device", run.storage.device, names_device, "cpu, or device_memory beside it, whose size the plan needs"
+    yield "objective", run.objective, run.objective in _PLANNED_OBJECTIVES, f"one of {', '.join(_PLANNED_OBJECTIVES)}"
+    every, reserved = run.storage.write_back_every, run.storage.activation_memory
+    yield "write_back_every", every, every == "auto", "auto, which is what a plan chooses"
+    yield "activation_memory", reserved, reserved is None, "none: a plan reserves what a step needs"
+    in_place = run.optimization.perturb_in_place
+    yield "perturb_in_place", in_place, not in_place or run.optimization.exact_mezo, "false, or exact_mezo"
+    momentum = run.first_order.momentum
+    yield "momentum", momentum, not (momentum and trains_all), "none for a plan of all parameters, which has no momentum"
+
+
+def _beside_plan(run: Train) -> Iterator[str]:
+    """What a run takes that its plan does not count, in words."""
+    if run.optimization.lr == "auto":
+        yield "the short runs that choose lr"
+    if run.samples:
+        yield f"the answers to {run.samples} samples"
+    if run.first_order.max_grad_norm is not None and not run.model_options.trains_adapter:
+        yield "a second sweep of each step for max_grad_norm"
+
+
+def _of_options(arguments: Sequence[str], names: set[str]) -> list[str]:
+    """The arguments of these options, as ``recipe_arguments`` writes them: an option, followed by the values of a list."""
+    kept, is_kept = list[str](), False
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+            is_kept = name in names or name.removeprefix("no_") in names
+        kept += [argument] if is_kept else []
+    return kept

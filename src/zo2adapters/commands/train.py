@@ -106,7 +106,7 @@ class Train(RunOptions):
         """
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
-        return [*_arguments_of(Path(arguments[0])), *arguments[1:]]
+        return [*arguments_of_recipe(Path(arguments[0])), *arguments[1:]]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -350,7 +350,7 @@ def train(
     Raises:
         ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown key.
     """
-    arguments = [*_arguments_of(recipe), *_arguments_of(overrides)]
+    arguments = [*arguments_of_recipe(recipe), *arguments_of_recipe(overrides)]
     command: Train = parse_command("train", Train, arguments)
     command.run()
     output = command.output or command.resume
@@ -358,7 +358,7 @@ def train(
     return output
 
 
-def _arguments_of(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list[str]:
+def arguments_of_recipe(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list[str]:
     """The command line of a recipe, whose keys and values are checked.
 
     Raises:

@@ -376,8 +376,9 @@ def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: 
     writes = method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).writes(
         plan.write_back_every, inputs.model
     )
+    method = method_words(options.model_options, options.first_order.method)
     return (
-        f"{method_words(options)}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
+        f"{method}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
         f"{schedule.steps} steps to choose the learning rate: about {duration(plan.run_seconds + trials)} in all. "
         + storage(plan.host_plan, None, options.storage, writes)
     )

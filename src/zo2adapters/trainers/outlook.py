@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zo2adapters.tasks.registry import is_differentiable
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.options import Storage
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
-from zo2core.optimizers import OPTIMIZERS
+from zo2core.optimizers import OPTIMIZERS, OptimizerName
 from zo2core.types import shown_bytes
 
 LORA_RANK = 8  # of the adapter that a run of first-order steps is planned with
@@ -86,16 +87,15 @@ def outlook_of(inputs: RunInputs) -> Outlook | None:
         release_probe(inputs.model)
     evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
     rows = options.batching.batch_size
-    summary = (
-        f"{method_words(options)}: {options.steps} steps of {rows} rows{evaluations}, about {duration(plan.run_seconds)}."
-    )
+    method = method_words(options.model_options, options.first_order.method)
+    summary = f"{method}: {options.steps} steps of {rows} rows{evaluations}, about {duration(plan.run_seconds)}."
     return Outlook(plan, summary, _alternative(inputs, plan) if plan.run_seconds >= _COMPARED_FROM else None)
 
 
-def method_words(options: TrainOptions) -> str:
+def method_words(options: AdapterOptions, method: OptimizerName | None) -> str:
     """The method and what it trains, as the beginning of a sentence."""
-    adapter, method = options.model_options.adapter_name, options.first_order.method
-    trained = "all parameters" if adapter is None else f"the adapter {adapter}" if options.model_options.adapter else adapter
+    adapter = options.adapter_name
+    trained = "all parameters" if adapter is None else f"the adapter {adapter}" if options.adapter else adapter
     if method is not None:
         return f"{OPTIMIZERS[method].title} trains {trained}"
     return f"Zeroth-order steps train {trained}"
