@@ -71,6 +71,7 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         batching += (
             ["--precision", options.precision] if options.full else ["--adapter", str(run / "lora/adapter_config.json")]
         )
+        batching += ["--stream-blocks"] if options.stream else []
     command = [
         "plan",
         "--model",

@@ -222,7 +222,7 @@ class BlockUpdate(Protocol):
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
         *,
         step: int,
         lr: float,
@@ -233,7 +233,8 @@ class BlockUpdate(Protocol):
             segment: Index of the segment.
             weights: Its trained parameters by name, as they are stored: on the device, shaped.
             gradients: Their gradients by name, contiguous; only read. A parameter that the loss does not depend on has none.
-            states: Its states by name, as ``states`` lists them, in host memory; changed in place.
+            states: Its states by name, as ``states`` lists them, in host memory; changed in place. Those that are not in the
+                dictionary yet are made when they are asked for, unless another tensor is put in their place.
             step: 0-based.
             lr: Learning rate of the step.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -37,6 +38,8 @@ from zo2core import (
     OptionError,
     TorchOptimizer,
 )
+from zo2core.methods.loss_scale import LossScale
+from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
@@ -246,6 +249,27 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
             assert next(index for index, names in enumerate(leaves) if names) == segment
 
 
+def test_badam_begins_each_turn_with_a_new_optimizer(tmp_path: Path) -> None:
+    """Over two epochs, in which each segment has two turns."""
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=1), torch.bfloat16)
+    model, whole, steps = open_checkpoint(base, precision="exact"), WholeModel(base), 13
+    update = BAdam(ADAMW, every=EVERY, seed=SEED)
+    trained = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    assert len(trained) == 3
+    segments = [next(iter(update.segments(step, trained))) for step in range(0, steps, EVERY)]
+    turns = [[spec.name for spec in model.layouts[segment].parameters] for segment in segments]
+    loop = BlockCoordinateLoop(whole, ADAMW, turns, EVERY, None, None)
+    with FullBackpropEngine(model, update, lr=rate("badam"), memory=memory()) as engine:
+        for step in range(steps):
+            batch = make_batch(40, [7, 5], seed=step)
+            loop.begin()
+            whole.backward([batch])
+            loop(rate("badam")(step))
+            engine.step(batch)
+            for name, value in engine.parameters_now():
+                assert torch.equal(value, whole.parameters[name].detach()), (step, name)
+
+
 def test_a_step_that_is_refused_before_an_update_changes_nothing(base: Path) -> None:
     batch = make_batch(40, [7, 5])
     with engine_of(base, "adamw") as engine:
@@ -423,6 +447,25 @@ def test_a_delayed_run_goes_on_from_its_state_with_the_same_bits(base: Path, tmp
         assert [prompt.step(batch).loss for batch in rows][3:] != losses, "it is another run"
 
 
+def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
+    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
+
+    class Slow(LOMO):
+        def apply(self, *given: Any, **named: Any) -> None:
+            time.sleep(0.02)  # longer than a segment's passes
+            super().apply(*given, **named)
+
+    losses: list[list[float]] = []
+    kept: list[Any] = []
+    for update in (LOMO(weight_decay=0.1), Slow(weight_decay=0.1)):
+        with FullBackpropEngine(open_checkpoint(base), Delayed(update), lr=rate("lomo"), memory=memory()) as engine:
+            losses.append([engine.step(batch).loss for batch in rows])
+            kept.append(engine.state_dict()["optimizer"])
+    assert losses[0] == losses[1]
+    for segment, states in kept[0].items():
+        assert all(torch.equal(value, kept[1][segment][name]) for name, value in states.items())
+
+
 def test_only_updates_of_all_segments_are_delayed() -> None:
     with pytest.raises(OptionError, match="update: found badam, which trains segments in turns"):
         Delayed(BAdam(ADAMW))
@@ -486,6 +529,44 @@ def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: floa
             for name, value in engine.parameters_now():
                 assert torch.equal(value, whole.parameters[name].detach()), (step, name)
     assert 2 <= skipped <= 9, "some steps overflow, and others do not"
+
+
+def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
+    """An objective that joins the outputs of micro-batches, so that the scale enters at the joint loss."""
+    rows = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
+    results = []
+    for scaling in (None, LossScaling(initial=8.0)):
+        policy = GradientPolicy(loss_scaling=scaling)
+        with engine_of(base, "lomo", gradients=policy) as engine:
+
+            class Joint:
+                """The larger one of two losses counts twice."""
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(engine._model, name)
+
+                def split(self, batch: Any, rows: int | None) -> Any:
+                    return [batch]
+
+                def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Any) -> torch.Tensor:
+                    stacked = torch.stack(list(outputs))
+                    return stacked.sum() + stacked.max()
+
+            engine.step(rows, forward=Joint())
+            results.append(weights(engine))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items()), "powers of two change no bit"
+
+
+@given(overflows=st.lists(st.booleans(), max_size=60), interval=st.integers(1, 4))
+def test_the_scale_changes_as_torch_changes_it(overflows: list[bool], interval: int) -> None:
+    scaling = LossScaling(initial=2.0**90, growth=4.0, backoff=0.25, interval=interval)  # never at the least scale of 1
+    ours, scale, tracker = LossScale(scaling), torch.tensor(2.0**90), torch.zeros((), dtype=torch.int32)
+    for overflowed in overflows:
+        ours.update(overflowed=overflowed)
+        found = torch.tensor(float(overflowed))
+        torch._amp_update_scale_(scale, tracker, found, 4.0, 0.25, interval)
+        assert ours.scale == scale.item()
+        assert ours.values()["good_steps"] == tracker.item()
 
 
 def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
@@ -585,5 +666,23 @@ def test_states_of_another_optimizer_are_refused(base: Path) -> None:
     with engine_of(base, "adamw") as engine:
         engine.step(make_batch(40, [7, 5]))
         state = engine.state_dict()
-        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="optimizer states of segment"):
+        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="an optimizer state of segment"):
             other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("case", ["fused adamw", "badam"])
+def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies would take the memory of the largest segment's states twice."""
+    made: list[str] = []
+    real = _Zeros.__missing__
+
+    def missing(self: _Zeros, name: str) -> torch.Tensor:
+        made.append(name)
+        return real(self, name)
+
+    monkeypatch.setattr(_Zeros, "__missing__", missing)
+    with engine_of(base, case) as engine:
+        for _ in range(2 * EVERY):
+            engine.step(make_batch(40, [7, 5]))
+    assert made
+    assert all(name.endswith(".has_state") for name in made)

@@ -23,6 +23,7 @@ from zo2core import (
     FullBackpropEngine,
     GradientPolicy,
     HostPlan,
+    Journal,
     JournalError,
     LossScaling,
     MemoryPolicy,
@@ -32,7 +33,8 @@ from zo2core import (
     StreamedFullBackpropEngine,
     TorchOptimizer,
 )
-from zo2core.io.direct_file import whole_pages
+from zo2core.io.direct_file import RangedFile, whole_pages
+from zo2core.sources.generations import Generations
 from zo2core.sources.slot_file import DATA, MANIFEST
 from zo2core.types import Lane
 
@@ -261,9 +263,9 @@ def test_only_blocks_without_room_are_written_between_commits(base: Path, tmp_pa
             written[commit_every] = sum(result.lanes[Lane.WRITE].nbytes for result in results[1:])  # noted a step later
     sizes = [whole_pages(layout.nbytes) for layout in layouts]
     whole, block = sum(sizes), sizes[1]
-    assert written[1] == pytest.approx(8 * whole, rel=0.2)
+    assert written[1] == pytest.approx(8 * whole, abs=max(sizes))
     kept = sizes[0] + sizes[-1] + block
-    assert written[4] == pytest.approx(8 * (whole - kept) + 2 * kept, rel=0.2)
+    assert written[4] == pytest.approx(8 * (whole - kept) + 2 * kept, abs=max(sizes))
 
 
 def begun_with(base: Path, run: Path, case: str, steps: int) -> None:
@@ -333,3 +335,71 @@ def test_a_manifest_names_each_segment_once(base: Path, tmp_path: Path) -> None:
 def test_a_number_of_steps_between_commits_is_at_least_one(commit_every: Any, base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="commit_every: found"):
         streamed(base, tmp_path / "run", 2, "lomo", commit_every=commit_every)
+
+
+def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noted(kind: type[Any], name: str, event: str) -> None:
+        real = getattr(kind, name)
+
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            result = real(self, *given, **named)
+            events.append(event)
+            return result
+
+        monkeypatch.setattr(kind, name, call)
+
+    noted(Journal, "append", "journal")
+    noted(RangedFile, "write", "bytes")
+    noted(RangedFile, "sync", "bytes durable")
+    noted(Generations, "commit", "committed")
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        noted(type(engine._generations._manifest), "append", "record")
+        segments = sum(bool(layout.parameters) for layout in engine._parts.layouts)
+        for batch in BATCHES[:2]:
+            events.clear()
+            engine.step(batch)
+            *before, last = events
+            assert last == "committed"
+            assert before[-2:] == ["bytes durable", "record"]
+            assert before.count("bytes") == segments
+            assert before.index("journal") < before.index("bytes durable")
+
+
+def test_bytes_of_another_journal_are_not_used(base: Path, tmp_path: Path) -> None:
+    begun_with(base, tmp_path / "one", "lomo", 3)
+    with streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3) as engine:
+        for batch in BATCHES[:3]:
+            engine.step(batch)
+    for name in (DATA, MANIFEST):
+        (tmp_path / "other" / name).write_bytes((tmp_path / "one" / name).read_bytes())
+    with streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3) as engine:
+        assert engine.version == 0, "the steps are repeated from the base"
+
+
+@pytest.mark.parametrize("call", ["sync", "write"])
+def test_a_commit_that_fails_closes_the_engine_and_leaves_the_one_before(
+    call: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, expected = resident(base, case="adamw", steps=5)
+    engine = streamed(base, tmp_path / "run", 2, "adamw")
+    for batch in BATCHES[:2]:
+        engine.step(batch)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RangedFile, call, full)
+        with pytest.raises(ScratchError, match="no space left"):
+            engine.step(BATCHES[2])
+        with pytest.raises(ClosedError):
+            engine.step(BATCHES[2])
+        engine.close()
+    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+        assert engine.version == 2
+        assert [engine.step(batch).loss for batch in BATCHES[2:5]] == losses[2:]
+        assert equal(weights(engine), expected)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
+from zo2core.types import LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ class LossScale:
             return
         self._good_steps += 1
         if self._good_steps == self._scaling.interval:
-            self.scale, self._good_steps = self.scale * self._scaling.growth, 0
+            grown, self._good_steps = self.scale * self._scaling.growth, 0
+            self.scale = grown if grown <= LARGEST else self.scale
 
     def values(self) -> dict[str, Any]:
         """What later steps depend on, as JSON."""

@@ -62,7 +62,7 @@ class AdaLOMO(EverySegment):
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
         *,
         step: int,
         lr: float,

@@ -80,7 +80,7 @@ class BAdam(EverySegment):
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
         *,
         step: int,
         lr: float,

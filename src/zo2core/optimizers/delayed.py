@@ -79,7 +79,7 @@ class Delayed:
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
         *,
         step: int,
         lr: float,

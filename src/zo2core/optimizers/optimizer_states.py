@@ -9,7 +9,7 @@ import torch
 
 from zo2core.errors import CheckpointError
 from zo2core.protocols import BlockUpdate, Store
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, StateSpec
 
 
 class OptimizerStates(Protocol):
@@ -18,13 +18,30 @@ class OptimizerStates(Protocol):
     def begin(self, step: int) -> None:
         """Forget the states that do not outlive the turn before this 0-based step."""
 
-    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
-        """The states of a segment by name, which the optimizer changes in place.
+    def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
+        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``.
 
         Args:
             segment: Index of the segment.
             store: The segment's stored tensors.
         """
+
+
+class _Zeros(dict[str, torch.Tensor]):
+    """States that are zero, and take memory only once they are asked for.
+
+    Args:
+        specs: The states.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        super().__init__()
+        self.specs = {spec.name: spec for spec in specs}
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        spec = self.specs[name]
+        self[name] = state = torch.zeros(spec.shape, dtype=spec.stored_dtype)
+        return state
 
 
 class StateMemory:
@@ -38,19 +55,16 @@ class StateMemory:
     def __init__(self, update: BlockUpdate, layouts: Sequence[BlockLayout]) -> None:
         self._turn = update.turn
         self._specs = [update.states(layout) for layout in layouts]
-        self._states: dict[int, dict[str, torch.Tensor]] = {}  # by segment and name
+        self._states: dict[int, _Zeros] = {}  # by segment
 
     def begin(self, step: int) -> None:
         """Free all states at the beginning of a turn. See the contract."""
         if self._turn is not None and step % self._turn == 0:
             self._states.clear()
 
-    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
+    def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
         """The states in memory. See the contract."""
-        if segment not in self._states:
-            specs = self._specs[segment]
-            self._states[segment] = {spec.name: torch.zeros(spec.shape, dtype=spec.stored_dtype) for spec in specs}
-        return self._states[segment]
+        return self._states.setdefault(segment, _Zeros(self._specs[segment]))
 
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
         """The states by segment and name, which are not copied."""
@@ -62,18 +76,20 @@ class StateMemory:
         Raises:
             CheckpointError: if they belong to another optimizer or model; nothing is changed then.
         """
+        loaded: dict[int, _Zeros] = {}
         for segment, states in state.items():
-            expected = {spec.name: (spec.shape, spec.stored_dtype) for spec in self._specs[segment]}
-            if {name: (tuple(value.shape), value.dtype) for name, value in states.items()} != expected:
-                raise CheckpointError(
-                    "state",
-                    found=f"{len(states)} optimizer states of segment {segment} that are not all this optimizer's",
-                    expected=f"its {len(expected)} states",
-                    remedy="load the state of a run of the same model, optimizer and precision",
-                )
-        self._states = {
-            segment: {name: value.clone() for name, value in states.items()} for segment, states in state.items()
-        }
+            kept = loaded[segment] = _Zeros(self._specs[segment])
+            for name, value in states.items():
+                spec = kept.specs.get(name)
+                if spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.stored_dtype):
+                    raise CheckpointError(
+                        "state",
+                        found=f"{name}, an optimizer state of segment {segment}",
+                        expected="a state of this optimizer and model",
+                        remedy="load the state of a run of the same model, optimizer and precision",
+                    )
+                kept[name] = value.clone()
+        self._states = loaded
 
 
 class StatesInStores:
@@ -89,7 +105,7 @@ class StatesInStores:
     def begin(self, step: int) -> None:
         """Do nothing: all states are kept. See the contract."""
 
-    def of(self, segment: int, store: Store) -> Mapping[str, torch.Tensor]:
+    def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
         """Views of the store. See the contract."""
         layout = self._layouts[segment]
         stored = store[len(layout.parameters) :]

@@ -111,7 +111,7 @@ class TorchOptimizer(EverySegment):
         segment: int,
         weights: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
         *,
         step: int,
         lr: float,
@@ -137,16 +137,21 @@ class TorchOptimizer(EverySegment):
         """An optimizer of parameters without names."""
         return self._factory([("", parameter) for parameter in parameters] if self._by_name else parameters)
 
-    def _keep(self, name: str, state: Mapping[str, Any], kept: Mapping[str, torch.Tensor]) -> None:
-        """Copy a parameter's state to where it is kept, unless the optimizer has changed it there."""
+    def _keep(self, name: str, state: Mapping[str, Any], kept: dict[str, torch.Tensor]) -> None:
+        """Put a parameter's state where it is kept, unless the optimizer has changed it there.
+
+        A new state is taken over where there is none yet: copying it would take the memory of both.
+        """
         for entry in self._states[name]:
             if entry.key not in state:
                 continue
-            value, target = state[entry.key], kept[entry.spec.name]
+            value, place = state[entry.key], entry.spec.name
             if entry.number is not None:
-                target.fill_(value)
-            elif value is not target:
-                target.copy_(value)
+                kept[place].fill_(value)
+            elif place not in kept:
+                kept[place] = value
+            elif value is not kept[place]:
+                kept[place].copy_(value)
             kept[f"{name}.{_HAS_STATE}"].fill_(1)
 
     def _states_of(self, parameter: ParameterSpec) -> Sequence[_State]:
