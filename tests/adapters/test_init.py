@@ -216,7 +216,7 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
 )
 def test_the_column_that_is_not_named_is_found(here: Path, named: list[str]) -> None:
     values = written("moods.csv", *named)
-    assert "tweet" in values.get("prompt_template", values.get("prompt_column"))
+    assert "tweet" in str(values.get("prompt_template", values.get("prompt_column")))
     assert "mood" in (values.get("label_column"), values.get("completion_column"))
 
 
