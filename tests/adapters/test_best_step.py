@@ -96,6 +96,26 @@ def test_evaluations_that_the_journal_lacks_decide_only_after_they_were_made_aga
     assert losses(tmp_path / "run") == losses(finished)
 
 
+def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path, tmp_path: Path) -> None:
+    best, weights = best_of(losses(finished)), (finished.parent / "best" / "model.safetensors").read_bytes()
+    said = f"{finished}: step {best} (best of {STEPS + 1} evaluations); --at N takes another one\n"
+    for command in ("export", "merge"):
+        ended = run_here(command, "--run", finished, "--output", tmp_path / command)
+        assert (ended.status, said in ended.err) == (0, True), ended
+        assert f"after {best} " in ended.out
+        assert (tmp_path / command / "model.safetensors").read_bytes() == weights
+        assert f" after {best} zeroth-order steps" in (tmp_path / command / "README.md").read_text()
+    evaluated = run_here("evaluate", "--run", finished)
+    assert said in evaluated.err
+    assert evaluated.out.splitlines()[0].split() == ["base", "step", str(best)]
+    assert f"{losses(finished)[best]:.6f}" in evaluated.out
+    generated = run_here("generate", "--run", finished, "--prompt", "the cat", "--max-new-tokens", 2)
+    assert said in generated.err
+    asked = run_here("export", "--run", finished, "--at", STEPS, "--output", tmp_path / "last")
+    assert "best of" not in asked.err
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() != weights
+
+
 def test_lost_evaluations_are_said_to_be_lost(finished: Path, tmp_path: Path) -> None:
     ended = resumed(finished, tmp_path / "run", as_of_an_earlier_version, without_metrics)
     assert "evaluations of steps 0, 1, 2, 3 are lost: neither journal.jsonl nor metrics.jsonl has them" in ended.err

@@ -252,3 +252,23 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     ended = chat("--model", base, lines="the cat\n")
     assert_typed(ended)
     assert "zo2 generate" in ended.line
+
+
+@pytest.mark.parametrize("by", ["template", "columns"])
+def test_a_run_that_judges_among_labels_says_so(tmp_path: Path, by: str) -> None:
+    options = small_run(tmp_path, steps=1)
+    give_template(tmp_path / "base")
+    rows = [{"subject": "the cat", "prompt": "the cat is", "mood": mood} for mood in WORDS[8:10]]
+    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("--prompt-template", "{subject} is") if by == "template" else ("--prompt-column", "prompt")
+    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
+    assert run_here(*command, *columns, "--label-column", "mood").status == 0
+    told = chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.splitlines()[0]
+    if by == "columns":
+        assert "answers" in told
+        return
+    assert told.startswith(
+        f'{options.output} was trained on prompts of the template "{{subject}} is" and judges among the labels '
+    )
+    assert ", ".join(sorted(WORDS[8:10])) in told
+    assert f"zo2 generate --run {options.output} --prompt" in told

@@ -315,6 +315,20 @@ def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
     assert outcome("run") == undisturbed
 
 
+def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart: Apart) -> None:
+    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    assert apart.run(*train("run", "--snapshot-every", 2), patch=killed).status == -9
+    evaluated = done("evaluate", "--run", "run", "--data", "rows.jsonl")
+    assert "run: step 4 (the last snapshot of 5 steps); --at N takes another one" in evaluated.err
+    assert evaluated.out.splitlines()[0].split() == ["base", "step", "4"]
+    done("export", "--run", "run", "--output", "default")
+    done("export", "--run", "run", "--at", 4, "--output", "four")
+    name = "adapter_model.safetensors"
+    assert Path("default", name).read_bytes() == Path("four", name).read_bytes()
+    told = refusal("export", "--run", "run", "--at", 5, "--output", "five")
+    assert "one of the steps that have a snapshot: 2, 4. What to do: pass one of these steps, with --at" in told
+
+
 def interrupted(here: Path, apart: Apart) -> list[Path]:
     """A run that was killed after its fifth step, and its snapshots, of steps 2 and 4."""
     killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
@@ -409,9 +423,12 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
     assert {path.name for path in Path("run").glob("snapshot*")} == {f"snapshot-{at}.safetensors" for at in (6, 7, 8)}
     assert f"step {step}, loss" in ended.err
     done("export", "--run", "run", "--at", step, "--output", "best")
-    done("export", "--run", "run", "--output", "last")
+    done("export", "--run", "run", "--at", 8, "--output", "last")
+    assert f"run: step {step} (best of 5 evaluations)" in done("export", "--run", "run", "--output", "default").err
     exported = load_file("run/model/adapter_model.safetensors")
-    assert all(torch.equal(exported[name], value) for name, value in load_file("best/adapter_model.safetensors").items())
+    for same in ("best", "default"):
+        adapter = load_file(f"{same}/adapter_model.safetensors")
+        assert all(torch.equal(exported[name], value) for name, value in adapter.items())
     assert not all(torch.equal(exported[n], value) for n, value in load_file("last/adapter_model.safetensors").items())
 
 
@@ -440,6 +457,39 @@ def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
     done("train", "--resume", "run", "--steps", 9)
     assert outcome("run")["adapter"] == outcome("whole")["adapter"]
     assert adapter_of("run").keys() == load_file("run/model-6/adapter_model.safetensors").keys()
+
+
+def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> None:
+    done(*train("run", "--decay", "linear"))
+    assert "with --adapter RUN/model" in refusal("train", "--resume", "run", "--steps", 9)
+    done(
+        "train",
+        "--method",
+        "adamw",
+        "--model",
+        "base",
+        "--adapter",
+        "run/model",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "further",
+        "--steps",
+        1,
+        "--lr",
+        1e-9,
+    )
+    begun, after = adapter_of("run"), adapter_of("further")
+    assert all(torch.allclose(begun[name], value, atol=1e-6) for name, value in after.items())
+    assert any(value.any() for name, value in after.items() if "lora_B" in name)
+
+
+def test_a_finished_run_says_that_it_is_finished(here: Path) -> None:
+    assert "is finished" not in done(*train("run")).err
+    lines = done("train", "--resume", "run").err.splitlines()
+    assert lines[0] == "run is finished after 6 steps"
+    assert not any("Memory" in line or "about" in line for line in lines)
+    assert "is finished" not in done("train", "--resume", "run", "--steps", 7).err
 
 
 def test_a_finished_zeroth_order_run_of_an_adapter_can_be_resumed(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -12,10 +13,11 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
+from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
-from zo2adapters.trainers.worker_options import local_device, worker_trace
+from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, SharedBase, Workers
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
@@ -40,7 +42,8 @@ class AtStep:
     """Directory of a run, which determines base, dtype and journal. With torchrun, which has an option --run of its own,
     write --run-directory."""
     at: int | None = None
-    """Number of steps of the run that the weights include; by default all of them."""
+    """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the
+    best evaluation, and with --method those of the last snapshot if the run was stopped."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     adapter_seed: tyro.conf.Suppress[int] = 0
     """Seed of the run's adapter."""
@@ -196,8 +199,13 @@ class AtStep:
         if self.at is not None and not 0 <= self.at <= taken:
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
             raise OptionError("at", found=shown(self.at), expected=steps, remedy="pass a number of steps in this range")
-        if self.at is not None and journal is not None and journal.is_replayable:
-            journal = journal.until(self.at)
+        step, reason = (taken, None) if self.at is None else (self.at, None)
+        if self.at is None and journal is not None and self.run_directory is not None:
+            step, reason = _step_of_run(self.run_directory, journal)
+        if reason is not None and is_first(workers):
+            print(f"{self.run_directory}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
+        if step < taken and journal is not None and journal.is_replayable:
+            journal = journal.until(step)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
         resources, limits = self.resources, {}
@@ -213,9 +221,9 @@ class AtStep:
             common["shared"] = shared
         if journal is None or journal.is_replayable:
             return Replayer(model, journal, workers=workers, **common)
-        return self._at_snapshot(model, journal, workers, common)
+        return self._at_snapshot(model, journal, step, workers, common)
 
-    def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
+    def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.trainers.methods.first_order_run import parameters_at
@@ -236,7 +244,6 @@ class AtStep:
                 expected=f"a run on {model.weights.fingerprint[:12]}, the base of this command",
                 remedy="pass the run's own base and adapter",
             )
-        step = journal.version if self.at is None else self.at
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         replayer = SnapshotReplayer if isinstance(model, PeftBlockModel) else StoredSnapshotReplayer
         return replayer(model, step, parameters_at(snapshots, step), **common)
@@ -270,6 +277,25 @@ def run_together(runs: Mapping[str, Callable[[], T]], shared: SharedBase | None)
             raise result
         results[name] = result
     return results
+
+
+def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
+    """The step whose weights are taken if none is asked for, and the reason if it is another one than the last.
+
+    It is the step whose model the run exports: that of the best evaluation if it keeps the best, otherwise the last step.
+    A first-order run that was stopped has no weights of its last step, but those of its last snapshot.
+    """
+    last = journal.version
+    losses = {step: results["loss"] for step, results in journal.evaluations.items() if step <= last}
+    best = best_step(losses) if losses and RunDirectory.options(run).keep_best else None
+    if best is not None:
+        return best, f"best of {len(losses)} evaluation{'' if len(losses) == 1 else 's'}"
+    if journal.is_replayable:
+        return last, None
+    steps = [step for step in Snapshots(run, journal.chain, journal.require_version).steps if step <= last]
+    if not steps or steps[-1] == last:
+        return last, None
+    return steps[-1], f"the last snapshot of {last} steps"
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

@@ -20,7 +20,7 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import JOURNAL, name_of
+from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
 from zo2core.ranges import require_whole
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
 _HELP = "/reset forgets the conversation, /quit ends"
 _SWITCHES = "/adapter NAME switches, /adapter lists, "
+_MOST_LABELS = 12  # that a message lists
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
 
 
@@ -45,7 +46,7 @@ class Chat:
     """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
     or its run, and /adapter none to the model alone."""
     at: int | None = None
-    """Number of steps of the run that the weights include; by default all of them. /adapter none includes none of them."""
+    """Number of steps of the run that the weights include, by default as in zo2 export. /adapter none includes none."""
     max_new_tokens: int = 256
     """Most tokens of an answer."""
     temperature: float = 0.0
@@ -66,6 +67,9 @@ class Chat:
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
+        notice = None if self.run_directory is None else _trained_on_labels(self.run_directory)
+        if notice is not None:
+            print(notice, file=sys.stderr)
         with _Conversation(self, variants, sampling) as conversation:
             print(f"{conversation.title} answers; {conversation.help}", file=sys.stderr)
             for line in _lines():
@@ -115,6 +119,27 @@ class Chat:
         if with_adapters:
             base = replace(base, model=with_adapters[0].model)
         return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
+
+
+def _trained_on_labels(run: Path) -> str | None:
+    """A line for a run that judges prompts, which the prompts of a chat are not; None for other runs."""
+    from zo2adapters.tasks.row_files import with_labels
+
+    options = RunDirectory.options(run)
+    rows = options.rows
+    if rows.prompt_template is None or options.model_options.head != "causal-lm":
+        return None
+    with suppress(DataError):  # the data may have moved
+        rows = with_labels(rows, options.data)
+    if not rows.labels:
+        return None
+    listed = ", ".join(rows.labels[:_MOST_LABELS]) + (", ..." if len(rows.labels) > _MOST_LABELS else "")
+    template = json.dumps(rows.prompt_template, ensure_ascii=False)
+    return (
+        f"{run} was trained on prompts of the template {template} and judges among "
+        f"the labels {listed}; chat uses the tokenizer's chat template instead, if it has one. Use zo2 generate --run {run} "
+        "--prompt 'the filled-in template', or zo2 evaluate for a file of rows"
+    )
 
 
 def _lines() -> Iterator[str]:

@@ -85,7 +85,8 @@ class Train(RunOptions):
     workers on the same host use DIR.worker-1 and so on."""
     resume: Path | None = None
     """Directory of a run to continue, with the same result as without the interruption. Options that do not change it
-    (memory, --trace, ...) may be given again, and more --steps; --model, --data and the like name moved files."""
+    (memory, --trace, ...) may be given again, and more --steps if --decay is constant; otherwise a new run with --adapter
+    RUN/model goes on from this one's adapter. --model, --data and the like name moved files."""
     from_step: int | None = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
     may have other --steps, --lr and the like. This is how steps are undone."""
@@ -297,7 +298,9 @@ class Train(RunOptions):
             given: Any = {"execution": self.execution, "workers": workers, "plans": plans}
             opened = Trainer(options, resume=resume, quiet=not first, **given)
         with opened as trainer:
-            for line in trainer.first_lines() if first else ():
+            finished = resume and trainer.engine.version >= options.steps
+            lines = [f"{options.output} is finished after {options.steps} steps"] if finished else trainer.first_lines()
+            for line in lines if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()

@@ -311,7 +311,8 @@ class TrainOptions(RunOptions):
                 "steps",
                 found=str(self.steps),
                 expected=f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule",
-                remedy="leave it out, or start a new run; only a run with constant lr can be lengthened",
+                remedy="leave it out, or start a new run, with --adapter RUN/model if this one trains an adapter; only a "
+                "run with constant lr can be lengthened",
             )
 
     def estimator(self) -> ZOEstimator:

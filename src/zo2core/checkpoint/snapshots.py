@@ -144,12 +144,15 @@ class Snapshots:
         try:
             raw = map_regular(path)
         except OSError as error:
-            listed = ", ".join(map(str, self.steps)) or "none"
+            steps = self.steps
+            listed = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(
                 path,
                 found=f"no snapshot of step {step} ({reason(error)})",
                 expected=f"one of the steps that have a snapshot: {listed}",
-                remedy="pass one of these steps; a first-order run keeps no others",
+                remedy="pass one of these steps, with --at on the command line; a first-order run keeps no others"
+                if steps
+                else "resume the run to its end, which writes its model",
             ) from error
         snapshot, chain = _from_bytes(path, raw)
         if snapshot.step != step:
