@@ -204,6 +204,31 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
     done("train", "recipe.yaml", "--steps", 2)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["--label-column", "mood"],
+        ["--completion-column", "mood"],
+        ["--prompt-column", "tweet"],
+        ["--prompt-template", "{tweet}"],
+    ],
+    ids=lambda named: named[0],
+)
+def test_the_column_that_is_not_named_is_found(here: Path, named: list[str]) -> None:
+    values = written("moods.csv", *named)
+    assert "tweet" in str(values.get("prompt_template", values.get("prompt_column")))
+    assert "mood" in (values.get("label_column"), values.get("completion_column"))
+
+
+@pytest.mark.parametrize("named", [[], ["--label-column", "mood"], ["--prompt-column", "tweet"]], ids=str)
+def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[str]) -> None:
+    text = (here / "moods.csv").read_text().splitlines()
+    (here / "blank.csv").write_text("\n".join([*text[:4], "9,the cat,", *text[4:]]) + "\n")
+    said = refusal("init", "--model", "base", "--data", "blank.csv", *named)
+    assert "blank.csv, row 4: found that the column 'mood' is empty" in said
+    assert "What to do: remove the row or fill it" in said
+
+
 def test_a_directory_that_is_in_use_is_not_the_runs(here: Path) -> None:
     Path("run").mkdir()
     assert written("labels.csv")["output"] == "run-2"
@@ -213,7 +238,7 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     write_rows(here / "odd.jsonl", [{"a": f"the {i}", "b": f"cat {i}"} for i in range(ROWS)])
     said = refusal("init", "--model", "base", "--data", "odd.jsonl")
     assert "found the columns 'a', 'b'" in said
-    assert "--prompt-template" in said
+    assert "--prompt-column a --completion-column b" in said
     assert not Path("recipe.yaml").exists()
     Path("recipe.yaml").write_text("mine")
     assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")

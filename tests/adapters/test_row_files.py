@@ -142,6 +142,11 @@ MALFORMED: dict[str, tuple[str, str, str]] = {
     "a list that is cut": ("rows.json", '[{"text": "a b"}', "not JSON"),
     "an object over lines": ("rows.json", '{\n"text": "a b"}', "line 1"),
     "no Parquet": ("rows.parquet", "text", "a Parquet file"),
+    "tabs named as such": ("rows.tsv", "a\tb\n1\t2\n", "ends with .csv, .json, .jsonl or .parquet"),
+    "plain text": ("rows.txt", "some text\n", "the ending .txt"),
+    "a spreadsheet": ("rows.xlsx", "PK\x03\x04", "save it as CSV"),
+    "semicolons": ("rows.csv", "a;b\n1;2\n", "commas instead of semicolons"),
+    "tabs": ("rows.csv", "a\tb\n1\t2\n", "commas instead of tabs"),
 }
 
 
@@ -253,6 +258,23 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
         DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
     assert caught.value.where == f"{evaluation}, line 1"
     assert "'good'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("label_column", ["kind", None])
+def test_an_empty_label_is_no_label_but_refused_by_row_and_column(tmp_path: Path, label_column: str | None) -> None:
+    rows = [{"prompt": row["text"], label_column or "label": row["kind"]} for row in ROWS]
+    rows.append({"prompt": "a", label_column or "label": " "})
+    with pytest.raises(DataError) as caught:
+        choices(tmp_path, rows, label_column=label_column)
+    assert caught.value.where == f"{tmp_path / 'rows.jsonl'}, line 3"
+    assert caught.value.found == f"that the column {label_column or 'label'!r} is empty"
+    assert caught.value.remedy == "remove the row or fill it"
+
+
+def test_a_label_without_a_prompt_is_told_with_a_column_of_the_row(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        choices(tmp_path, [{"kind": "good", "review": "a"}], label_column="kind")
+    assert "'{review} Label:'" in caught.value.remedy
 
 
 def test_one_label_alone_is_refused(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ class RowOptions:
             DataError: naming the column that a row lacks; the caller adds file and row.
         """
         columns, template = self._columns, self.prompt_template
+        if takes_labels:
+            self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
             return self._with_candidates(dict(row)) if not takes_labels and self.labels else dict(row)
         converted = {key: _column(row, column, f"--{key}-column") for key, column in columns.items()}
@@ -146,15 +148,25 @@ class RowOptions:
                 "row",
                 found=f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}",
                 expected="a prompt before the label",
-                remedy="pass --prompt-column, or --prompt-template such as '{text} Label:'",
+                remedy=f"pass --prompt-column, or --prompt-template such as {self._example(row)!r}",
             )
         return self._with_candidates(converted)
+
+    def _example(self, row: Mapping[str, Any]) -> str:
+        """A template with a column of the row, for a remedy."""
+        column = next((name for name in row if name != self.label_column and is_plain(name)), "text")
+        return f"{{{column}}} Label:"
+
+    def _require_label(self, label: Any) -> None:
+        if isinstance(label, str) and not label.strip():
+            raise empty_label(self.label_column or "label")
 
     def _with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
         """Turn a prompt with a label into a prompt with candidates."""
         if not {"prompt", "label"} <= row.keys() or row.keys() & {"completion", "candidates", "chosen", "answers"}:
             return row
         label = row.pop("label")
+        self._require_label(label)
         index = label if type(label) is int and self._by_index else self._index_of(label)
         if index is None or not 0 <= index < len(self.labels):
             near = _nearest(str(label), self.labels)
@@ -193,7 +205,7 @@ class RowOptions:
         for row in rows:
             if (self.prompt_template is None and prompt not in row) or row.keys() & other:
                 return ()
-            if isinstance(row.get(label), (str, int)):
+            if isinstance(row.get(label), (str, int)) and str(row[label]).strip():  # rows without a label are refused
                 labels.add(str(row[label]))
         return tuple(sorted(labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)))
 
@@ -212,6 +224,20 @@ class RowOptions:
                     )
                 parts.append(str(value))
         return "".join(parts)
+
+
+def empty_label(column: str) -> DataError:
+    """The error of a row without a label; the caller adds file and row.
+
+    Args:
+        column: The column of labels.
+    """
+    return DataError(
+        "row",
+        found=f"that the column {column!r} is empty",
+        expected="a label in every row",
+        remedy="remove the row or fill it",
+    )
 
 
 def _template_error(template: str, found: str) -> OptionError:
@@ -233,6 +259,11 @@ def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
         expected=f"the column {column!r} that {option} names",
         remedy=_nearest(column, list(row)) or "name a column of the file",
     )
+
+
+def is_plain(column: str) -> bool:
+    """Whether a template can name a column."""
+    return bool(column) and not set("{}.[!:") & set(column)
 
 
 def _is_number(text: str) -> bool:

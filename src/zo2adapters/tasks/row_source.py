@@ -23,6 +23,7 @@ _HUB = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<configuration>[\w.-]+)
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # the first is in a saved Dataset, the second in a DatasetDict
 _INSTALL_DATASETS, _INSTALL_PARQUET = "zo2core[data]", "pyarrow"
 _JSON_COLUMNS = ("label", "answer", "answers", "candidates", "messages", "prompt", "completion", "chosen", "rejected")
+_JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON object on each line
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
 
 
@@ -184,7 +185,7 @@ def _rows(path: Path) -> Iterator[tuple[int, RowDict]]:
             case ".json" if _is_list(path):
                 yield from _list_rows(path, file)
             case _:
-                yield from _jsonl_rows(file)
+                yield from _jsonl_rows(file) if path.suffix.lower() in _JSONL else _unnamed_rows(path, file)
 
 
 def _jsonl_rows(file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
@@ -192,6 +193,24 @@ def _jsonl_rows(file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     for line, raw in enumerate(file, 1):
         if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark
             yield line, _parsed(raw, line)
+
+
+def _unnamed_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
+    """The rows of a JSONL file whose name does not say that it is one."""
+    is_first = True
+    try:
+        for number, row in _jsonl_rows(file):
+            is_first = False
+            yield number, row
+    except DataError as error:
+        if not is_first:
+            raise
+        raise DataError(
+            path,
+            found=f"a file of another format, with the ending {path.suffix}",
+            expected="a data file that ends with .csv, .json, .jsonl or .parquet",
+            remedy="save it as CSV in UTF-8 with commas between the cells, and name it .csv",
+        ) from error
 
 
 def _parsed(raw: bytes, line: int) -> RowDict:
@@ -230,6 +249,11 @@ def _csv_rows(file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     reader, number = csv.reader(text, strict=True), 0
     try:
         header = next(reader, [])
+        if len(header) == 1 and (header[0].count(";") or header[0].count("\t")):
+            found = f"one column, {header[0][:80]!r}"
+            between = "semicolons" if ";" in header[0] else "tabs"
+            remedy = f"save the file with commas instead of {between} between the cells"
+            raise _bad_row(0, found, "commas as the separator of columns", remedy)
         if len(set(header)) < len(header) or not all(header):
             found = f"the header {', '.join(map(repr, header))}"
             raise _bad_row(0, found, "a first line with different names of columns", "name each column once")

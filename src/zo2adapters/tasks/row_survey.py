@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowOptions, empty_label, is_plain
 from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core import DataError
 
 _MOST_LABELS = 20  # different texts of a column of labels
 _LEAST_REPEATS = 5  # rows for each label, on average
 _LONGEST_LABEL = 50  # characters
+_MOST_EMPTY = 0.1  # share of the rows in which a column of labels may be empty by mistake; such a row is refused
 _PAIRS = (  # columns of prompts and completions in well-known data sets
     ("instruction", "output"),
     ("instruction", "response"),
@@ -23,6 +26,7 @@ _PAIRS = (  # columns of prompts and completions in well-known data sets
     ("input", "output"),
     ("source", "target"),
 )
+_ANSWERS = {"completion", "label", "candidates", "answer", "answers", "chosen", "rejected"}  # go with a prompt
 _KNOWN = {"text", "prompt", "completion", "messages", "candidates", "chosen", "rejected", "label", "answers"}
 
 
@@ -40,14 +44,18 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
 
     Args:
         path: The file.
-        options: Columns that the user has named; if there are any, no others are chosen.
+        options: Columns that the user has named. If they are prompts alone, or completions or labels alone, the other
+            column is chosen.
         takes_labels: Whether the model classifies texts.
 
     Raises:
         DataError: if the file cannot be read, or its columns do not say what to train on.
     """
-    rows = [row for _, row in parsed_rows(path)]
-    chosen = options if options.names_columns or takes_labels else _named(path, rows, options)
+    numbered = list(parsed_rows(path))
+    rows = [row for _, row in numbered]
+    chosen = options if takes_labels else _completed(path, rows, options)
+    if chosen.label_column is not None and options.label_column is None:
+        _require_labels(path, numbered, chosen.label_column)
     changed = tuple(
         name
         for name in ("prompt_template", "prompt_column", "completion_column", "label_column")
@@ -61,6 +69,52 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     return Survey(chosen, _kind(first, labels, takes_labels=takes_labels), labels, changed)
 
 
+def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
+    """The options with the columns that the user has not named."""
+    if not options.names_columns:
+        return _named(path, rows, options)
+    columns, answer = list(rows[0]), options.label_column or options.completion_column
+    if options.text_column is not None or options.messages_column is not None:
+        return options
+    if options.prompt_template is None and options.prompt_column is None:
+        texts = _texts(rows, except_for=answer)
+        if answer not in columns or "prompt" in columns or not texts:
+            return options
+        return _with_prompt(options, _longest(rows, texts), label=options.label_column)
+    if answer is None and not set(columns) & _ANSWERS:
+        used = {options.prompt_column, *(column for _, column, _, _ in Formatter().parse(options.prompt_template or ""))}
+        return replace(options, label_column=_label_of(rows, [name for name in columns if name not in used]))
+    return options
+
+
+def _with_prompt(options: RowOptions, text: str, *, label: str | None) -> RowOptions:
+    """The options with a column as the prompt, in a template that ends with the name of the labels."""
+    if label is None or not is_plain(text) or not is_plain(label):
+        return replace(options, prompt_column=text)
+    return replace(options, prompt_template=f"{{{text}}}\\n{label.capitalize()}:")
+
+
+def _texts(rows: Sequence[Mapping[str, Any]], *, except_for: str | None) -> list[str]:
+    """The columns that have a text in every row."""
+    return [name for name in rows[0] if name != except_for and all(isinstance(row.get(name), str) for row in rows)]
+
+
+def _longest(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
+    """The column called text, or else the one with the longest texts."""
+    return "text" if "text" in texts else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
+
+
+def _require_labels(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]], column: str) -> None:
+    """Refuse rows whose label is empty.
+
+    Raises:
+        DataError: naming the first one.
+    """
+    for number, row in rows:
+        if not str(row.get(column, "")).strip():
+            raise at_row(empty_label(column), path, number)
+
+
 def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
     """The options with the columns that the rows seem to have.
 
@@ -71,30 +125,44 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
     if {"messages", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
         return options
     if {"prompt", "completion"} <= set(columns):
-        return replace(options, label_column="completion") if _is_label(rows, "completion") else options
+        is_label = _is_label(rows, "completion")
+        return replace(options, label_column="completion") if is_label else options
     for prompt, completion in _PAIRS:
         if {prompt, completion} <= set(columns):
             return replace(options, prompt_column=prompt, completion_column=completion)
-    label = next((name for name in reversed(columns) if _is_label(rows, name)), None)
-    texts = [name for name in columns if name != label and all(isinstance(row.get(name), str) for row in rows)]
+    label = _label_of(rows, columns)
+    texts = _texts(rows, except_for=label)
     if label is not None and texts:
-        text = "text" if "text" in texts else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
-        if not set("{}.[!:") & {*text, *label}:
-            return replace(options, prompt_template=f"{{{text}}}\\n{label.capitalize()}:", label_column=label)
+        return replace(_with_prompt(options, _longest(rows, texts), label=label), label_column=label)
     if set(columns) & _KNOWN:
         return options
     raise DataError(
         path,
         found=f"the columns {', '.join(map(repr, columns[:12]))}",
         expected="columns of a prompt and of a completion or label, text, or messages",
-        remedy="name them, such as --prompt-template '{question} Answer:' --completion-column reply",
+        remedy=f"name them, such as {_example(columns)}",
     )
 
 
+def _example(columns: Sequence[str]) -> str:
+    """Options that name columns of the file, for a remedy."""
+    if len(columns) == 1:
+        return f"--text-column {shlex.quote(columns[0])}"
+    prompt, completion = (shlex.quote(column) for column in columns[:2])
+    return f"--prompt-column {prompt} --completion-column {completion}"
+
+
+def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
+    """The last column of labels."""
+    return next((name for name in reversed(columns) if _is_label(rows, name)), None)
+
+
 def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
-    """Whether a column has a few short values that occur again and again."""
-    values = [row.get(column) for row in rows]
-    if not all(isinstance(value, (str, int)) and len(str(value)) <= _LONGEST_LABEL and str(value) for value in values):
+    """Whether a column has a few short values that occur again and again; by mistake it may be empty in a few rows."""
+    values = [row[column] for row in rows if str(row.get(column, "")).strip()]
+    if len(values) < (1 - _MOST_EMPTY) * len(rows):
+        return False
+    if not all(isinstance(value, (str, int)) and len(str(value)) <= _LONGEST_LABEL for value in values):
         return False
     different = len(set(map(str, values)))
     return 2 <= different <= min(_MOST_LABELS, len(rows) // _LEAST_REPEATS)
