@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zo2adapters.commands.parsing import Command
 
 REFUSED = 2  # exit status
+_DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
 _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
@@ -64,7 +65,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "train": CommandEntry(
         "zo2adapters.commands.train",
         "Train",
-        "Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time.",
+        "Fine-tune a model block by block, by gradients or zeroth-order steps.",
         (_TRAINER,),
     ),
     "tune": CommandEntry(
@@ -227,9 +228,7 @@ def _program_name() -> str:
 
 
 def _main_help(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="zo2", description="Zeroth-order fine-tuning of language models, block by block.", add_help=False
-    )
+    parser = argparse.ArgumentParser(prog="zo2", description=_DESCRIPTION, add_help=False)
     commands = parser.add_subparsers(title="commands")
     for name, entry in COMMANDS.items():
         commands.add_parser(name, help=entry.summary, add_help=False)
@@ -239,7 +238,11 @@ def _main_help(arguments: list[str]) -> int:
         raise SystemExit(0)
     found = repr(arguments[0]) if arguments else "nothing"
     expected = f"one of {', '.join(COMMANDS)}"
-    print(f"zo2: command: found {found}; expected {expected}. What to do: see zo2 --help.", file=sys.stderr)
+    import difflib
+
+    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
+    meant = f"; did you mean {near[0]}" if near else ""
+    print(f"zo2: command: found {found}; expected {expected}{meant}. What to do: see zo2 --help.", file=sys.stderr)
     return REFUSED
 
 

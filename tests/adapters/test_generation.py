@@ -149,5 +149,7 @@ def test_the_command_prints_prompts_with_their_continuations(tmp_path: Path, cap
     for prompt, line in zip(([3, 4], [3, 5, 7, 8]), greedy, strict=True):
         tokens = by_hugging_face(base, prompt, 4, 1)
         assert [WORDS.index(word) for word in line.split()][len(prompt) :] == [token for token in tokens if token > 1]
+    main(["generate", "--model", str(base), "--prompt", r"the\ncat", "--max-new-tokens", "4"])
+    assert capsys.readouterr().out.startswith("the\ncat"), "as in --prompt-template"
     main(["generate", "--model", str(base), "--prompt", *prompts, "--max-new-tokens", "4", "--temperature", "5"])
     assert capsys.readouterr().out.splitlines() != greedy

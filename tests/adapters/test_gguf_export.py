@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from command_lines import refusal
+from command_lines import done, refusal
 from gguf_models import SPLITTERS, export, save_directory, save_gguf
 from models import make_batch
 from peft import LoraConfig, PeftModel
@@ -186,7 +186,8 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
     main([*common, "--output", str(tmp_path / "rank"), "--rank", "2"])
     main([*common, "--output", str(tmp_path / "lora"), "--method", "adamw", "--adapter", str(lora)])
     for run in ("rank", "lora"):
-        main(["export", "--run", str(tmp_path / run), "--format", "gguf", "--output", str(tmp_path / f"{run}-gguf")])
+        said = done("export", "--run", tmp_path / run, "--format", "gguf", "--output", tmp_path / f"{run}-gguf").out
+        assert (f"zo2 merge --run {tmp_path / run} --output merged" in said) == (run == "lora")
     assert sorted(path.name for path in (tmp_path / "rank-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
     assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
     assert 'llama-cli --model "base.gguf" --lora adapter.gguf' in (tmp_path / "lora-gguf" / "README.md").read_text()

@@ -21,6 +21,10 @@ from zo2adapters.commands.parsing import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
+from zo2adapters.trainers.outlook import plan_of
+from zo2adapters.trainers.run_inputs import RunInputs
+from zo2adapters.trainers.run_plan import RunPlan
+from zo2core import MemoryBudgetError
 from zo2core.planning.host_plan import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")
@@ -184,6 +188,28 @@ def test_little_memory_makes_micro_batches(here: Path, monkeypatch: pytest.Monke
     values = written("chat.jsonl")
     assert values["micro_batch_size"] == 1
     done("train", "recipe.yaml", "--steps", 2)
+
+
+def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int | None] = []
+
+    def plan(inputs: RunInputs) -> RunPlan:
+        planned.append(inputs.options.batching.micro_batch_size)
+        if planned[-1] != 1:
+            raise MemoryBudgetError("memory", found="1 MB", expected="at least 2 MB", remedy="raise it")
+        return plan_of(inputs)
+
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.plan_of", plan)
+    assert written("chat.jsonl")["micro_batch_size"] == 1
+    assert planned == [None, 8, 4, 2, 1]
+    Path("recipe.yaml").unlink()
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    said = refusal("init", "--model", "base", "--data", "chat.jsonl", "--memory", "1MB")
+    least = re.search(r"at least (\S+) (\wB)", said)
+    assert least is not None, said
+    memory = f"{float(least[1]) * 1.01:.1f}{least[2]}"
+    assert written("chat.jsonl", "--memory", memory)["memory"] == memory
 
 
 def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,13 @@ def test_a_run_exports_a_card_with_a_header_that_the_hub_reads(run_directory: Pa
     ]
 
 
+def test_a_gguf_adapter_of_a_directory_names_the_base_that_llama_cpp_needs(run_directory: Path) -> None:
+    journal = Journal(run_directory / "journal.jsonl")
+    for base, named in (("org/name", "BASE.gguf"), ("base.gguf", '"base.gguf"')):
+        card = model_card(journal, version=3, base=base, is_adapter=True, is_gguf_file=True).decode()
+        assert f"llama-cli --model {named} --lora adapter.gguf" in card
+
+
 def test_a_card_has_no_path_of_this_machine(run_directory: Path) -> None:
     assert str(run_directory.parent) not in (run_directory / "model" / "README.md").read_text()
 

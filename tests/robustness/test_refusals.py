@@ -31,6 +31,8 @@ HUGE = "9" * 400
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with base, rows and a finished run of six steps."""
     folder = make_place(tmp_path_factory.mktemp("refusals"))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     ended = run_here(*train(folder), "--steps", 6, "--lr", 1e-2)
     assert ended.status == 0, ended
     return folder
@@ -98,10 +100,22 @@ def unfinish(run: Path) -> None:
         (["export", "--run", "{run}", "--at", HUGE, "--output", "{new}"], "--at: found a number of more than 24 digits"),
         (["export", "--run", "{run}", "--dtype", "bfloat16", "--output", "{new}"], "--dtype: found bfloat16; expected auto"),
         (["export", "--run", "{base}", "--output", "{new}"], "found no readable options.json"),
+        (
+            ["evaluate", "--model", "{adapter}", "--data", "{rows}"],
+            "found an adapter; expected the directory of a whole model",
+        ),
+        (["evaluate", "--run", "{adapter}"], "What to do: this is an adapter: pass --adapter"),
+        (["evaluate", "--run", "{base}"], "What to do: this is a model: pass --model"),
         (["generate", "--model", "{base}", "--prompt", ""], "found an empty prompt; expected at least one token"),
         (["generate", "--model", "{base}", "--prompt", "the", "--max-new-tokens", HUGE], "--max-new-tokens: found"),
         (["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"], "--top-p: found 0.5 with a temperature"),
         (["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"], "--temperature: found -1.0"),
+        (["export", "{run}", "--output", "{new}"], "did you mean --run {run}"),
+        (["export", "{base}", "--output", "{new}"], "without an option; expected options of zo2 export"),
+        (["init", "--model", "{base}"], "command line: found no --data; expected --data"),
+        (["init"], "command line: found no --model, no --data; expected --model and --data"),
+        (["merge", "--run", "{run}"], "command line: found no --output; expected --output"),
+        (["journal"], "command line: found no PATH; expected PATH"),
         (["journal", "{run}", "--last", "0"], "--last: found 0; expected at least 1"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -109,14 +123,23 @@ def unfinish(run: Path) -> None:
 def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
     prepared: Path, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
-    places = {"base": prepared / "base", "run": prepared / "run", "rows": prepared / "rows.jsonl", "new": tmp_path / "new"}
-    assert said in refusal(*(argument.format(**places) for argument in arguments))
+    places = {name: prepared / name for name in ("base", "run", "adapter")}
+    places |= {"rows": prepared / "rows.jsonl", "new": tmp_path / "new"}
+    assert said.format(**places) in refusal(*(argument.format(**places) for argument in arguments))
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--steps", "1.5"], "found '1.5' as --steps; expected a whole number"),
+        (["--lr", "fast"], "found 'fast' as --lr; expected a number or auto"),
+        (["--zo-eps", "small"], "found 'small' as --zo-eps; expected a number"),
+        (
+            ["--method", "adam"],
+            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, sgd; did you mean adamw",
+        ),
+        (["--steps"], "found no value after --steps; expected a value"),
         (["--lr", "1e6"], "--lr: found 1000000.0; expected at most 1: an update moves each weight by"),
         (["--zo-eps", "50"], "--zo-eps: found 50.0; expected at most 1: weights are perturbed"),
         (["--lr", "0.1", "--weight-decay", "11"], "--weight-decay: found 11.0; expected at most 10"),
@@ -127,7 +150,7 @@ def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
         (["--snapshot-every", "0"], "--snapshot-every: found 0; expected at least 1"),
         (["--batch-size", HUGE], "--batch-size: found a number of more than 24 digits; expected at most 65536"),
         (["--seed", HUGE], "--seed: found a number of more than 24 digits"),
-        (["--steps", "1e3"], "command line: found Error parsing --steps: invalid literal"),
+        (["--steps", "1e3"], "command line: found '1e3' as --steps; expected a whole number"),
         (
             ["--stepz", "3"],
             "command line: found the unknown option --stepz; expected an option of zo2 train; did you mean --steps",
@@ -150,7 +173,9 @@ def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str],
 
 
 def test_a_command_that_is_none_is_refused_in_one_line() -> None:
-    assert "command: found 'trian'; expected one of demo, init, train" in refusal("trian")
+    said = refusal("trian")
+    assert "command: found 'trian'; expected one of demo, init, train" in said
+    assert "; did you mean train." in said
     assert "command: found nothing" in refusal()
 
 

@@ -68,7 +68,11 @@ class Export(WritesDirectory):
             else:
                 with export_bar(model) as progress:
                     engine.export(self.output, files={CARD: card}, progress=progress)
-            print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")
+            is_adapter = self.as_adapter or at.model_options.trains_adapter
+            print(f"{self.output}: the {'adapter' if is_adapter else 'model'} after {engine.version} steps")
+            if is_adapter and self.format == "gguf" and self.run_directory is not None:
+                print(f"for one GGUF file with base and adapter: zo2 merge --run {self.run_directory} --output merged")
+                print("then: zo2 export --model merged --format gguf --output merged-gguf")
 
     def _require_format(self) -> None:
         """Refuse options of the other format."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zo2adapters.commands.at_step import AtStep, run_together
+from zo2adapters.tasks.row_options import with_line_breaks
 from zo2core import NonFiniteLossError, SharedBase
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
     prompt: tuple[str, ...]
-    """Texts to continue; all of them share each pass over the blocks."""
+    r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over the blocks."""
     others: tuple[Path, ...] = ()
     """Further runs, or directories with saved adapters, of the same base, which continue the prompts, too. All share each
     pass over the blocks if they only read the base: adapters, and runs with --rank."""
@@ -44,7 +45,8 @@ class Generate(AtStep):
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model()
-        prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
+        texts = [with_line_breaks(text) for text in self.prompt]
+        prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
         others = [(path.name, at.of_other(path)) for path in self.others]
         with at.shared_base([other for _, other in others]) as shared:
@@ -55,7 +57,7 @@ class Generate(AtStep):
         for name, continued in results.items():
             if name:
                 print(f"\n{name}:")
-            for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
+            for text, ids, new in zip(texts, prompts, continued, strict=True):
                 whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
                 print(text + str(whole)[len(str(prefix)) :])
 

@@ -17,6 +17,7 @@ from zo2core import OptionError
 
 _NO_OPTIONS = ("Positional", "Suppress")  # marks in types of fields that are none of the options that --help shows
 _RENAMED = re.compile(r"""arg\(name=["'](\w+)["']""")  # in the type of a field whose option has another name
+_KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 
@@ -119,7 +120,46 @@ def _usage_error(name: str, options: Any, arguments: Sequence[str], message: str
         flag = unknown.partition("=")[0]
         words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
         return OptionError("command line", found=f"the unknown option {flag[:80]}", **words)
+    if (plain := _plain_error(name, found, known)) is not None:
+        return plain
     return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
+
+
+def _plain_error(name: str, message: str, known: Sequence[str]) -> OptionError | None:
+    """The error of a message of tyro whose kind is known, in plain words; None for others."""
+    see, where = f"see zo2 {name} --help", "command line"
+    if whole := re.match(r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)", message):
+        found, remedy = f"{whole[2][:80]} as {whole[1]}", "write it in digits, such as 1000"
+        return OptionError(where, found=found, expected="a whole number", remedy=remedy)
+    if number := re.match(r"Error parsing (--\S+): could not convert string to float: (.*)", message):
+        found, remedy = f"{number[2][:80]} as {number[1]}", "write it in digits, such as 1e-3"
+        return OptionError(where, found=found, expected="a number", remedy=remedy)
+    if kind := re.match(r"Error parsing (--\S+): no type matching (\S+) could be instantiated from \[(.*)\]", message):
+        kinds = (_KINDS.get(word, word) for word in re.findall(r"[\w.-]+", kind[2]))
+        return OptionError(where, found=f"{kind[3][:80]} as {kind[1]}", expected=" or ".join(kinds), remedy=see)
+    if choice := re.match(r"invalid choice '(.*)' for argument '(--[\w-]+).*'\. Expected one of \((.*)\)", message):
+        choices = sorted({text.strip("' ") for text in choice[3].split(",")} - {"", "None"})
+        begun = (word for word in choices if word.startswith(choice[1]))
+        near = next(begun, None) or nearest_name(choice[1], choices)
+        return OptionError(
+            where,
+            found=f"{choice[1][:80]!r} as {choice[2]}",
+            expected=f"one of {', '.join(choices)}" + ("" if near is None else f"; did you mean {near}"),
+            remedy=see if near is None else f"write {near} if that is meant",
+        )
+    if value := re.match(r"Missing value for argument '(--[\w-]+)", message):
+        return OptionError(where, found=f"no value after {value[1]}", expected="a value", remedy=see)
+    if message.startswith("Missing from "):
+        options = re.findall(r"\s(--[\w-]+)(?:,\s*-\w)? [A-Z{\[]", message)
+        missing = options or re.findall(r": ([A-Z]{2,}) ", message)[:1]
+        if missing:
+            return OptionError(where, found=f"no {', no '.join(missing)}", expected=" and ".join(missing), remedy=see)
+    if stray := re.match(r"Unrecognized options: (\S+)", message):
+        expected, remedy = f"options of zo2 {name}, which begin with --", see
+        if "run" in known and (Path(stray[1]) / "journal.jsonl").is_file():
+            expected, remedy = f"an option before it; did you mean --run {stray[1]}", f"write --run {stray[1]}"
+        return OptionError(where, found=f"the word {stray[1][:80]} without an option", expected=expected, remedy=remedy)
+    return None
 
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:

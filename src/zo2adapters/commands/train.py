@@ -52,7 +52,7 @@ _FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
-    """Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time."""
+    """Fine-tune a model block by block, by gradients or zeroth-order steps."""
 
     first_options: ClassVar = (
         "model",

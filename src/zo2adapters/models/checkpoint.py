@@ -250,10 +250,17 @@ def resolve_directory(path: Path | str) -> Path:
     """Find a model directory or a GGUF file; download a model of the hub into the hub's cache.
 
     Raises:
-        CheckpointError: if there is neither.
+        CheckpointError: if there is neither, or the directory has an adapter alone.
     """
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
+        if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+            raise CheckpointError(
+                directory,
+                found="an adapter",
+                expected="the directory of a whole model",
+                remedy=f"pass --adapter {directory}, or --run with the directory of the run that trained it",
+            )
         return directory
     text = str(path)
     if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():

@@ -212,7 +212,7 @@ class RowOptions:
     def _filled(self, template: str, row: Mapping[str, Any]) -> str:
         parts = []
         for text, column, _, _ in Formatter().parse(template):
-            parts.append(text.replace("\\n", "\n").replace("\\t", "\t"))
+            parts.append(with_line_breaks(text))
             if column is not None:
                 value = _column(row, column, "--prompt-template")
                 if not isinstance(value, (str, int, float)):
@@ -259,6 +259,11 @@ def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
         expected=f"the column {column!r} that {option} names",
         remedy=_nearest(column, list(row)) or "name a column of the file",
     )
+
+
+def with_line_breaks(text: str) -> str:
+    r"""A text of the command line with line breaks and tabs in place of \n and \t."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def is_plain(column: str) -> bool:

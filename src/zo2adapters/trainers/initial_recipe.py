@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration
 from zo2adapters.trainers.tuning import Schedule
-from zo2core import MissingPackageError, ZO2Error
+from zo2core import MemoryBudgetError, MissingPackageError, ZO2Error
 from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import shown_bytes
 
@@ -112,9 +113,8 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     opened = _opened(replace(request, rows=surveyed.options, objective=objective))
     options, lengths, rows = _with_lengths(opened)
     inputs = RunInputs.read(_with_held_out_rows(options, rows))
-    batching = _fitting(inputs)
-    inputs = replace(inputs, options=replace(inputs.options, batching=batching))
-    inputs, plan = _planned(inputs)
+    inputs, plan = _fitting(inputs)
+    batching = inputs.options.batching
     options = _with_steps(replace(opened.options, eval_split=inputs.options.eval_split, batching=batching), inputs, plan)
     rates, schedule = schedule_of(options)
     plan = replace(
@@ -227,19 +227,33 @@ def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
     return replace(options, eval_split=float(f"{share:.2g}"))
 
 
-def _fitting(inputs: RunInputs) -> Batching:
-    """Choose the number of rows in a batch, and of rows that run at a time."""
+def _fitting(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
+    """Choose the number of rows in a batch, and of rows that run at a time, and plan the run.
+
+    Raises:
+        MemoryBudgetError: if not even the least rows at a time fit.
+    """
+    *larger, least = (replace(inputs, options=replace(inputs.options, batching=it)) for it in _batchings(inputs))
+    for fitting in larger:
+        with contextlib.suppress(MemoryBudgetError):
+            return _planned(fitting)
+    return _planned(least)
+
+
+def _batchings(inputs: RunInputs) -> list[Batching]:
+    """Numbers of rows, from the most whose activations leave room for blocks to the least."""
     options = inputs.options
     budget = free_memory() if options.storage.memory == "auto" else parse_size(options.storage.memory)
     batching = replace(options.batching, batch_size=min(_BATCH, len(inputs.data)))
-    for micro_rows in _MICRO_BATCHES:
-        if micro_rows is not None and micro_rows >= batching.batch_size * inputs.most_sequences:
-            continue
-        batching = replace(batching, micro_batch_size=micro_rows)
+    rows = [rows for rows in _MICRO_BATCHES if rows is None or rows < batching.batch_size * inputs.most_sequences]
+    choices = [replace(batching, micro_batch_size=micro_rows) for micro_rows in rows]
+
+    def fits(batching: Batching) -> bool:
         method = method_of(replace(options, batching=batching, optimization=replace(options.optimization, lr=1e-6)))
-        if method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)[0] <= _ACTIVATIONS * budget:
-            break
-    return batching
+        nbytes, _ = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
+        return nbytes <= _ACTIVATIONS * budget
+
+    return choices[next((index for index, choice in enumerate(choices) if fits(choice)), len(choices) - 1) :]
 
 
 def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:

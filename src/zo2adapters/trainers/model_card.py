@@ -86,7 +86,11 @@ def model_card(
         "",
         "## How to load it",
         "",
-        *(_llama_cpp(name, is_adapter=is_adapter) if is_gguf_file else _loading(name, causal=causal, is_adapter=is_adapter)),
+        *(
+            _llama_cpp(base, name, is_adapter=is_adapter)
+            if is_gguf_file
+            else _loading(name, causal=causal, is_adapter=is_adapter)
+        ),
         "",
         "## Options",
         "",
@@ -212,9 +216,13 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
     yield "```"
 
 
-def _llama_cpp(name: str, *, is_adapter: bool) -> Iterator[str]:
+def _llama_cpp(base: str, name: str, *, is_adapter: bool) -> Iterator[str]:
+    model = f'"{name}"' if is_gguf(base) else "BASE.gguf"
+    if is_adapter and not is_gguf(base):
+        yield f"`BASE.gguf` is the base model `{name}` as a GGUF file, which llama.cpp's convert_hf_to_gguf.py writes."
+        yield ""
     yield "```sh"
-    yield f'llama-cli --model "{name}" --lora adapter.gguf' if is_adapter else "llama-cli --model model.gguf"
+    yield f"llama-cli --model {model} --lora adapter.gguf" if is_adapter else "llama-cli --model model.gguf"
     yield "ollama create NAME --file Modelfile"
     yield "```"
 

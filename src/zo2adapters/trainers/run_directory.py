@@ -311,7 +311,7 @@ def require_new(path: Path) -> None:
             path,
             found="a run that has already started",
             expected="a path that does not exist yet, or an empty directory",
-            remedy=f"continue the run with zo2 train --resume {path}, or choose another output directory",
+            remedy=f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
         )
     if names and names <= {LOCK, "options.partial", "tune.partial"}:
         with (
@@ -363,7 +363,7 @@ def _refusing_damage(path: Path) -> Iterator[None]:
             path,
             found=f"no readable {OPTIONS} ({reason(error)})",
             expected="the directory of a run",
-            remedy="pass the directory that was the run's --output",
+            remedy=_option_for(path) or "pass the directory that was the run's --output",
         ) from error
     except KeyError as error:
         raise _damaged(path, f"no value for the key {error}") from error
@@ -371,6 +371,13 @@ def _refusing_damage(path: Path) -> Iterator[None]:
         raise _damaged(path, f"{error.found} as {error.where}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+
+
+def _option_for(path: Path) -> str | None:
+    """A remedy for a directory that has a model or an adapter; None for others."""
+    if (path / "adapter_config.json").exists():
+        return f"this is an adapter: pass --adapter {path}"
+    return f"this is a model: pass --model {path}" if (path / "config.json").exists() else None
 
 
 def _damaged(path: Path, found: str) -> OptionError:
