@@ -97,6 +97,18 @@ def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
     assert [row["loss"] for row in read_run(Path("two")).steps] == losses
 
 
+def test_a_page_replaces_an_earlier_one_and_no_other_file(here: Path) -> None:
+    main(["report", "two", "-o", "page.html"])
+    alone = Path("page.html").read_text()
+    main(["report", "a <b> & c", "two", "-o", "page.html"])
+    assert Path("page.html").read_text() != alone
+    other = "<!doctype html>\n<html></html>\n"
+    Path("own.html").write_text(other)
+    with pytest.raises(SystemExit):
+        main(["report", "two", "-o", "own.html"])
+    assert Path("own.html").read_text() == other
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

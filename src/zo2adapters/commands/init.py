@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -47,6 +48,7 @@ class Init:
 
         if self.output.exists() or self.output.is_symlink():
             raise self._in_use("a file")
+        print("zo2 init reads the data and measures the model, which takes some seconds.", file=sys.stderr, flush=True)
         recipe = initial_recipe(
             TrainOptions(
                 model=self.model,
@@ -69,7 +71,7 @@ class Init:
 
     def _in_use(self, found: str) -> OutputError:
         return OutputError(
-            self.output, found=found, expected="a path that does not exist", remedy="pass -o with another path"
+            self.output, found=found, expected="a path that does not exist", remedy="pass --output with another path"
         )
 
 

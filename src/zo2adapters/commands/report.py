@@ -10,7 +10,7 @@ import tyro
 
 from zo2core import OptionError, OutputError
 from zo2core.errors import reason
-from zo2core.io.durable import create_file
+from zo2core.io.durable import create_file, open_regular, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +20,31 @@ class Report:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Directories of runs; they may still be running."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """HTML file to write; it must not exist. The page is self-contained."""
+    """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
 
     def run(self) -> None:
         """Write the page and print its path."""
-        from zo2adapters.commands.report_page import page, read_run
+        from zo2adapters.commands.report_page import HEAD, page, read_run
 
         if not self.runs:
             raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
         text = page([read_run(path) for path in self.runs])
         try:
-            with create_file(self.output) as file:
-                file.write(text.encode())
+            if begins_with(self.output, HEAD):
+                replace_file(self.output, text.encode())
+            else:
+                with create_file(self.output) as file:
+                    file.write(text.encode())
         except OSError as error:
-            raise OutputError(
-                self.output, found=reason(error), expected="a path that does not exist", remedy="pass another path"
-            ) from error
+            expected = "a path that does not exist, or an earlier report"
+            raise OutputError(self.output, found=reason(error), expected=expected, remedy="pass another path") from error
         print(self.output)
+
+
+def begins_with(path: Path, head: str) -> bool:
+    """Whether a regular file begins with this text."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(head.encode())) == head.encode()
+    except OSError:
+        return False

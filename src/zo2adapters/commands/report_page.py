@@ -32,6 +32,7 @@ _GRADIENT_FORWARDS = 3  # work of a first-order step in forward passes: forward,
 _RARE = ("steps of unknown time and memory", "steps rejected by the guard")  # left out of the table where there are none
 _LARGEST = 1e300  # largest number that is drawn
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
+HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -155,7 +156,7 @@ def page(runs: Sequence[Run]) -> str:
     parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
     parts += ["<h2>Lanes</h2>", _lanes(runs), "<h2>Options</h2>", _options(runs)]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    return f'{HEAD}<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
 def _summary(runs: Sequence[Run]) -> str:

@@ -172,8 +172,8 @@ class RowOptions:
             near = _nearest(str(label), self.labels)
             raise DataError(
                 "row",
-                found=f"{json.dumps(label)[:40]} as 'label'",
-                expected=f"one of {', '.join(map(repr, self.labels[:_LISTED]))}, or its index from 0",
+                found=f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'",
+                expected=f"one of {', '.join(map(repr, self.labels[:_LISTED]))}, or the number of one of them, from 0",
                 remedy=near or "correct the label, or name all labels with --labels",
             )
         prompt = row["prompt"]

@@ -79,13 +79,16 @@ def plan_host(
         together = f", 1/{sharers} of what {sharers} workers share" if buckets is None and sharers > 1 else ""
         if together:
             resident, in_buckets = -(-resident // sharers), -(-in_buckets // sharers)
+        noise_buffer = [MemoryPart("noise buffer", noise)] if keep_noise else []
+        if may_keep_noise and not keep_noise:
+            noise_buffer = [MemoryPart("no noise buffer: z is drawn again", 0)]
         parts = (
             MemoryPart("this process at present", process),
             MemoryPart("activations, reserved", activation_bytes),
             MemoryPart(f"embedding and head{together}", resident),
             MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
             MemoryPart("work buffer", work),
-            MemoryPart("noise buffer" if keep_noise else "no noise buffer: z is drawn again", noise if keep_noise else 0),
+            *noise_buffer,
             *(part for part in further if part.nbytes),
             MemoryPart("reading buffers", READERS * STAGING),
         )
