@@ -17,7 +17,7 @@ COMMON: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("short", max_examples=30, **COMMON)
+settings.register_profile("short", max_examples=20, **COMMON)
 settings.register_profile("long", max_examples=300, **COMMON)  # all of them end within two hours on two cores
 
 

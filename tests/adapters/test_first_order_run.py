@@ -32,7 +32,7 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2core import Journal, Machine, MemoryBudgetError, OptionError
-from zo2core.estimators import EstimatorName
+from zo2core.estimators import EstimatorName, Fitness
 from zo2core.io.record_log import from_line, to_line
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
 from zo2core.planning.host_plan import HostPlan, plan_host
@@ -611,6 +611,7 @@ def test_what_has_no_effect_or_no_gradient_is_refused_before_any_work(more: Sequ
 OTHER_VALUES: dict[type, Any] = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value + 1}
 SET: dict[str, Any] = {
     "estimator": EstimatorName.FZOO,
+    "fitness": Fitness.RANKS,
     "noise": Noise.MEZO,
     "rank": 4,
     "stack": 2,
