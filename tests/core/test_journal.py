@@ -656,7 +656,7 @@ def damaged(draw: st.DataObject, raw: bytes) -> bytes:
     return b"".join(lines)
 
 
-@settings(max_examples=PROFILE.max_examples * 5 // 2)  # 200, and thousands behind --long
+@settings(max_examples=PROFILE.max_examples * 5 // 2)  # they are small
 @given(data=st.data())
 def test_damage_at_random_is_refused_or_leaves_a_prefix_that_says_so(
     data: st.DataObject, example: tuple[bytes, list[Update]], tmp_path_factory: pytest.TempPathFactory
