@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_lines import make_place, run_here
@@ -12,10 +13,12 @@ from command_lines import make_place, run_here
 from zo2adapters.trainers import outlook
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.methods.first_order_run import FirstOrderRun
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.outlook import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
+from zo2core import HostPlan
 
 pytest.importorskip("peft")
 
@@ -79,6 +82,19 @@ def test_a_first_order_run_says_what_saves_much_memory(here: Path, monkeypatch: 
     monkeypatch.setattr(outlook, "_CLEARLY_LESS", 2.0)
     expected = rf"Zeroth-order steps \(without --method\) would take {SIZE} instead of {SIZE} of memory and about {TIME} "
     assert re.match(expected, lines(*FIRST_ORDER)[1])
+
+
+def test_the_first_line_counts_graphs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[HostPlan] = []
+    storage = FirstOrderRun.storage
+
+    def noted(self: FirstOrderRun, engine: Any, host: HostPlan, model: Any) -> str:
+        told.append(host)
+        return storage(self, engine, host, model)
+
+    monkeypatch.setattr(FirstOrderRun, "storage", noted)
+    lines(*FIRST_ORDER)
+    assert any(part.name.startswith("graphs of") for part in told[0].parts)
 
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:

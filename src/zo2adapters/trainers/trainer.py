@@ -240,14 +240,13 @@ class Trainer:
         verdict: str | None = self._method.verdict(self.engine.journal)
         return verdict
 
-    def storage(self) -> str:
-        """A line that says how much memory is used and what is written."""
-        line: str = self._method.storage(self.engine, self.host_plan, self._model)
-        return line
-
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
-        lines = [self.storage()] if self.outlook is None else self.outlook.lines(self.storage())
+        host = self.host_plan
+        if self.outlook is not None and self.outlook.plan.host_plan.buckets == host.buckets:
+            host = self.outlook.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
+        memory: str = self._method.storage(self.engine, host, self._model)
+        lines = [memory] if self.outlook is None else self.outlook.lines(memory)
         return [*lines, *self.notices()]
 
     def how_to_continue(self) -> str:
