@@ -80,7 +80,23 @@ class BlockSource(Protocol):
         """Stop all work, and free memory and file descriptors. May be called twice."""
 
 
-class Visitor(Protocol):
+class Replaying(Protocol):
+    """Brings segments to the present version."""
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the present version, and do nothing else.
+
+        Args:
+            index: Index of the segment in visiting order.
+            store: Parameters of the segment, changed in place.
+            version: Version of ``store`` before.
+
+        Returns:
+            The version of ``store`` afterwards.
+        """
+
+
+class Visitor(Replaying, Protocol):
     """The work of a sweep at each segment. The scheduler decides when it is done."""
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
@@ -93,18 +109,6 @@ class Visitor(Protocol):
             version: Version of ``store`` before.
             commit: Called at most once, with the new version of ``store``, when its bytes are final for this sweep; the
                 scheduler may offload them from then on. A visit that does not call it has changed nothing.
-        """
-
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version, and do nothing else.
-
-        Args:
-            index: Index of the segment in visiting order.
-            store: Parameters of the segment, changed in place.
-            version: Version of ``store`` before.
-
-        Returns:
-            The version of ``store`` afterwards.
         """
 
 
@@ -120,7 +124,7 @@ class Scheduler(Protocol):
         However the sweep ends, all buckets are released, except those that were acquired early for the next sweep.
         """
 
-    def replayed(self, visitor: Visitor, index: int) -> AbstractContextManager[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> AbstractContextManager[Bucket]:
         """Bring one segment to the present version, with its bytes in its bucket, which is released at the end.
 
         The following segments are expected to be requested next.

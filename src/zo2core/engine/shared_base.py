@@ -28,7 +28,7 @@ from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.shared_runs import RunNeeds, decoded_bytes, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockModel, Device, Scheduler, Visitor
+from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.choice import open_source
@@ -36,7 +36,7 @@ from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.shared_visitor import (
     BlockDecoder,
-    ReplayVisitor,
+    RunReplay,
     RunSegments,
     RunSweep,
     SharedVisitor,
@@ -229,9 +229,9 @@ class SharedBase:
         self._lockstep.request(request)
 
     @contextmanager
-    def replayed(self, segments: RunSegments, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, segments: RunSegments, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring a run's part of a segment to the present version, with the run's parameters on the host."""
-        with self._use.locked(), self._segments().scheduler.replayed(ReplayVisitor(segments, visitor), index) as bucket:
+        with self._use.locked(), self._segments().scheduler.replayed(RunReplay(segments, visitor), index) as bucket:
             views = tuple(view.cpu() for view in segments.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
 
@@ -278,7 +278,7 @@ class SharedBase:
                 opened.scheduler.sweep(visitor, order)
         except SweepEnded:
             pass
-        except Exception as error:  # such as a read error
+        except Exception as error:  # whatever ends the sweep ends it for all runs in it, each of which raises it
             for sweep in sweeps:
                 sweep.error = sweep.error or error
             return
@@ -310,7 +310,7 @@ class _Run:
             raise sweep.error
 
     @contextmanager
-    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, with its bytes on the host. See the contract."""
         with self._base.replayed(self._segments, visitor, index) as bucket:
             yield bucket

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.profiling.timeline import Timeline, now
-from zo2core.protocols import BlockSource, Device, Store, Transfer, Visitor, Wait
+from zo2core.protocols import BlockSource, Device, Replaying, Store, Transfer, Visitor, Wait
 from zo2core.ranges import require_whole
 from zo2core.schedulers.serial import upcoming
 from zo2core.types import Bucket, Event, Lane
@@ -176,7 +176,7 @@ class OverlappedScheduler:
             self._release_all()
 
     @contextmanager
-    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         arrival = self._arrival(index)
@@ -208,7 +208,7 @@ class OverlappedScheduler:
         """A segment on the device; starts its upload if it is not there."""
         return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
 
-    def _replay(self, visitor: Visitor, arrival: _Arrival) -> Event:
+    def _replay(self, visitor: Replaying, arrival: _Arrival) -> Event:
         """Bring a segment to the present version; return when its bytes are final."""
         before, arrival.version = arrival.version, None
         assert before is not None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
+from zo2core.protocols import BlockSource, Device, Replaying, Store, Visitor, Wait
 from zo2core.types import Bucket, Lane
 
 
@@ -67,7 +67,7 @@ class SerialScheduler:
                 self._source.release(bucket, version)
 
     @contextmanager
-    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         bucket, version = self._source.acquire(index), None

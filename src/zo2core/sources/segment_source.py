@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from zo2core.errors import ClosedError
@@ -16,7 +17,7 @@ from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout
 
 
-class SegmentSource:
+class SegmentSource(ABC):
     """The base class of the sources; subclasses manage the memory of the segments.
 
     Args:
@@ -85,17 +86,17 @@ class SegmentSource:
             self._free_memory()
         self._write_back.close()
 
+    @abstractmethod
     def _read_ahead(self) -> None:
         """Start reading the next segments. Takes the lock, which the caller may hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_ready(self, segment: int) -> bool:
         """Whether a segment could be acquired without waiting for the disk. The caller holds the lock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _free_memory(self) -> None:
         """Free the memory, which no read writes into any more."""
-        raise NotImplementedError
 
     def _loaded(self, loading: Loading, load: Callable[[], Loading], *, ahead: bool) -> Loading:
         """Wait until a segment is read and its bytes are valid.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from zo2core.devices import HostDevice
-from zo2core.protocols import CounterNoise, Scheduler, Store, Visitor
+from zo2core.protocols import CounterNoise, Replaying, Scheduler, Store, Visitor
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber
 from zo2core.sweep.perturber import PARALLEL_FROM
@@ -91,7 +91,7 @@ class LowBitScheduler:
         self._interrupted = False
 
     @contextmanager
-    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, in its stored dtype. See the contract."""
         self._replay.begin()
         if self._interrupted:

@@ -14,7 +14,7 @@ import torch
 
 from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decode
-from zo2core.protocols import BlockModel, Device, Store, Visitor
+from zo2core.protocols import BlockModel, Device, Replaying, Store, Visitor
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
 from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, packed_bytes
 
@@ -71,7 +71,7 @@ class RunSegments:
         if self._versions[index] is None:
             self._versions[index] = version  # nothing was committed, so nothing was changed
 
-    def replay(self, visitor: Visitor, index: int, shared: Store) -> None:
+    def replay(self, visitor: Replaying, index: int, shared: Store) -> None:
         """Let the run's visitor bring a segment to the present version."""
         store, version = self._at_version(index, shared)
         self._versions[index] = visitor.replay(index, store, version)
@@ -191,7 +191,7 @@ class SharedVisitor:
             try:
                 sweep.segments.check(index, store, digest)
                 sweep.segments.visit(sweep.visitor, index, decoded)
-            except Exception as error:
+            except Exception as error:  # of one run: it ends alone, and raises it
                 sweep.error = error
 
     def replay(self, index: int, store: Store, version: int) -> int:
@@ -199,7 +199,7 @@ class SharedVisitor:
         return version
 
 
-class ReplayVisitor:
+class RunReplay:
     """Brings one run's part of a segment to the present version.
 
     Args:
@@ -207,12 +207,8 @@ class ReplayVisitor:
         visitor: The run's visitor.
     """
 
-    def __init__(self, segments: RunSegments, visitor: Visitor) -> None:
+    def __init__(self, segments: RunSegments, visitor: Replaying) -> None:
         self._segments, self._visitor = segments, visitor
-
-    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Is not called: nothing is swept."""
-        raise NotImplementedError
 
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring the run's part to the present version; the base does not change. See the contract."""
