@@ -14,7 +14,7 @@ from command_lines import done, make_place, refusal
 from models import save_model, small_config
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from zo2core.planning.host_plan import HostPlan, plan_host
 
@@ -76,15 +76,7 @@ def test_the_weights_are_those_that_peft_merges(kind: str, model_type: str, dtyp
 
 
 def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "n_embd": 12,
-        "n_layer": 2,
-        "n_head": 3,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    base = save_model(tmp_path / "base", GPT2Config(vocab_size=40, **sizes), torch.bfloat16)
+    base = save_model(tmp_path / "base", small_config("gpt2"), torch.bfloat16)
     save_adapter(base, peft.LoraConfig(r=3, target_modules="all-linear", fan_in_fan_out=True), tmp_path / "adapter")
     expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")
     done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")

@@ -21,7 +21,6 @@ from transformers import (
     BertConfig,
     DogeConfig,
     Gemma3nTextConfig,
-    GPT2Config,
     PreTrainedModel,
 )
 
@@ -197,16 +196,7 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "mlp.c_proj"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    no_dropout: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    base = save_model(tmp_path / "base", GPT2Config(vocab_size=40, **sizes, **no_dropout), dtype)
+    base = save_model(tmp_path / "base", small_config("gpt2"), dtype)
     told = Adapter(config=lora(target_modules=targets), seed=1)
     corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
     model = open_checkpoint(base, adapter=told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -295,33 +296,42 @@ def test_a_step_that_is_refused_before_an_update_changes_nothing(base: Path) -> 
         assert engine.step(batch).loss == expected
 
 
+class Scaled(torch.autograd.Function):
+    """Leaves values as they are, and multiplies their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Poisoned:
+    """A model's forward, the gradient of whose third block's output is multiplied by a factor."""
+
+    def __init__(self, model: Any, factor: float) -> None:
+        self._model, self._factor = model, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def block(self, index: int, activations: Any) -> Any:
+        given: Any = self._model.block(index, activations)
+        scaled: Any = Scaled.apply
+        return given._replace(hidden=scaled(given.hidden, self._factor)) if index == 2 else given
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: Path) -> None:
     """Found in the sweep that measures, it changes nothing; found between updates, it closes the engine."""
 
-    class Poisoned(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * float("nan")
-
     with engine_of(base, "lomo", gradients=GradientPolicy(clip_norm=clip_norm)) as engine:
-
-        class Forward:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(engine._model, name)
-
-            def block(self, index: int, activations: Any) -> Any:
-                given: Any = engine._model.block(index, activations)
-                poisoned: Any = Poisoned.apply
-                return given._replace(hidden=poisoned(given.hidden)) if index == 2 else given
-
         told = "no step was taken" if clip_norm else "2 segments had been changed"
         with pytest.raises(NonFiniteLossError, match=told):
-            engine.step(make_batch(40, [7, 5]), forward=Forward())
+            engine.step(make_batch(40, [7, 5]), forward=Poisoned(engine._model, float("nan")))
         if clip_norm:
             engine.step(make_batch(40, [7, 5]))
         else:
@@ -466,6 +476,25 @@ def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
         assert all(torch.equal(value, kept[1][segment][name]) for name, value in states.items())
 
 
+def test_a_late_update_has_the_gradients_of_its_own_step() -> None:
+    """The memory of gradients is used again before the update is made."""
+    used_again = threading.Event()
+
+    class Waiting(LOMO):
+        def apply(self, *arguments: Any, **options: Any) -> None:
+            assert used_again.wait(60)
+            super().apply(*arguments, **options)
+
+    update, weight, gradient = Delayed(Waiting()), torch.ones(3), torch.full((3,), 2.0)
+    states = {"delayed.begun": torch.zeros((), dtype=torch.uint8), "w.next": torch.zeros(3), "w.gradient": torch.zeros(3)}
+    update.apply(0, {"w": weight}, {"w": gradient}, states, step=0, lr=0.25)
+    gradient.zero_()
+    used_again.set()
+    update.apply(0, {"w": weight}, {"w": gradient}, states, step=1, lr=0.25)
+    update.settle()
+    assert weight.tolist() == [0.5] * 3
+
+
 def test_only_updates_of_all_segments_are_delayed() -> None:
     with pytest.raises(OptionError, match="update: found badam, which trains segments in turns"):
         Delayed(BAdam(ADAMW))
@@ -581,28 +610,9 @@ def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
 def test_a_gradient_that_overflows_without_a_scale_is_an_error(base: Path) -> None:
     policy = GradientPolicy(loss_scaling=LossScaling(initial=1.0))
 
-    class Poisoned(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * float("inf")
-
     with engine_of(base, "lomo", gradients=policy) as engine:
-
-        class Forward:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(engine._model, name)
-
-            def block(self, index: int, activations: Any) -> Any:
-                given: Any = engine._model.block(index, activations)
-                poisoned: Any = Poisoned.apply
-                return given._replace(hidden=poisoned(given.hidden)) if index == 2 else given
-
         with pytest.raises(NonFiniteLossError, match="no step was taken"):
-            engine.step(make_batch(40, [7, 5]), forward=Forward())
+            engine.step(make_batch(40, [7, 5]), forward=Poisoned(engine._model, float("inf")))
 
 
 STATEFUL: dict[str, Any] = {

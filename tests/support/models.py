@@ -13,6 +13,7 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GPT2Config,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
@@ -94,6 +95,10 @@ CONFIGS = {"opt": opt_configs(), "llama": llama_configs(), "qwen2": qwen2_config
 
 def small_config(model_type: str = "opt", **changes: Any) -> PretrainedConfig:
     """One fixed configuration an architecture, for tests that do not draw."""
+    if model_type == "gpt2":
+        sizes: dict[str, Any] = {"vocab_size": 40, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": LONGEST}
+        no_dropout: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+        return GPT2Config(**{**sizes, **no_dropout, "bos_token_id": 1, "eos_token_id": 2, **changes})
     if model_type == "opt":
         shape = {"hidden_size": 12, "ffn_dim": 20, "word_embed_proj_dim": 12}
         kind: type[PretrainedConfig] = OPTConfig
