@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
+from trainer_options import trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import Adapter, BackpropTrainerMixin, open_checkpoint
@@ -70,26 +71,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def options(output: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        **changes,
-    }
-
-
 def opened(base: Path) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=lora(), seed=5))
 
@@ -103,7 +84,7 @@ def made(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
     given = {"memory": ONE_BLOCK} if issubclass(kind, BackpropTrainerMixin) else {}
     return kind(
         model=model,
-        args=TrainingArguments(**options(output, **changes)),
+        args=TrainingArguments(**trainer_options(output, **changes)),
         train_dataset=ROWS,
         eval_dataset=ROWS[:5],
         **given,
@@ -181,7 +162,7 @@ def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES])
 
     def sft(kind: type[Any], model: Any, output: Path, **given: Any) -> Any:
-        return kind(model=model, args=trl.SFTConfig(**options(output, max_length=16)), train_dataset=rows, **given)
+        return kind(model=model, args=trl.SFTConfig(**trainer_options(output, max_length=16)), train_dataset=rows, **given)
 
     ours = sft(FirstOrderSFTTrainer, str(base), tmp_path / "run", peft_config=lora())
     before = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
@@ -195,7 +176,7 @@ def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path)
     rows = datasets.Dataset.from_list(PREFERENCES)
 
     def dpo(kind: type[Any], model: Any, output: Path, **given: Any) -> Any:
-        args = trl.DPOConfig(**options(output, max_length=16, precompute_ref_log_probs=True))
+        args = trl.DPOConfig(**trainer_options(output, max_length=16, precompute_ref_log_probs=True))
         return kind(model=model, args=args, train_dataset=rows, **given)
 
     ours = dpo(FirstOrderDPOTrainer, opened(base), tmp_path / "run")
@@ -211,13 +192,13 @@ def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path)
 
 
 def test_what_has_no_adapter_or_two_is_refused(base: Path, tmp_path: Path) -> None:
-    args = TrainingArguments(**options(tmp_path))
+    args = TrainingArguments(**trainer_options(tmp_path))
     with pytest.raises(OptionError, match="peft_config: found none"):
         FirstOrderTrainer(model=str(base), args=args)
     with pytest.raises(OptionError, match="peft_config: found one with an opened PeftBlockModel"):
         FirstOrderTrainer(model=opened(base), args=args, peft_config=lora())
     with pytest.raises(OptionError, match="torch_compile"):
-        FirstOrderTrainer(model=opened(base), args=TrainingArguments(**options(tmp_path, torch_compile=True)))
+        FirstOrderTrainer(model=opened(base), args=TrainingArguments(**trainer_options(tmp_path, torch_compile=True)))
     trainer = FirstOrderTrainer(model=open_checkpoint(base), args=args, train_dataset=ROWS)
     with pytest.raises(OptionError, match="a trained parameter of a block"):
         trainer.train()

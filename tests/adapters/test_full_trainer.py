@@ -9,6 +9,7 @@ import pytest
 import torch
 from full_loops import adalomo_loop, lomo_loop
 from models import make_batch, save_model, save_tokenizer, small_config
+from trainer_options import trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import FullBackpropTrainerMixin
@@ -31,25 +32,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def options(output: Path, **changes: Any) -> TrainingArguments:
-    return TrainingArguments(
-        **{
-            "output_dir": str(output),
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "weight_decay": 0.1,
-            "warmup_steps": 2,
-            "train_sampling_strategy": "sequential",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
-            **changes,
-        }
-    )
+    return TrainingArguments(**trainer_options(output, **changes))
 
 
 def ours(base: Path, output: Path, **changes: Any) -> Any:
