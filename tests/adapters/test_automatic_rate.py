@@ -85,6 +85,7 @@ def test_what_the_trials_cost_is_told_before_and_counted(here: Path, method: lis
     told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
     assert told is not None
     assert said.index("rates are tried first") < said.index("round 1 of 2")
+    assert ("share the model and run together" in said) is ("--lora-rank" in method), "runs of all parameters cannot"
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     of_trials = [row for row in rows if "trial_lr" in row]
     assert rows[: len(of_trials)] == of_trials

@@ -33,6 +33,7 @@ from zo2adapters.trainers.run_directory import (
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import duration
+from zo2adapters.trainers.shared_runs import can_share
 from zo2adapters.trainers.tuning import Schedule, Trial, least_forwards, planned_rounds, tune
 from zo2core import DivergenceError, Journal
 from zo2core.io.durable import read_regular
@@ -180,14 +181,19 @@ def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> lis
         f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to {schedule.rounds[-1]} steps: "
         f"{schedule.steps} steps, {schedule.forwards} forward passes of {options.batching.batch_size} rows"
     )
+    together = (
+        " They share the model and run together, with activations and optimizers of their own, as far as memory allows."
+        if can_share(options)
+        else ""
+    )
     if outlook is None:
-        return [f"{trials}."]
+        return [f"{trials}.{together}"]
     seconds = schedule.steps * outlook.plan.seconds
     total = duration(seconds + outlook.plan.run_seconds)
     method = method_of(_with_rate(options, 1.0))
     writes = method.writes(outlook.plan.write_back_every, inputs.model)
     memory = storage(outlook.plan.host_plan, None, options.storage, writes)
-    return [*outlook.lines(memory), f"{trials}, about {duration(seconds)}; about {total} in all."]
+    return [*outlook.lines(memory), f"{trials}, about {duration(seconds)}; about {total} in all.{together}"]
 
 
 def _choice(best: Trial, ranking: Sequence[Mapping[str, Any]]) -> list[str]:
