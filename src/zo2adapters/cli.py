@@ -5,7 +5,6 @@ Nothing slow is imported here: the signal handlers are installed first, then a c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -228,13 +227,10 @@ def _program_name() -> str:
 
 
 def _main_help(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="zo2", description=_DESCRIPTION, add_help=False)
-    commands = parser.add_subparsers(title="commands")
-    for name, entry in COMMANDS.items():
-        commands.add_parser(name, help=entry.summary, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this help; zo2 COMMAND --help shows its options")
-    if arguments and arguments[0] in {"-h", "--help"}:
-        parser.print_help()
+    if arguments and arguments[0] in {"-h", "--help", "--help-all"}:
+        from zo2adapters.commands.help_text import program_help
+
+        print(program_help(_DESCRIPTION, {name: entry.summary for name, entry in COMMANDS.items()}))
         raise SystemExit(0)
     found = repr(arguments[0]) if arguments else "nothing"
     expected = f"one of {', '.join(COMMANDS)}"
@@ -250,13 +246,10 @@ def _parse_command(name: str, arguments: list[str]) -> Command:
     """Import a command and fill in its options."""
     entry = COMMANDS[name]
     options: Any = getattr(importlib.import_module(entry.module), entry.name)
-    help_text = importlib.import_module("zo2adapters.commands.help_text")
-    help_text.reflow_help(options)
-    asks = {"-h", "--help"} & set(arguments)
-    if asks and "--help-all" not in arguments and hasattr(options, "first_options"):
-        print(help_text.short_help(f"zo2 {name}", options))
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        help_text = importlib.import_module("zo2adapters.commands.help_text")
+        print(help_text.command_help(name, options, lists_all="--help-all" in arguments))
         raise SystemExit(0)
-    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     parsing = importlib.import_module("zo2adapters.commands.parsing")
     if issubclass(options, parsing.TakesRecipe):
         arguments = options.with_recipe(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from command_lines import refusal, run_here
 from runs import finish, small_run
 
+from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
@@ -45,7 +47,7 @@ def test_a_run_on_completions_is_evaluated_by_accuracy(rows: list[dict[str, Any]
     results = evaluations(options)
     assert results.keys() == {0, 3}
     for step, values in results.items():
-        assert values.keys() == {"loss", "accuracy"}
+        assert values.keys() == {"choice_loss", "accuracy"}, "steps minimise another loss"
         assert f"by mean log-likelihood {values['accuracy']:.1%}" in printed_accuracy(options, step)
 
 
@@ -55,9 +57,48 @@ def test_a_run_on_completions_is_evaluated_by_the_answers_it_writes(tmp_path: Pa
     results = evaluations(options)
     assert results.keys() == {0, 2, 3}
     for step, values in results.items():
-        assert values["loss"] == 1 - values["f1"]
+        assert values.keys() == {"f1", "exact_match"}
         line = printed_accuracy(options, step, "--max-new-tokens", 6)
         assert f"F1 {values['f1']:.1%}, exact match {values['exact_match']:.1%}" in line
+
+
+@pytest.mark.parametrize(("rows", "best"), [(CANDIDATES, "choice loss"), (ANSWERS, "f1")], ids=["candidates", "answers"])
+def test_what_an_evaluation_measures_has_its_own_name_everywhere(
+    rows: list[dict[str, Any]], best: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small_run(tmp_path, evaluation=write(tmp_path / "evaluation.jsonl", rows), keep_best=True)
+    finish(options)
+    assert f"step 3: evaluation {best} " in capsys.readouterr().err
+    assert "evaluation_loss" not in (options.output / "metrics.jsonl").read_text()
+    assert f"| step | {best} |" in (options.output / "model" / "README.md").read_text()
+    pytest.importorskip("matplotlib")
+    report = page([read_run(options.output)])
+    assert f"evaluation {best}, first and last" in report
+    assert "evaluation loss" not in report
+
+
+def test_runs_whose_evaluations_call_every_measure_a_loss_are_still_read(tmp_path: Path) -> None:
+    options = small_run(
+        tmp_path,
+        evaluation=write(tmp_path / "evaluation.jsonl", CANDIDATES),
+        keep_best=True,
+        evaluate_every=1,
+        schedule_steps=5,
+    )
+    finish(options)
+    earlier, metrics = evaluations(options), options.output / "metrics.jsonl"
+    with closing(Journal(options.output / "journal.jsonl")) as journal:
+        for step, results in earlier.items():
+            loss = -1.0 if step == 2 else results["choice_loss"]  # the best one is of the earlier version
+            journal.note_evaluation(step, {"loss": loss, "accuracy": results["accuracy"]})
+    metrics.write_text(metrics.read_text().replace("evaluation_choice_loss", "evaluation_loss"))
+    finish(replace(options, steps=5), resume=True)
+    assert [sorted(results)[1] for results in evaluations(options).values()] == ["loss"] * 4 + ["choice_loss"] * 2
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if {"evaluation_loss", "evaluation_choice_loss"} & row.keys()] == [*range(6)]
+    assert "after 2 zeroth-order steps" in (options.output / "model" / "README.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert "loss -1.0000, accuracy 0." in page([read_run(options.output)])
 
 
 def test_evaluating_on_other_rows_changes_no_step(tmp_path: Path) -> None:
@@ -87,7 +128,7 @@ def test_the_columns_of_a_run_are_those_of_both_files(tmp_path: Path) -> None:
     data, evaluation = write(tmp_path / "all.jsonl", rows), write(tmp_path / "labels.jsonl", labels)
     options = small_run(tmp_path, data=data, evaluation=evaluation, rows=RowOptions(prompt_template="{text}"))
     finish(options)
-    assert evaluations(options)[3].keys() == {"loss", "accuracy"}
+    assert evaluations(options)[3].keys() == {"choice_loss", "accuracy"}
 
 
 # Samples

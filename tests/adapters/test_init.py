@@ -17,7 +17,7 @@ from models import WORDS, save_model, small_config
 from transformers import Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.commands.parsing import option_names
+from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe

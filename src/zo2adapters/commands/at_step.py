@@ -13,7 +13,7 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2adapters.trainers.evaluations import best_step
+from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
@@ -286,7 +286,7 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
     A first-order run that was stopped has no weights of its last step, but those of its last snapshot.
     """
     last = journal.version
-    losses = {step: results["loss"] for step, results in journal.evaluations.items() if step <= last}
+    losses = criteria_of({step: results for step, results in journal.evaluations.items() if step <= last})
     best = best_step(losses) if losses and RunDirectory.options(run).keep_best else None
     if best is not None:
         return best, f"best of {len(losses)} evaluation{'' if len(losses) == 1 else 's'}"

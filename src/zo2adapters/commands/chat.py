@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import tyro
 
@@ -37,6 +37,18 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last characte
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
+
+    first_options: ClassVar = (
+        "run_directory",
+        "model",
+        "adapters",
+        "at",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "sequence_length",
+        "memory",
+    )
 
     run_directory: tyro.conf.Positional[Path | None] = None
     """Directory of a run, instead of --model."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -33,6 +33,19 @@ BATCHES = 8  # batches of the longest rows that memory is reserved for by defaul
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
+
+    first_options: ClassVar = (
+        "run_directory",
+        "model",
+        "adapter",
+        "data",
+        "at",
+        "beside_base",
+        "others",
+        "batch_size",
+        "max_new_tokens",
+        "memory",
+    )
 
     data: Path | None = None
     """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and

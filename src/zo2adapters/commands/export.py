@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
@@ -16,6 +16,19 @@ from zo2core.checkpoint import require_unused
 @dataclass(frozen=True, kw_only=True)
 class Export(WritesDirectory):
     """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file."""
+
+    first_options: ClassVar = (
+        "run_directory",
+        "output",
+        "at",
+        "format",
+        "gguf_type",
+        "output_dtype",
+        "as_adapter",
+        "model",
+        "adapter",
+        "memory",
+    )
 
     output_dtype: DtypeName = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep, run_together
 from zo2adapters.tasks.row_options import with_line_breaks
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
+
+    first_options: ClassVar = (
+        "run_directory",
+        "model",
+        "adapter",
+        "prompt",
+        "at",
+        "others",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "memory",
+    )
 
     prompt: tuple[str, ...]
     r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over the blocks."""

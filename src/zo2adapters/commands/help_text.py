@@ -1,8 +1,4 @@
-"""Help texts from docstrings, as paragraphs that fill their lines.
-
-tyro takes the docstring below a field as its help, but keeps the line break before an indented line, and all lines of such a
-docstring but the first are indented. It prints ``help`` in a field's metadata unchanged.
-"""
+"""Help texts: of the program, and of each command from the docstrings of its options. All have one layout."""
 
 from __future__ import annotations
 
@@ -12,75 +8,123 @@ import inspect
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, is_dataclass
 from enum import Enum
-from types import MappingProxyType
-from typing import Any
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from zo2adapters.commands.parsing import TakesRecipe
+from zo2adapters.commands.option_fields import OptionField, option_fields
+
+_WIDEST = 125  # columns of a line
+_INDENT = 6  # columns before an option's text
+_KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
-def reflow_help(options: Any) -> None:
-    """Unwrap the docstrings of a dataclass's fields, including fields of its bases and of dataclasses among its fields.
+def program_help(description: str, summaries: Mapping[str, str]) -> str:
+    """The help of the program: its commands, and how to get the help of each.
 
     Args:
-        options: The dataclass; the metadata of its fields is changed.
+        description: What the program does.
+        summaries: What each command does.
     """
+    lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(description, 0), "", "Commands"]
+    for name, summary in summaries.items():
+        lines += [f"  {name}", *_wrapped(summary, _INDENT)]
+    return "\n".join([*lines, "", "zo2 COMMAND --help lists the options of a command."])
+
+
+def command_help(name: str, options: Any, *, lists_all: bool) -> str:
+    """The help of a command.
+
+    Args:
+        name: The command's name, such as ``train``.
+        options: Its dataclass. If that names options in ``first_options``, only these are listed by default.
+        lists_all: Whether all options are listed.
+    """
+    listed = list(option_fields(options))
+    first = getattr(options, "first_options", None)
+    shown = sorted(listed, key=lambda option: option.owner is not options)  # the command's own options come first
+    if first is not None and not lists_all:
+        shown = [option for field in first for option in listed if option.field == field]
+    lines = [f"usage: {_usage(name, options, listed)}", "", *_wrapped(inspect.getdoc(options) or "", 0)]
+    for owner, group in itertools.groupby(shown, key=lambda option: option.owner if lists_all else options):
+        heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+        lines += ["", heading]
+        for option in group:
+            lines += [f"  {_flags(option)}", *_wrapped(_text(option), _INDENT)]
+    rest = len(listed) - len(shown)
+    more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
+    return "\n".join([*lines, *([""] if more else []), *more])
+
+
+def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
+    words = [f"zo2 {name}", *(["[RECIPE.yaml]"] if hasattr(options, "with_recipe") else [])]
+    for option in listed:
+        if option.default is MISSING:
+            words.append(_flags(option._replace(aliases=())))
+        elif option.is_positional:
+            words.append(f"[{_flags(option)}]")
+    return " ".join([*words, "[OPTIONS]"])
+
+
+def _flags(option: OptionField) -> str:
+    """How an option is written, with the kind of its value."""
+    if option.is_positional:
+        return option.field.upper() + (" ..." if get_origin(option.type) is tuple else "")
+    flag = f"--{option.name.replace('_', '-')}"
+    names = ", ".join([flag, *option.aliases])
+    if option.type is bool:
+        return f"{names}, --no-{flag.removeprefix('--')}"
+    return f"{names} {_kind(option.type)}"
+
+
+def _kind(hint: Any) -> str:
+    """The kind of value of an option's type, such as ``INT`` or ``auto|FLOAT``."""
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        return f"{_kind(kinds[0])} ..." if kinds[-1] is Ellipsis else " ".join(map(_kind, kinds))
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(str(member.value) for member in hint)
+    return _KINDS.get(hint) or "|".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType)
+
+
+def _text(option: OptionField) -> str:
+    """The docstring below an option's field, with its default."""
+    text = _docstrings_of(option.owner)[option.field]
+    default = option.default.value if isinstance(option.default, Enum) else option.default
+    if default is MISSING:
+        return f"{text} (required)"
+    if default is None or default is False or default == ():
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else str(default)
+    return f"{text} (default: {shown})"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """The paragraphs of a text as lines."""
+    width, margin = min(shutil.get_terminal_size().columns, _WIDEST), " " * indent
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    wrapped = [textwrap.wrap(paragraph, width, initial_indent=margin, subsequent_indent=margin) for paragraph in paragraphs]
+    return "\n\n".join("\n".join(lines) for lines in wrapped).split("\n")
+
+
+@functools.cache
+def _docstrings_of(options: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, including fields of its bases, by the field's name."""
     docstrings: dict[str, str] = {}
     for base in reversed(options.__mro__):
-        docstrings |= _docstrings(base) if is_dataclass(base) else {}  # type: ignore[arg-type]
-    for option in fields(options):
-        if option.name in docstrings:
-            paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
-            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-            option.metadata = MappingProxyType({**option.metadata, "help": text})
-        if option.default_factory is not MISSING:
-            reflow_help(type(option.default_factory()))
+        docstrings |= dict(_docstrings(base)) if is_dataclass(base) else {}
+    return docstrings
 
 
-def short_help(prog: str, options: Any) -> str:
-    """Format the help of the options that the dataclass names in ``first_options``.
-
-    Args:
-        prog: The command's name, such as ``zo2 train``.
-        options: The dataclass, after ``reflow_help``.
-    """
-    width = min(shutil.get_terminal_size().columns, 125)
-    texts = dict(_help_of(options))
-    takes_recipe = "[RECIPE.yaml] " if issubclass(options, TakesRecipe) else ""
-    lines = [f"usage: {prog} {takes_recipe}[OPTIONS]", "", *textwrap.wrap(inspect.getdoc(options) or "", width), ""]
-    for name in options.first_options:
-        lines.append(f"  --{name.replace('_', '-')}")
-        lines += textwrap.wrap(texts[name], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    rest = sum(name not in options.first_options for name in texts)
-    return "\n".join([*lines, "", f"{rest} more options: {prog} --help-all"])
-
-
-def _help_of(options: Any) -> Iterator[tuple[str, str]]:
-    """Yield each option's name and help text, with its default.
-
-    Args:
-        options: A dataclass, or an instance, whose values are the defaults.
-    """
-    for option in fields(options):
-        if option.default_factory is not MISSING:
-            yield from _help_of(option.default_factory())
-        else:
-            default = getattr(options, option.name, None)
-            default = default.value if isinstance(default, Enum) else default
-            yield option.name, option.metadata["help"] + ("" if default in (None, MISSING) else f" (default: {default})")
-
-
-@functools.cache  # reading a class's source takes some milliseconds, and groups of options repeat in a command
-def _docstrings(options: type) -> dict[str, str]:
-    """The docstring below each field of a class, by the field's name."""
+def _docstrings(options: type) -> Iterator[tuple[str, str]]:
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: docstring.value.value
-        for field, docstring in itertools.pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-        if isinstance(docstring.value.value, str)
-    }
+    for field, docstring in itertools.pairwise(definition.body):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant):
+            yield field.target.id, inspect.cleandoc(str(docstring.value.value))  # type: ignore[union-attr]

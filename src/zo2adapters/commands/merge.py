@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from typing import ClassVar
 
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
@@ -16,6 +17,8 @@ _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time b
 @dataclass(frozen=True, kw_only=True)
 class Merge(WritesDirectory):
     """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
+
+    first_options: ClassVar = ("run_directory", "model", "adapter", "output", "at", "memory")
 
     def run(self) -> None:
         """Merge, and write the model.

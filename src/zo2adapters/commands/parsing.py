@@ -8,15 +8,13 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from zo2adapters.commands.option_fields import option_names
 from zo2core import OptionError
 
-_NO_OPTIONS = ("Positional", "Suppress")  # marks in types of fields that are none of the options that --help shows
-_RENAMED = re.compile(r"""arg\(name=["'](\w+)["']""")  # in the type of a field whose option has another name
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
@@ -90,22 +88,6 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], **default: 
         if not end.code:
             raise
         raise _usage_error(name, options, arguments, message.getvalue()) from None
-
-
-def option_names(command: Any) -> list[str]:
-    """The names of a command's options, including those in nested groups, with underscores; no positional arguments.
-
-    Args:
-        command: The command's dataclass, or an instance.
-    """
-    names: list[str] = []
-    for option in fields(command):
-        if any(mark in str(option.type) for mark in _NO_OPTIONS):
-            continue
-        factory: Any = option.default_factory
-        renamed = _RENAMED.search(str(option.type))
-        names += [renamed[1] if renamed else option.name] if factory is MISSING else option_names(factory())
-    return ["run" if name == "run_directory" else name for name in names]  # a command has a method of that name
 
 
 def _usage_error(name: str, options: Any, arguments: Sequence[str], message: str) -> OptionError:

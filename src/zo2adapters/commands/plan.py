@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.commands.parsing import option_names, parse_options
+from zo2adapters.commands.option_fields import option_names
+from zo2adapters.commands.parsing import parse_options
 from zo2adapters.commands.train import Train, arguments_of_recipe
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
@@ -39,7 +40,18 @@ _PLANNED_OBJECTIVES = ("auto", "loss", "choice-loss", "accuracy", "f1", "dpo", "
 class Plan(EvaluationOptions):
     """Print what a run would take in memory, disk and time, without loading the model."""
 
-    first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
+    first_options: ClassVar = (
+        "model",
+        "data",
+        "method",
+        "lora_rank",
+        "rank",
+        "steps",
+        "batch_size",
+        "memory",
+        "device_memory",
+        "json",
+    )
 
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id."""

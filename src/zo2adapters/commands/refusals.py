@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zo2adapters.commands.parsing import option_names
+from zo2adapters.commands.option_fields import option_names
 from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error
 from zo2core.errors import reason
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
+from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
 from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples, read_trials
@@ -102,7 +103,7 @@ def read_run(directory: Path) -> Run:
         ) from error
     rows = align_rows(metrics_of(directory), journal).rows
     steps = [_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row]
-    evaluations = [_numbers(row) for row in rows if "evaluation_loss" in row]
+    evaluations = [_numbers(row) for row in rows if results_of_row(row)]
     return Run(
         _printable(directory.name or str(directory)),
         options,
@@ -170,7 +171,7 @@ def _summary(runs: Sequence[Run]) -> str:
         peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
         storage = run.options.get("storage")
         budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
-        best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
+        best = min(run.evaluations, key=lambda row: (criterion(results_of_row(row)), row["step"]), default=None)
         cells = {
             "model": _file_name(run.options.get("model")),
             "data": _file_name(run.options.get("data")),
@@ -179,7 +180,7 @@ def _summary(runs: Sequence[Run]) -> str:
             "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
             "minutes": _number(run.minutes[-1]),
             "loss, mean of first and last 5 %": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
-            "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
+            "best evaluation": "none" if best is None else f"{shown_results(results_of_row(best))} at step {best['step']}",
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
             "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
             "steps rejected by the guard": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import MOST_ROWS
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
+
+    first_options: ClassVar = ("model", "method", "lora_rank", "steps", "batch_size", "tokens", "lr")
 
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""

@@ -182,11 +182,11 @@ def evaluate_answers(
     """Evaluate the current weights by the answers that they generate. See ``answer``.
 
     Returns:
-        ``f1`` and ``exact_match``, and ``loss``, which is 1 - F1.
+        ``f1`` and ``exact_match``.
     """
     options: dict[str, Any] = {"batch_size": batch_size, "pad_token_id": pad_token_id, "progress": lambda rows: None}
     scores = answer(engine, model, tokenizer, questions, **options)
-    return {"loss": 1 - scores.f1, "f1": scores.f1, "exact_match": scores.exact_match}
+    return {"f1": scores.f1, "exact_match": scores.exact_match}
 
 
 def normalized(text: str) -> str:

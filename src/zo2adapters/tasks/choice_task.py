@@ -30,6 +30,7 @@ class ChoiceTask(Task):
     """A task for rows with candidates, with the objective of a subclass. See ``Task``."""
 
     objective: ClassVar[type[ChoiceObjective]]
+    evaluated: ClassVar[str] = "loss"  # name of the objective's value in an evaluation
 
     def __init__(self, model: HFBlockModel, rows: Choices, options: TaskOptions) -> None:
         self._model, self._options = model, options
@@ -61,7 +62,7 @@ class ChoiceTask(Task):
             for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
         ]
         rated = [CandidateScores(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
-        return {"loss": float(self._forward.value(rated)), "accuracy": right / len(rows)}
+        return {self.evaluated: float(self._forward.value(rated)), "accuracy": right / len(rows)}
 
 
 class ChoiceLossTask(ChoiceTask):
@@ -71,8 +72,12 @@ class ChoiceLossTask(ChoiceTask):
 
 
 class AnswerTask(ChoiceLossTask):
-    """A task for rows with candidates: the model's own loss on the right candidate alone, one sequence a row."""
+    """A task for rows with candidates: the model's own loss on the right candidate alone, one sequence a row.
 
+    An evaluation compares the candidates, so its loss is another one than that of the steps, and has another name.
+    """
+
+    evaluated = "choice_loss"
     provenance = MappingProxyType({"objective": "loss"})  # which does not say it for other rows
 
     def batch(self, rows: Sequence[Choice]) -> Batch:

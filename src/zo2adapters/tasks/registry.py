@@ -145,7 +145,7 @@ def make_evaluation(
     if evaluation.format is rows.format:
         return lambda engine: task.evaluate(engine, evaluation)
     if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.CANDIDATES:
-        entry = _find(AUTO, RowFormat.CANDIDATES)
+        entry = _find(MODEL_LOSS, RowFormat.CANDIDATES)  # whose evaluation names the loss over the candidates apart
         scored = entry.load()(model, cast("Rows", evaluation), replace(options, objective=entry.name))
         return lambda engine: scored.evaluate(engine, evaluation)
     if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.ANSWERS:

@@ -84,5 +84,5 @@ class Task(Protocol):
             rows: The rows of a file, in the task's format.
 
         Returns:
-            Results by name, among them ``loss``, of which smaller is better.
+            Results by name, among them ``loss`` if it is what steps minimise, or ``choice_loss``; smaller is better.
         """

@@ -13,9 +13,10 @@ from typing import Any
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
-Results = Mapping[str, float]  # results of one evaluation by name, among them "loss"
+Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
 
 PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
+_SECONDS = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation took
 _LISTED = 6  # steps that a message lists
 
 
@@ -38,9 +39,38 @@ def best_step(losses: Mapping[int, float]) -> int | None:
     return min(comparable, key=lambda step: (comparable[step], step), default=None)
 
 
-def losses_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Loss of each evaluation in rows of metrics, by step."""
-    return {row["step"]: row[f"{PREFIX}loss"] for row in rows if f"{PREFIX}loss" in row}
+def criterion(results: Results) -> float:
+    """The result of an evaluation by which steps are compared; smaller is better, and NaN is none.
+
+    It is ``loss`` where evaluations measure what steps minimise, otherwise ``choice_loss``, the loss over the candidates of
+    a row, or 1 - ``f1`` of generated answers. Earlier versions wrote the last two as ``loss``.
+    """
+    for name in ("loss", "choice_loss"):
+        if name in results:
+            return results[name]
+    return 1 - results.get("f1", math.nan)
+
+
+def criteria_of(evaluations: Mapping[int, Results]) -> dict[int, float]:
+    """The criterion of each evaluation, by step."""
+    return {step: criterion(results) for step, results in evaluations.items()}
+
+
+def evaluations_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
+    """The results of each evaluation in rows of metrics, by step."""
+    found = ((row, results_of_row(row)) for row in rows)
+    return {row["step"]: results for row, results in found if results}
+
+
+def results_of_row(row: Mapping[str, Any]) -> Results:
+    """The results in a row of metrics, without the prefix of their names; none in the row of a step."""
+    if "loss" in row:
+        return {}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in row.items()
+        if name.startswith(PREFIX) and name != _SECONDS and type(value) is float
+    }
 
 
 def row_of_evaluation(step: int, results: Results) -> dict[str, Any]:

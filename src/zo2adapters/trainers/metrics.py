@@ -18,7 +18,7 @@ import psutil
 
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.allocator import peak_memory
-from zo2adapters.trainers.evaluations import Results, row_of_evaluation
+from zo2adapters.trainers.evaluations import Results, criterion, results_of_row, row_of_evaluation
 from zo2core import Batch, Journal, OutputError, Update
 from zo2core.errors import reason
 from zo2core.types import Commit, shown_bytes
@@ -78,7 +78,7 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
 def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None:
     """Replace a row that differs from the journal's results of an evaluation."""
     known = row_of_evaluation(step, results)
-    if not math.isfinite(results.get("loss", math.nan)):
+    if not math.isfinite(criterion(results)):
         rows.pop(step, None)
     elif step not in rows or any(rows[step].get(key) != value for key, value in known.items()):
         rows[step] = known
@@ -129,7 +129,7 @@ def _parsed(line: bytes) -> Row | None:
             else all(isinstance(values, list) and values and all(map(_is_real, values)) for values in lists)
         )
     else:
-        is_whole = _is_real(row.get("evaluation_loss"))
+        is_whole = math.isfinite(criterion(results_of_row(row)))
     return row if is_whole else None
 
 

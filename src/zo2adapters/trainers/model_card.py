@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from zo2adapters.trainers.evaluations import best_step
+from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.metrics import row_of
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
@@ -183,7 +183,7 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
     if not evaluations:
         yield "The run recorded no evaluation."
         return
-    best = best_step({step: results["loss"] for step, results in evaluations.items()})
+    best = best_step(criteria_of(evaluations))
     shown = {*list(evaluations)[: _MOST_EVALUATIONS // 2], *list(evaluations)[-_MOST_EVALUATIONS // 2 :], best}
     names = list(dict.fromkeys(name for results in evaluations.values() for name in results))
     yield ""

@@ -22,10 +22,13 @@ from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import (
+    Results,
     best_step,
+    criteria_of,
+    criterion,
     due_steps,
+    evaluations_of,
     is_due,
-    losses_of,
     row_of_evaluation,
     shown_results,
     shown_steps,
@@ -317,7 +320,7 @@ class Trainer:
         batches = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
-        evaluated = {*losses_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
+        evaluated = {*evaluations_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
@@ -370,7 +373,7 @@ class Trainer:
             repeated = self._unrecorded_evaluations() if self.options.keep_best else []
             for step in repeated:
                 self._repeat_evaluation(step)
-            best = best_step(self._losses()) if self.options.keep_best else None
+            best = best_step(criteria_of(self._evaluations())) if self.options.keep_best else None
             if best in (None, self.engine.version) and not repeated:
                 self._write_model(self.engine, exported, self.engine.version)
             else:
@@ -398,27 +401,29 @@ class Trainer:
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""
-        losses = self._losses()
-        best = best_step(losses)
-        return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
+        evaluations = self._evaluations()
+        best = best_step(criteria_of(evaluations))
+        if best is None:
+            return None
+        return f"best of {len(evaluations)} evaluations: step {best}, {shown_results(evaluations[best])}"
 
     def evaluation_losses(self) -> list[float]:
-        """The loss of each evaluation so far."""
-        return list(self._losses().values())
+        """The number of each evaluation so far by which steps are compared. See ``criterion``."""
+        return list(criteria_of(self._evaluations()).values())
 
     def seconds(self) -> float:
         """Seconds of all steps so far, as metrics.jsonl has them."""
         rows = self._run.metrics(self.engine.journal)
         return math.fsum(row.get("seconds", 0.0) for row in rows)
 
-    def _losses(self) -> dict[int, float]:
-        """Loss of each evaluation, by step."""
-        return losses_of(self._run.metrics(self.engine.journal))
+    def _evaluations(self) -> dict[int, Results]:
+        """The results of each evaluation so far, by step."""
+        return evaluations_of(self._run.metrics(self.engine.journal))
 
     def _unrecorded_evaluations(self) -> list[int]:
         """Evaluated steps whose results are not in the journal: it lost them, or an earlier version did not record them."""
         journal = self.engine.journal
-        return sorted({*due_steps(self.options, journal), *self._losses()} - journal.evaluations.keys())
+        return sorted({*due_steps(self.options, journal), *self._evaluations()} - journal.evaluations.keys())
 
     def _repeat_evaluation(self, step: int) -> None:
         """Evaluate an earlier step again, and record the result in the journal."""
@@ -469,7 +474,7 @@ class Trainer:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
-        self._method.before_recording(self.engine, results["loss"])
+        self._method.before_recording(self.engine, criterion(results))
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}

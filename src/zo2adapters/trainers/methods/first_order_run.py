@@ -15,7 +15,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
-from zo2adapters.trainers.evaluations import best_step
+from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.lr_schedules import LearningRate
 from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits
 from zo2adapters.trainers.methods.snapshot_policy import SnapshotPolicy
@@ -96,7 +96,7 @@ class GradientRun(RunMethod[GradientEngineT]):
     def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
         step = engine.version
-        is_best = self.options.keep_best and step == best_step(_losses(engine.journal))
+        is_best = self.options.keep_best and step == best_step(criteria_of(engine.journal.evaluations))
         is_due = engine.workers.all_gather(self._policy.is_due(step))[0]  # clocks differ between workers
         if step == self.options.steps or is_best or is_due:
             self._take_snapshot(engine)
@@ -104,7 +104,8 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     def before_recording(self, engine: GradientEngineT, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
-        if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
+        losses = {**criteria_of(engine.journal.evaluations), engine.version: loss}
+        if self.options.keep_best and best_step(losses) == engine.version:
             self._take_snapshot(engine)
 
     def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
@@ -136,12 +137,12 @@ class GradientRun(RunMethod[GradientEngineT]):
     def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
-        best = best_step(_losses(engine.journal)) if self.options.keep_best else None
+        best = best_step(criteria_of(engine.journal.evaluations)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
     def _with_best_step(self, engine: GradientEngineT) -> GradientEngineT:
         """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
-        best = best_step(_losses(engine.journal)) if self.options.keep_best else None
+        best = best_step(criteria_of(engine.journal.evaluations)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
@@ -235,7 +236,3 @@ def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor]
         return None
     parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state["parameters"]
     return parameters
-
-
-def _losses(journal: Journal) -> dict[int, float]:
-    return {step: results["loss"] for step, results in journal.evaluations.items()}
