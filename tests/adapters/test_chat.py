@@ -255,20 +255,49 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["template", "columns"])
-def test_a_run_that_judges_among_labels_says_so(tmp_path: Path, by: str) -> None:
+def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) -> None:
     options = small_run(tmp_path, steps=1)
-    give_template(tmp_path / "base")
     rows = [{"subject": "the cat", "prompt": "the cat is", "mood": mood} for mood in WORDS[8:10]]
     options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ("--prompt-template", "{subject} is") if by == "template" else ("--prompt-column", "prompt")
     command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    assert run_here(*command, *columns, "--label-column", "mood").status == 0
-    told = chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.splitlines()[0]
-    if by == "columns":
-        assert "answers" in told
-        return
-    assert told.startswith(
-        f'{options.output} was trained on prompts of the template "{{subject}} is" and judges among the labels '
+    assert run_here(*command, *columns, "--label-column", "mood", "--lr", 0.1).status == 0
+    line, typed = ("the dog is", "the dog") if by == "template" else ("the dog is", "the dog is")
+    ended = chat(options.output, lines=f"{typed}\n/adapter none\n{typed}\n/reset\n{'the ' * 70}\n")
+    first, switched, unknown, long = ended.err.splitlines()
+    labels, column = sorted(WORDS[8:10]), "subject" if by == "template" else "prompt"
+    assert first.startswith(
+        f"run chooses one of the labels {', '.join(labels)} for the {column} that you type; /adapter NAME"
     )
-    assert ", ".join(sorted(WORDS[8:10])) in told
-    assert f"zo2 generate --run {options.output} --prompt" in told
+    assert switched.startswith("none chooses one of the labels")
+    assert unknown.startswith("/reset is not a command; ")
+    assert "at most 64 fit" in long
+    answers = ended.out.splitlines()
+    assert len(answers) == 2
+    assert answers[0] != answers[1], "the base chooses otherwise"
+    for answer, model in zip(answers, (options.output / "model", options.model), strict=True):
+        shares = dict(part.split(" ") for part in answer.split(", "))
+        likelihoods = {label: mean_log_likelihood(Path(model), line, f" {label}") for label in labels}
+        expected = torch.tensor(list(likelihoods.values())).softmax(0)
+        for label, share in zip(labels, expected.tolist(), strict=True):
+            assert float(shares[label].rstrip("%")) == pytest.approx(100 * share, abs=0.06)
+        assert answer.split(" ")[0] == max(likelihoods, key=likelihoods.__getitem__), "the likeliest label comes first"
+
+
+def mean_log_likelihood(directory: Path, prompt: str, completion: str) -> float:
+    """The mean log-probability of the completion's tokens, by transformers."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    ids, start = tokenizer(prompt + completion).input_ids, len(tokenizer(prompt).input_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return float(logits[range(start - 1, len(ids) - 1), ids[start:]].mean())
+
+
+def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> None:
+    options = small_run(tmp_path, steps=1)
+    give_template(tmp_path / "base")
+    rows = [{"subject": "the cat", "verb": "is", "mood": mood} for mood in WORDS[8:10]]
+    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
+    assert run_here(*command, "--prompt-template", "{subject} {verb}", "--label-column", "mood").status == 0
+    assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith("run answers; ")

@@ -175,6 +175,11 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> 
     assert "prefix, which no weight can contain" in refusal("merge", "--run", "prefix", "--output", "merged")
     assert "--adapter: found none" in refusal("merge", "--model", "base", "--output", "merged")
     assert "something at this path" in refusal("merge", "--run", "first", "--output", "zeroth")
+    for command, name in (("merge", "merged.gguf"), ("export", "x.gguf"), ("export", "model.safetensors")):
+        told = refusal(command, "--run", "first", "--output", name)
+        assert f"{name}: found the name of a file; expected a directory" in told
+        assert f"pass --output {name.partition('.')[0]};" in told
+        assert not Path(name).exists()
     assert not Path("merged").exists()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_lines import done
 from models import WORDS
 from runs import small_run
 
@@ -23,9 +24,11 @@ from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions, evaluations_due
-from zo2adapters.trainers.run_plan import duration, measured_forward_seconds
+from zo2adapters.trainers.run_plan import RunPlan, duration, measured_forward_seconds
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import WriteBackPolicy
+from zo2core import HostPlan, WriteBackPolicy
+from zo2core.planning.memory_plan import MemoryPart
+from zo2core.types import shown_bytes
 
 CONFIGURATIONS = {
     "default": [],
@@ -78,6 +81,60 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
     del parts["this process at present"]
     assert {part.name: part.nbytes for part in arranged.parts[1:]} == parts
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "--rank 2",
+        "--lora-rank 2",
+        "--method adamw --lora-rank 2",
+        "--method adamw",
+        "--method badam --stream-blocks",
+        "--rank 2 --runs 3",
+        "--device-memory 1GB",
+    ],
+)
+def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_writes(options: TrainOptions, given: str) -> None:
+    arguments = ("--model", options.model, "--memory", "2GB", "--steps", "7", "--sequence-length", "8", *given.split())
+    plan = json.loads(done("plan", *arguments, "--json").out)
+    on_device = "--device-memory" in given
+    method, memory, *gpu, time, disk, empty, _ = done("plan", *arguments).out.splitlines()[: 6 + on_device]
+    assert method.endswith(": 7 steps of 16 rows")
+    assert memory.startswith("Memory: it fits, with ")
+    assert " of 2.00 GB; all blocks stay in memory" in memory or "--stream-blocks" in given
+    if not on_device:
+        assert f"with {shown_bytes(plan['nbytes'])} of 2.00 GB" in memory
+    assert [line[:19] for line in gpu] == ["GPU memory: it fits"] * on_device
+    assert time.startswith("Time: compute is not predicted" if on_device else "Time: about ")
+    assert disk.startswith("Disk writes: ")
+    assert (f", and snapshots of {shown_bytes(plan['snapshot_bytes'])} each" in disk) if given == "--method adamw" else True
+    assert empty == ""
+
+
+def test_the_lines_on_disk_writes_and_time_are_those_of_all_steps() -> None:
+    plan = RunPlan(
+        HostPlan((MemoryPart("all", 1000),), 2000, 3, keep_noise=False),
+        model_bytes=0,
+        write_back_every=1,
+        scratch_bytes=0,
+        read_bytes=0,
+        written_bytes=2_000_000,
+        terabytes_per_1000_steps=0.002,
+        forward_seconds=1.0,
+        update_seconds=0.5,
+        disk_seconds=2.0,
+        steps=30,
+        evaluations=2,
+        evaluation_seconds=5.0,
+        spilled_bytes=7_000_000,
+    )
+    assert plan.summary() == [
+        "Memory: it fits, with 1.00 kB of 2.00 kB; blocks are streamed from disk, 3 at a time.",
+        "Time: about 70 s in all, 2 s a step.",
+        "Disk writes: 60.0 MB in all, and a temporary file of 7.00 MB.",
+    ]
 
 
 def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:

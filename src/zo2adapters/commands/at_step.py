@@ -18,8 +18,8 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, SharedBase, Workers
-from zo2core.checkpoint import Snapshots
+from zo2core import Journal, JournalError, MemoryPolicy, OptionError, OutputError, Replayer, Runner, SharedBase, Workers
+from zo2core.checkpoint import Snapshots, require_unused
 from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
 from zo2core.ranges import shown
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
 
 T = TypeVar("T")
+_FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +256,21 @@ class WritesDirectory(AtStep):
 
     output: Path
     """Directory to write; it must not exist, or be empty."""
+
+    def require_output(self) -> None:
+        """Refuse an output path that is in use, or that is the name of a file.
+
+        Raises:
+            OutputError: if it is refused.
+        """
+        require_unused(self.output)
+        if self.output.suffix.lower() in _FILES:
+            raise OutputError(
+                self.output,
+                found="the name of a file",
+                expected="a directory, which gets the model's files",
+                remedy=f"pass --output {self.output.with_suffix('')}; for a GGUF file in it, zo2 export with --format gguf",
+            )
 
     def after_interruption(self) -> str:
         """Whether the directory was written."""

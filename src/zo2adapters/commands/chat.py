@@ -1,12 +1,14 @@
-"""``zo2 chat``: talk to a model, to its adapters, or to a run, in the terminal or on a pipe."""
+"""``zo2 chat``: talk to a model, to its adapters, or to a run, or have a run label texts, in the terminal or on a pipe."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import signal
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -17,11 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 import tyro
 
 from zo2adapters.commands.at_step import AtStep
+from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core import DataError, NonFiniteLossError, OptionError, Runner
+from zo2core import DataError, NonFiniteLossError, OptionError, Runner, ZO2Error
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
@@ -51,7 +54,8 @@ class Chat:
     )
 
     run_directory: tyro.conf.Positional[Path | None] = None
-    """Directory of a run, instead of --model."""
+    """Directory of a run, instead of --model. A run on rows with labels chooses a label for each line, and says how sure it
+    is."""
     model: str | None = None
     """The model: a directory, a GGUF file, or a hub id. By default the base that --adapter names."""
     adapters: Annotated[tuple[Path, ...], tyro.conf.arg(name="adapter")] = ()
@@ -79,15 +83,14 @@ class Chat:
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
-        notice = None if self.run_directory is None else _trained_on_labels(self.run_directory)
-        if notice is not None:
-            print(notice, file=sys.stderr)
-        with _Conversation(self, variants, sampling) as conversation:
-            print(f"{conversation.title} answers; {conversation.help}", file=sys.stderr)
+        rows = None if self.run_directory is None else _labels_of(self.run_directory)
+        session = _Conversation(self, variants, sampling) if rows is None else _Labelling(self, variants, rows)
+        with session:
+            print(f"{session.title} {session.does}; {session.help}", file=sys.stderr)
             for line in _lines():
                 if line == "/quit":
                     return
-                conversation.take(line)
+                session.take(line)
 
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first.
@@ -133,25 +136,21 @@ class Chat:
         return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
 
 
-def _trained_on_labels(run: Path) -> str | None:
-    """A line for a run that judges prompts, which the prompts of a chat are not; None for other runs."""
+def _labels_of(run: Path) -> RowOptions | None:
+    """The columns and labels of a run that chooses a label for a prompt; None for other runs.
+
+    A line is the only column of its row, so the prompts of such a run have one column. Without its training rows, which may
+    have moved, the run has labels only if it names them.
+    """
     from zo2adapters.tasks.row_files import with_labels
 
     options = RunDirectory.options(run)
     rows = options.rows
-    if rows.prompt_template is None or options.model_options.head != "causal-lm":
+    if options.model_options.head != "causal-lm" or len(rows.prompt_columns) != 1:
         return None
-    with suppress(DataError):  # the data may have moved
+    with suppress(ZO2Error):
         rows = with_labels(rows, options.data)
-    if not rows.labels:
-        return None
-    listed = ", ".join(rows.labels[:_MOST_LABELS]) + (", ..." if len(rows.labels) > _MOST_LABELS else "")
-    template = json.dumps(rows.prompt_template, ensure_ascii=False)
-    return (
-        f"{run} was trained on prompts of the template {template} and judges among "
-        f"the labels {listed}; chat uses the tokenizer's chat template instead, if it has one. Use zo2 generate --run {run} "
-        "--prompt 'the filled-in template', or zo2 evaluate for a file of rows"
-    )
+    return rows if rows.labels else None
 
 
 def _lines() -> Iterator[str]:
@@ -200,34 +199,28 @@ class _Stop:
         self.is_asked = True
 
 
-class _Conversation:
-    """A conversation with one variant at a time, whose engine is open.
+class _Session(ABC):
+    """Lines that one variant at a time answers, whose engine is open.
+
+    A subclass calls ``_open`` once it is made.
 
     Args:
         options: The command.
         variants: What can answer, by name.
-        sampling: How tokens are sampled; None takes the likeliest token.
     """
 
-    def __init__(self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None) -> None:
+    does = "answers"  # what the present variant does with a line
+    help = "/quit ends"  # the commands that every session has
+
+    def __init__(self, options: Chat, variants: dict[str, AtStep]) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
-        self._options, self._variants, self._sampling = options, variants, sampling
-        self._messages: list[dict[str, str]] = []
+        self._options, self._variants = options, variants
         self.name = next(iter(variants))
-        base = variants[self.name].base()
-        self._tokenizer = load_tokenizer(base)
-        if not self._tokenizer.chat_template:
-            raise DataError(
-                base,
-                found="a tokenizer without a chat template",
-                expected="the tokenizer of a chat model",
-                remedy="continue plain text with zo2 generate --prompt TEXT",
-            )
-        self._ends = _end_tokens(base, self._tokenizer)
-        self._open()
+        self._base = variants[self.name].base()
+        self._tokenizer = load_tokenizer(self._base)
 
-    def __enter__(self) -> _Conversation:
+    def __enter__(self) -> _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -238,45 +231,78 @@ class _Conversation:
         """What the present variant is called: a base that has nothing beside it by its directory or hub id."""
         return self.name if len(self._variants) > 1 else name_of(Path(str(self._variants[self.name].model)))
 
-    @property
-    def help(self) -> str:
-        """The commands, as a line."""
-        return (_SWITCHES if len(self._variants) > 1 else "") + _HELP
-
     def take(self, line: str) -> None:
         """Answer a line, or do what it commands."""
         command, _, name = line.partition(" ")
-        if command == "/reset":
-            self._messages = []
-            print("the conversation starts anew", file=sys.stderr)
-        elif command == "/adapter":
+        if command == "/adapter":
             self._switch(name.strip())
         elif command.startswith("/"):
             print(f"{command} is not a command; {self.help}", file=sys.stderr)
         else:
             self._answer(line)
 
+    @abstractmethod
+    def _activation_bytes(self, config: Any) -> int:
+        """Bytes of activations of an answer, for a model of this config."""
+
+    @abstractmethod
+    def _answer(self, line: str) -> None:
+        """Answer a line."""
+
     def _open(self) -> None:
         """Open the model and the engine of the present variant."""
-        from zo2adapters.models.footprint import activation_bytes, cache_bytes
-
         at = self._variants[self.name]
         self._model = at.open_model()
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
-        cache = cache_bytes(self._model.config, 1, self._length)
-        running = activation_bytes(self._model.config, 1, self._length, streams=1)
-        self._engine: Runner = at.engine(self._model, activation_bytes=cache + running)
+        self._engine: Runner = at.engine(self._model, activation_bytes=self._activation_bytes(self._model.config))
 
     def _switch(self, name: str) -> None:
-        """Let another variant answer; the conversation goes on."""
+        """Let another variant answer."""
         if name not in self._variants:
-            print(f"{self.title} answers; there are {', '.join(self._variants)}", file=sys.stderr)
+            print(f"{self.title} {self.does}; there are {', '.join(self._variants)}", file=sys.stderr)
             return
         if name != self.name:
             self._engine.close()
             self.name = name
             self._open()
-        print(f"{name} answers", file=sys.stderr)
+        print(f"{name} {self.does}", file=sys.stderr)
+
+
+class _Conversation(_Session):
+    """A conversation, which goes on when another variant answers.
+
+    Args:
+        options: The command.
+        variants: What can answer, by name.
+        sampling: How tokens are sampled; None takes the likeliest token.
+    """
+
+    def __init__(self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None) -> None:
+        super().__init__(options, variants)
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                self._base,
+                found="a tokenizer without a chat template",
+                expected="the tokenizer of a chat model",
+                remedy="continue plain text with zo2 generate --prompt TEXT",
+            )
+        self._sampling, self._messages = sampling, list[dict[str, str]]()
+        self._ends = _end_tokens(self._base, self._tokenizer)
+        self.help = (_SWITCHES if len(variants) > 1 else "") + _HELP
+        self._open()
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        if line.split()[0] != "/reset":
+            super().take(line)
+            return
+        self._messages = []
+        print("the conversation starts anew", file=sys.stderr)
+
+    def _activation_bytes(self, config: Any) -> int:
+        from zo2adapters.models.footprint import activation_bytes, cache_bytes
+
+        return cache_bytes(config, 1, self._length) + activation_bytes(config, 1, self._length, streams=1)
 
     def _answer(self, line: str) -> None:
         """Print the answer as it is generated."""
@@ -322,6 +348,56 @@ class _Conversation:
             require_finite_base(self._model, self._variants[self.name].base())
             raise
         return stream.end()
+
+
+class _Labelling(_Session):
+    """A label for each line, of those that the run has learned, compared as the run's evaluations compare them.
+
+    Args:
+        options: The command.
+        variants: What can answer, by name.
+        rows: Columns, template and labels of the run.
+    """
+
+    def __init__(self, options: Chat, variants: dict[str, AtStep], rows: RowOptions) -> None:
+        super().__init__(options, variants)
+        self._rows, [self._column] = rows, rows.prompt_columns
+        listed = ", ".join(rows.labels[:_MOST_LABELS]) + (", ..." if len(rows.labels) > _MOST_LABELS else "")
+        self.does = f"chooses one of the labels {listed} for the {self._column} that you type"
+        self.help = _SWITCHES + self.help
+        self._open()
+
+    def _activation_bytes(self, config: Any) -> int:
+        from zo2adapters.models.footprint import activation_bytes
+
+        return activation_bytes(config, len(self._rows.labels), self._length, streams=1)
+
+    def _answer(self, line: str) -> None:
+        """Print the labels with their probabilities, the likeliest one first."""
+        from zo2adapters.tasks.candidates import tokenized_choice
+        from zo2adapters.tasks.scoring import score
+        from zo2adapters.tasks.tokenizer import pad_token_id
+
+        labels = self._rows.labels
+        label_column = self._rows.label_column or "label"
+        row = self._rows.converted({self._column: with_line_breaks(line), label_column: labels[0]})
+        choice = tokenized_choice(row["prompt"], row["candidates"], 0, self._tokenizer)
+        longest = max(tokens for tokens, _ in choice.sequences)
+        if longest > self._length:
+            print(f"the prompt has {longest} tokens with a label, and at most {self._length} fit", file=sys.stderr)
+            return
+        scored = score(
+            self._engine,
+            self._model,
+            [choice.prompt],
+            [choice.candidates],
+            batch_size=len(labels),
+            pad_token_id=pad_token_id(self._tokenizer),
+        )
+        means = [value / tokens for value, tokens in zip(scored.log_likelihoods[0], scored.tokens[0], strict=True)]
+        weights = [math.exp(mean - max(means)) for mean in means]
+        shares = sorted(zip(weights, labels, strict=True), key=lambda pair: -pair[0])
+        print(", ".join(f"{label} {weight / sum(weights):.1%}" for weight, label in shares[:_MOST_LABELS]), flush=True)
 
 
 class _TextStream:

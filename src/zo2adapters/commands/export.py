@@ -10,7 +10,6 @@ from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal, OptionError
-from zo2core.checkpoint import require_unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Export(WritesDirectory):
         from zo2adapters.trainers.model_card import CARD, model_card
         from zo2adapters.trainers.progress_bar import export_bar
 
-        require_unused(self.output)
+        self.require_output()
         self._require_format()
         if self.as_adapter and self.output_dtype != "auto":
             expected = "auto for an adapter, which is float32"

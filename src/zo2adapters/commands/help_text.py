@@ -108,7 +108,8 @@ def _wrapped(text: str, indent: int) -> list[str]:
     """The paragraphs of a text as lines."""
     width, margin = min(shutil.get_terminal_size().columns, _WIDEST), " " * indent
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    wrapped = [textwrap.wrap(paragraph, width, initial_indent=margin, subsequent_indent=margin) for paragraph in paragraphs]
+    wrap = textwrap.TextWrapper(width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False).wrap
+    wrapped = map(wrap, paragraphs)
     return "\n\n".join("\n".join(lines) for lines in wrapped).split("\n")
 
 

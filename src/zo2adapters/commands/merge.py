@@ -9,7 +9,6 @@ from typing import ClassVar
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal, OptionError
-from zo2core.checkpoint import require_unused
 
 _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
 
@@ -34,7 +33,7 @@ class Merge(WritesDirectory):
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
 
-        require_unused(self.output)
+        self.require_output()
         at = self.resolved()
         adapter = at.model_options.adapter
         if at.journal is None and adapter is None:

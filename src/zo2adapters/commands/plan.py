@@ -143,7 +143,7 @@ class Plan(EvaluationOptions):
         if self.runs is not None:
             planned = self._shared(planned, self.runs)
         method = f"{method_words(self.adapter_options, self.method)}: {self.steps} steps of {self.batching.batch_size} rows"
-        print(planned.to_json() if self.json else f"{method}\n\n{planned.table()}")
+        print(planned.to_json() if self.json else "\n".join([method, *planned.summary(), "", planned.table()]))
 
     def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
         """The plan of several runs that share their base."""

@@ -73,11 +73,12 @@ class Train(RunOptions):
     """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path | None = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of the hub. Each row has
-    text, or prompt and completion (loss on the completion only), or messages. With --task it is the directory with the
-    benchmark's files, which are downloaded from the hub by default."""
+    text, or prompt and completion (loss on the completion only), or messages. With --task: the directory with the
+    benchmark's files."""
     task: str | None = None
-    """Benchmark, such as sst2. Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
-    again. zo2 rows lists the benchmarks, and writes the rows alone."""
+    """Benchmark, such as sst2, which is downloaded from the hub unless --data names its files. Its rows are written to
+    DIR.rows, the model is scored, trained with --keep-best, and scored again. zo2 rows lists the benchmarks, and writes the
+    rows alone."""
     shots: int | None = None
     """Number of demonstrations before each prompt in one more score of the model before training, with --task."""
     output: Path | None = None

@@ -108,6 +108,14 @@ class RowOptions:
         return bool(self._columns) or self.prompt_template is not None
 
     @property
+    def prompt_columns(self) -> list[str]:
+        """The columns from which a prompt is made: those of the template, or the column of prompts."""
+        if self.prompt_template is None:
+            return [self.prompt_column or "prompt"]
+        columns = (column for _, column, _, _ in Formatter().parse(self.prompt_template))
+        return list(dict.fromkeys(column for column in columns if column is not None))
+
+    @property
     def _columns(self) -> dict[str, str]:
         """Named columns by the key that a row needs."""
         given = ((key, getattr(self, f"{key}_column")) for key in _NAMED)

@@ -9,7 +9,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.run_plan import run_request, step_memory
+from zo2adapters.trainers.run_plan import duration, memory_words, run_request, step_memory
 from zo2core import DensePerturbation, DevicePlan, HostPlan, Machine, MemoryPolicy, SequentialNoise, plan
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.perturbation import kept_bytes_a_step
@@ -43,6 +43,17 @@ class DeviceRunPlan:
     def to_json(self) -> str:
         """The plan as JSON, with the seconds that follow from it."""
         return json.dumps({**asdict(self), "transfer_seconds": self.transfer_seconds, "compute_seconds": None})
+
+    def summary(self) -> list[str]:
+        """Lines that say whether the run fits, how long it takes, and how much it writes."""
+        device, most = self.device_plan, shown_bytes(1e12 * self.terabytes_per_1000_steps)
+        return [
+            f"Memory: {memory_words(self.host_plan)}.",
+            f"GPU memory: it fits, with {shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}; {device.kept} of "
+            f"{self.blocks} blocks stay there.",
+            f"Time: compute is not predicted for a GPU; transfers alone take {duration(self.transfer_seconds)} a step.",
+            f"Disk writes: {f'at most {most} in 1,000 steps' if self.terabytes_per_1000_steps else 'negligible'}.",
+        ]
 
     def table(self) -> str:
         """The plan as a table."""

@@ -50,6 +50,8 @@ _PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, un
 # second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
 _PERTURBING_SHARE = 0.25
 
+_NEGLIGIBLE_BYTES = 1e6  # that a run writes of its weights
+
 # Share of the free memory that generation may take if it needs more; the other rows then wait.
 _GENERATION_SHARE = 0.5
 
@@ -89,6 +91,21 @@ class RunPlan:
         sums = {"nbytes": self.host_plan.nbytes, "seconds": self.seconds, "run_seconds": self.run_seconds}
         return json.dumps({**asdict(self), **sums})
 
+    def summary(self) -> list[str]:
+        """Lines that say whether the run fits, how long it takes, and how much it writes."""
+        written = self.steps * self.written_bytes
+        writes = "negligible" if written < _NEGLIGIBLE_BYTES else f"{shown_bytes(written)} in all"
+        if self.snapshot_bytes:
+            writes = f"{writes}, and snapshots of {shown_bytes(self.snapshot_bytes)} each"
+        if self.spilled_bytes:
+            writes = f"{writes}, and a temporary file of {shown_bytes(self.spilled_bytes)}"
+        each = f"{duration(self.seconds)} a step"
+        return [
+            f"Memory: {memory_words(self.host_plan)}.",
+            f"Time: about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}.",
+            f"Disk writes: {writes}.",
+        ]
+
     def table(self) -> str:
         """The plan as a table."""
         buckets = self.host_plan.buckets
@@ -116,6 +133,13 @@ class RunPlan:
             rows.append(("expected in total", f"{duration(self.run_seconds)} ({count})"))
         lines = [f"{name:26s} {value}" for name, value in rows]
         return "\n".join(["host memory", self.host_plan.table(), "", *lines])
+
+
+def memory_words(host: HostPlan) -> str:
+    """What a plan takes of host memory, and where blocks are."""
+    streamed = f"blocks are streamed from disk, {host.buckets} at a time"
+    where = "all blocks stay in memory" if host.buckets is None else streamed
+    return f"it fits, with {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}; {where}"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration
+from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration, memory_words
 from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
 from zo2core.planning.shared_runs import RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
@@ -42,6 +42,17 @@ class SharedRunsPlan:
         """The plan as JSON; that of one run alone is in ``run``."""
         sums = {"seconds": self.seconds, "seconds_apart": self.runs * self.run.seconds, "nbytes": self.host_plan.nbytes}
         return json.dumps({**asdict(self), **sums})
+
+    def summary(self) -> list[str]:
+        """Lines that say whether the runs fit, how long they take, and how much they write."""
+        more = "or more " if self.most_runs == MOST_RUNS else ""
+        each = f"{duration(self.seconds)} a step of all runs"
+        total = f"{duration(self.run.steps * self.seconds)} in all, {each}" if self.run.steps else each
+        return [
+            f"Memory: {memory_words(self.host_plan)}. Up to {self.most_runs} {more}runs fit.",
+            f"Time: about {total}.",
+            self.run.summary()[-1],
+        ]
 
     def table(self) -> str:
         """The plan as a table."""
