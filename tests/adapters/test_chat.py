@@ -271,7 +271,7 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
     )
     assert switched.startswith("none chooses one of the labels")
     assert unknown.startswith("/reset is not a command; ")
-    assert "at most 64 fit" in long
+    assert "at most 12 fit" in long
     answers = ended.out.splitlines()
     assert len(answers) == 2
     assert answers[0] != answers[1], "the base chooses otherwise"
