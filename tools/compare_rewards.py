@@ -9,8 +9,8 @@ strategies move all weights along directions of low rank; GRPO (TRL's trainer ov
 train LoRA of rank 8 on the attention's q and v. Evolution strategies and GRPO write as many completions as ``--rollouts``
 says; the supervised runs, an upper bound that is told the answers, read as many rows. ``--tuning`` evaluates on other rows.
 
-Each method, learning rate and seed is a run, which gets a JSON file in the folder. Called again with more of them, or after it
-was killed, it does only what is missing. A file says how many completions were written, the CPU seconds and seconds of
+Each method, learning rate and seed is a run, which gets a JSON file in the folder. Called again with more of them, or after
+it was killed, it does only what is missing. A file says how many completions were written, the CPU seconds and seconds of
 training, the mean reward of each step, the reward on held-out rows, and the drift from the base in nats a token.
 """
 
