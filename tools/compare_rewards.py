@@ -52,7 +52,7 @@ from zo2core.estimators import EstimatorName
 GROUP, GRPO_BATCH = 8, 64  # completions of a prompt, and of a step
 SUPERVISED_BATCH = 16
 RATES = {"es": 1e-3, "grpo": 1e-4, "supervised": 3e-4}  # by default, of each method
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+LORA_RANK, LORA_TARGETS = 8, ("q_proj", "v_proj")
 SETTINGS = ("model", "rollouts", "zo_eps", "queries", "rank", "batch", "digits", "held_out", "tuning")
 
 datasets, trl = (importlib.import_module(name) for name in ("datasets", "trl"))  # which have no types
@@ -153,7 +153,7 @@ def by_gradients(data: Path, output: Path, options: argparse.Namespace, lr: floa
         steps=steps,
         seed=seed,
         first_order=FirstOrder(method="adamw"),
-        model_options=RunModelOptions(lora_rank=LORA["r"], lora_targets=tuple(LORA["target_modules"])),
+        model_options=RunModelOptions(lora_rank=LORA_RANK, lora_targets=LORA_TARGETS),
         optimization=Optimization(lr=lr),
         batching=Batching(batch_size=SUPERVISED_BATCH, sequence_length=64),
     )
@@ -189,8 +189,8 @@ def by_grpo(data: Path, output: Path, options: argparse.Namespace, lr: float, se
     sums = [json.loads(line) for line in data.read_text().splitlines()]
     # TRL passes its own columns only by their names, and a reward gets no column named completion.
     made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in sums])
-    adapter = {"peft_config": LoraConfig(**LORA)}  # type: ignore[arg-type]
-    trainer = GRPO(model=str(options.model), args=args, reward_funcs=reward, train_dataset=made, **adapter)
+    adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=list(LORA_TARGETS), lora_dropout=0.0)
+    trainer = GRPO(model=str(options.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)
     try:
         trainer.train()
         trainer.save_model(str(output / "adapter"))
