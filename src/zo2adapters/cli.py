@@ -227,7 +227,10 @@ def _program_name() -> str:
 
 
 def _main_help(arguments: list[str]) -> int:
-    if arguments and arguments[0] in {"-h", "--help", "--help-all"}:
+    if arguments and arguments[0] in {"-V", "--version"}:
+        print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
+        raise SystemExit(0)
+    if arguments and arguments[0] in {"-h", "--help", "--help-all", "help"}:
         from zo2adapters.commands.help_text import program_help
 
         print(program_help(_DESCRIPTION, {name: entry.summary for name, entry in COMMANDS.items()}))

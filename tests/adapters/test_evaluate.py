@@ -68,7 +68,7 @@ def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
 
 def test_the_rows_and_the_sign_stand_below_the_table(here: Path) -> None:
     told = done("evaluate", "--run", "run", "--data", "choices.jsonl").out
-    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweeps; \N{PLUS-MINUS SIGN} is the standard error"
+    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweep; \N{PLUS-MINUS SIGN} is the standard error"
 
 
 def test_a_classifier_stands_beside_its_base(here: Path) -> None:

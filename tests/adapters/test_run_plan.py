@@ -251,7 +251,8 @@ def test_batches_have_the_shapes_that_their_rows_make() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.5, "0.5 s"), (99.4, "99.4 s"), (119, "2 min"), (5000, "83 min"), (7300, "2 h 2 min")]
+    ("seconds", "said"),
+    [(0.0123, "12.3 ms"), (0.5, "500 ms"), (99.4, "99.4 s"), (119, "2 min"), (5000, "83 min"), (7300, "2 h 2 min")],
 )
 def test_durations_are_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -73,7 +73,7 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
         budget = fitting * held + running
         main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])
         printed = capsys.readouterr().out
-        assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweeps" in printed
+        assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweep" in printed
     with Replayer(model := open_checkpoint(base)) as engine:
         choices = read_choices(data, load_tokenizer(base), sequence_length=12)
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])

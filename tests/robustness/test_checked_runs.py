@@ -31,9 +31,9 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
     for number, (storage, kept) in enumerate(
         (
-            (Storage(), r"finished periods, [0-9.]+ [kM]B in 1,000 steps"),
-            (Storage(write_limit_tb=1e-12), "no finished periods, because of --write-limit-tb"),
-            (Storage(write_back_every="never"), "no finished periods, because of --write-back-every never"),
+            (Storage(), r"factors of finished periods, [0-9.]+ [kM]B in 1,000 steps"),
+            (Storage(write_limit_tb=1e-12), "no factors of finished periods, because of --write-limit-tb"),
+            (Storage(write_back_every="never"), "no factors of finished periods, because of --write-back-every never"),
         )
     ):
         told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))

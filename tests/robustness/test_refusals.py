@@ -190,7 +190,7 @@ def test_an_absurd_learning_rate_that_is_within_bounds_ends_with_a_warning(place
 def test_a_batch_larger_than_the_data_says_that_it_repeats_rows(place: Path) -> None:
     ended = run_here(*train(place), "--steps", 1, "--batch-size", 100)
     assert ended.status == 0
-    assert ended.err.count("the data has 9 rows, so a batch of 100 contains some of them more than once") == 1
+    assert ended.err.count("the data has 9 rows: a batch of 100 contains the same ones more than once") == 1
 
 
 # A run that was refused at its first step

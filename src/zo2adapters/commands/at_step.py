@@ -61,12 +61,8 @@ class AtStep:
         if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
             return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
-            raise OptionError(
-                "model",
-                found="neither or both of --model and --run",
-                expected="either --model or --run",
-                remedy="pass one of the two",
-            )
+            found = "neither" if self.model is None and self.run_directory is None else "--run with --model or --journal"
+            raise OptionError("model", found=found, expected="either --model or --run", remedy="pass one of the two")
         model_options = self.model_options
         if self.run_directory is None:
             model_options.require_valid()

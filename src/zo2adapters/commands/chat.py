@@ -105,7 +105,7 @@ class Chat:
         if not by_adapter and (self.model is None) == (self.run_directory is None):
             raise OptionError(
                 "model",
-                found="neither or both of --model and a run's directory",
+                found="both --model and a run's directory" if self.model is not None else "no model and no run's directory",
                 expected="either --model or a run's directory",
                 remedy="pass one of the two",
             )

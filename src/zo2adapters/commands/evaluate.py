@@ -97,7 +97,7 @@ class Evaluate(AtStep):
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         for line in length_notices(rows) if is_first(workers) else ():
             print(line, file=sys.stderr)
-        others = [(path.name, at.of_other(path)) for path in self.others]
+        others = [(name_of(path), at.of_other(path)) for path in self.others]
         if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
             others.insert(0, ("base", at.without_learning()))
         sharing = [one for _, one in others] if workers is None and self.trace is None else []

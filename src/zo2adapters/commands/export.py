@@ -81,7 +81,8 @@ class Export(WritesDirectory):
                 with export_bar(model) as progress:
                     engine.export(self.output, files={CARD: card}, progress=progress)
             is_adapter = self.as_adapter or at.model_options.trains_adapter
-            print(f"{self.output}: the {'adapter' if is_adapter else 'model'} after {engine.version} steps")
+            after = "" if at.journal is None else f" after {engine.version} steps"
+            print(f"{self.output}: the {'adapter' if is_adapter else 'model'}{after}")
             if is_adapter and self.format == "gguf" and self.run_directory is not None:
                 print(f"for one GGUF file with base and adapter: zo2 merge --run {self.run_directory} --output merged")
                 print("then: zo2 export --model merged --format gguf --output merged-gguf")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep, run_together
 from zo2adapters.tasks.row_options import with_line_breaks
+from zo2adapters.trainers.run_directory import name_of
 from zo2core import NonFiniteLossError, SharedBase
 
 if TYPE_CHECKING:
@@ -61,15 +62,16 @@ class Generate(AtStep):
         texts = [with_line_breaks(text) for text in self.prompt]
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
-        others = [(path.name, at.of_other(path)) for path in self.others]
+        others = [(name_of(path), at.of_other(path)) for path in self.others]
         with at.shared_base([other for _, other in others]) as shared:
             runs = {"": partial(self._continued, at, model, tokenizer, prompts, drawn, shared)}
             for name, other in others:
                 runs[name] = partial(self._continued, other, other.open_model(), tokenizer, prompts, drawn, shared)
             results = run_together(runs, shared)
+        title = name_of(self.run_directory or at.model_options.adapter or Path(str(at.model)))
         for name, continued in results.items():
-            if name:
-                print(f"\n{name}:")
+            if others:
+                print(f"{title}:" if not name else f"\n{name}:")
             for text, ids, new in zip(texts, prompts, continued, strict=True):
                 whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
                 print(text + str(whole)[len(str(prefix)) :])

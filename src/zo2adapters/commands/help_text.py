@@ -11,15 +11,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, is_dataclass
 from enum import Enum
-from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from zo2adapters.commands.option_fields import OptionField, option_fields
 
 _WIDEST = 125  # columns of a line
 _INDENT = 6  # columns before an option's text
-_KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 def program_help(description: str, summaries: Mapping[str, str]) -> str:
@@ -53,7 +50,7 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
         heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
         lines += ["", heading]
         for option in group:
-            lines += [f"  {_flags(option)}", *_wrapped(_text(option), _INDENT)]
+            lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
     rest = len(listed) - len(shown)
     more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
     return "\n".join([*lines, *([""] if more else []), *more])
@@ -63,33 +60,10 @@ def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
     words = [f"zo2 {name}", *(["[RECIPE.yaml]"] if hasattr(options, "with_recipe") else [])]
     for option in listed:
         if option.default is MISSING:
-            words.append(_flags(option._replace(aliases=())))
+            words.append(option._replace(aliases=()).written)
         elif option.is_positional:
-            words.append(f"[{_flags(option)}]")
+            words.append(f"[{option.written}]")
     return " ".join([*words, "[OPTIONS]"])
-
-
-def _flags(option: OptionField) -> str:
-    """How an option is written, with the kind of its value."""
-    if option.is_positional:
-        return option.field.upper() + (" ..." if get_origin(option.type) is tuple else "")
-    flag = f"--{option.name.replace('_', '-')}"
-    names = ", ".join([flag, *option.aliases])
-    if option.type is bool:
-        return f"{names}, --no-{flag.removeprefix('--')}"
-    return f"{names} {_kind(option.type)}"
-
-
-def _kind(hint: Any) -> str:
-    """The kind of value of an option's type, such as ``INT`` or ``auto|FLOAT``."""
-    if get_origin(hint) is tuple:
-        kinds = get_args(hint)
-        return f"{_kind(kinds[0])} ..." if kinds[-1] is Ellipsis else " ".join(map(_kind, kinds))
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, get_args(hint)))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "|".join(str(member.value) for member in hint)
-    return _KINDS.get(hint) or "|".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType)
 
 
 def _text(option: OptionField) -> str:

@@ -70,7 +70,12 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
         OptionError: if the file cannot be read, or names an option that all runs have in common.
     """
     runs: dict[str, Mapping[object, object]] = {}
-    for name, values in read_recipe(path).items():
+    try:
+        named = read_recipe(path)
+    except OptionError as error:
+        expected = "a YAML file with a line such as small: {lr: 1e-4} for each run"
+        raise OptionError(path, found=error.found, expected=expected, remedy=error.remedy) from error
+    for name, values in named.items():
         values = {} if values is None else values
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
             raise OptionError(

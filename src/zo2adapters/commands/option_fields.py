@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+_KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _POSITIONAL, _SUPPRESSED = "Positional", "Suppress"  # marks of tyro in the types of fields
 
 
@@ -19,6 +23,17 @@ class OptionField(NamedTuple):
     type: Any  # without marks
     default: Any  # MISSING: the option is required
     is_positional: bool
+
+    @property
+    def written(self) -> str:
+        """How the option is written, with the kind of its value, such as ``--steps INT``."""
+        if self.is_positional:
+            return self.field.upper() + (" ..." if get_origin(self.type) is tuple else "")
+        flag = f"--{self.name.replace('_', '-')}"
+        names = ", ".join([flag, *self.aliases])
+        if self.type is bool:
+            return f"{names}, --no-{flag.removeprefix('--')}"
+        return f"{names} {_kind(self.type)}"
 
 
 def option_fields(command: Any) -> Iterator[OptionField]:
@@ -43,6 +58,18 @@ def option_fields(command: Any) -> Iterator[OptionField]:
         aliases = next((tuple(mark.aliases) for mark in marks if getattr(mark, "aliases", None)), ())
         default = getattr(command, option.name, MISSING)
         yield OptionField(owner, option.name, name, aliases, hint, default, _POSITIONAL in kinds)
+
+
+def _kind(hint: Any) -> str:
+    """The kind of value of an option's type, such as ``INT`` or ``auto|FLOAT``."""
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        return f"{_kind(kinds[0])} ..." if kinds[-1] is Ellipsis else " ".join(map(_kind, kinds))
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(str(member.value) for member in hint)
+    return _KINDS.get(hint) or "|".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType)
 
 
 def option_names(command: Any) -> list[str]:

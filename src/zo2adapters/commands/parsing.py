@@ -8,15 +8,35 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from zo2adapters.commands.option_fields import option_names
+from zo2adapters.commands.option_fields import option_fields, option_names
 from zo2core import OptionError
 
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
+
+# Options of other trainers that are called otherwise here, and are not alike enough to be recognised.
+_OTHER_NAMES = {
+    "bf16": "dtype",
+    "cutoff_len": "sequence_length",
+    "epochs": "steps",
+    "eval_steps": "evaluate_every",
+    "fp16": "dtype",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "lora_r": "lora_rank",
+    "lr_scheduler_type": "decay",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "num_epochs": "steps",
+    "num_train_epochs": "steps",
+    "optim": "method",
+    "target_modules": "lora_targets",
+    "warmup_ratio": "warmup_steps",
+}
 
 
 class Command(Protocol):
@@ -102,12 +122,12 @@ def _usage_error(name: str, options: Any, arguments: Sequence[str], message: str
         flag = unknown.partition("=")[0]
         words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
         return OptionError("command line", found=f"the unknown option {flag[:80]}", **words)
-    if (plain := _plain_error(name, found, known)) is not None:
+    if (plain := _plain_error(name, found, options)) is not None:
         return plain
     return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
 
 
-def _plain_error(name: str, message: str, known: Sequence[str]) -> OptionError | None:
+def _plain_error(name: str, message: str, options: Any) -> OptionError | None:
     """The error of a message of tyro whose kind is known, in plain words; None for others."""
     see, where = f"see zo2 {name} --help", "command line"
     if whole := re.match(r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)", message):
@@ -132,13 +152,15 @@ def _plain_error(name: str, message: str, known: Sequence[str]) -> OptionError |
     if value := re.match(r"Missing value for argument '(--[\w-]+)", message):
         return OptionError(where, found=f"no value after {value[1]}", expected="a value", remedy=see)
     if message.startswith("Missing from "):
-        options = re.findall(r"\s(--[\w-]+)(?:,\s*-\w)? [A-Z{\[]", message)
-        missing = options or re.findall(r": ([A-Z]{2,}) ", message)[:1]
+        flags = re.findall(r"\s(--[\w-]+)(?:,\s*-\w)? [A-Z{\[]", message)
+        required = (option._replace(aliases=()).written for option in option_fields(options) if option.default is MISSING)
+        missing = [text for text in required if not flags or text.partition(" ")[0] in flags]
         if missing:
-            return OptionError(where, found=f"no {', no '.join(missing)}", expected=" and ".join(missing), remedy=see)
+            found = ", ".join(f"no {text.partition(' ')[0]}" for text in missing)
+            return OptionError(where, found=found, expected=" and ".join(missing), remedy=see)
     if stray := re.match(r"Unrecognized options: (\S+)", message):
         expected, remedy = f"options of zo2 {name}, which begin with --", see
-        if "run" in known and (Path(stray[1]) / "journal.jsonl").is_file():
+        if "run" in option_names(options) and (Path(stray[1]) / "journal.jsonl").is_file():
             expected, remedy = f"an option before it; did you mean --run {stray[1]}", f"write --run {stray[1]}"
         return OptionError(where, found=f"the word {stray[1][:80]} without an option", expected=expected, remedy=remedy)
     return None
@@ -208,6 +230,8 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     (``batch_size`` in ``per_device_train_batch_size``).
     """
     known = list(names)
+    if _OTHER_NAMES.get(name) in known:
+        return _OTHER_NAMES[name]
     alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     if alike:
         return alike[0]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core import OptionError, OutputError
 from zo2core.errors import reason
 from zo2core.io.durable import create_file, open_regular, replace_file
@@ -18,7 +19,7 @@ class Report:
     """Write a page with the curves, the cost and the options of one run, or of several side by side."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Directories of runs; they may still be running."""
+    """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
 
@@ -28,7 +29,7 @@ class Report:
 
         if not self.runs:
             raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
-        text = page([read_run(path) for path in self.runs])
+        text = page([read_run(path) for given in self.runs for path in runs_in(given)])
         try:
             if begins_with(self.output, HEAD):
                 replace_file(self.output, text.encode())
@@ -39,6 +40,13 @@ class Report:
             expected = "a path that does not exist, or an earlier report"
             raise OutputError(self.output, found=reason(error), expected=expected, remedy="pass another path") from error
         print(self.output)
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The run in a directory, or all runs in its subdirectories, by name, if it holds none itself."""
+    if (directory / JOURNAL).exists() or not directory.is_dir():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if (path / JOURNAL).is_file()) or [directory]
 
 
 def begins_with(path: Path, head: str) -> bool:

@@ -41,12 +41,12 @@ class GeneratedTask(LanguageModelling):
         super().__init__(model, rows, options)
         self._model, self._ends = model, ends
         if not all(row.prompt_length for row in rows):
-            raise OptionError(
-                "objective",
-                found=f"{options.objective} for rows without a prompt",
-                expected="rows with prompt and completion",
-                remedy="pass another objective, or other rows",
+            option = "objective" if options.rewards is None else "reward"
+            expected, remedy = (
+                "rows with a prompt, after which text is generated",
+                f"pass other rows, or leave `{option}` out",
             )
+            raise OptionError(option, found="rows without a prompt", expected=expected, remedy=remedy)
 
     @abstractmethod
     def _new_tokens(self, row: TokenizedRow) -> int:

@@ -77,7 +77,7 @@ def measured(engine: Runner, model: HFBlockModel, rows: EvaluationRows, tokenize
     error = standard_error(sums, [tokens for tokens in result.tokens_of_batches if tokens])
     return Evaluated(
         [Measure("loss", result.loss, error, digits=6), Measure("perplexity", perplexity(result.loss))],
-        f"{result.tokens} tokens, {len(rows)} rows, {result.sweeps} sweeps",
+        _size((result.tokens, "token"), (len(rows), "row"), (result.sweeps, "sweep")),
         [result.loss],
     )
 
@@ -102,6 +102,15 @@ def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | N
     return math.sqrt(squares * count / (count - 1)) / total
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things as text, such as ``1 row`` or ``2 rows``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _size(*parts: tuple[int, str]) -> str:
+    return ", ".join(counted(number, noun) for number, noun in parts)
+
+
 def _mean(name: str, values: Sequence[float]) -> Measure:
     """The mean of a value of each row, a share."""
     return Measure(name, math.fsum(values) / len(values), standard_error(values, [1.0] * len(values)), is_share=True)
@@ -122,7 +131,7 @@ def _labels(engine: Runner, model: HFBlockModel, rows: LabelledRows, options: Me
     if classifies(model.config):
         number = round(math.fsum(right))
         measures.append(_mean("accuracy", [1.0] * number + [0.0] * (len(rows) - number)))
-    return Evaluated(measures, f"{len(rows)} rows", [loss])
+    return Evaluated(measures, counted(len(rows), "row"), [loss])
 
 
 def _choices(engine: Runner, model: HFBlockModel, choices: Choices, pad: int, options: Measuring) -> Evaluated:
@@ -139,7 +148,7 @@ def _choices(engine: Runner, model: HFBlockModel, choices: Choices, pad: int, op
     for name, by_length in (("accuracy", False), ("by mean log-likelihood", True)):
         chosen = scored.choices(by_length=by_length)
         measures.append(_mean(name, [float(choice.is_right(index)) for index, choice in zip(chosen, choices, strict=True)]))
-    size = f"{len(choices)} rows, {units_of(choices)[0]} candidates, {scored.sweeps} sweeps"
+    size = _size((len(choices), "row"), (units_of(choices)[0], "candidate"), (scored.sweeps, "sweep"))
     return Evaluated(measures, size, [value for values in scored.log_likelihoods for value in values])
 
 
@@ -156,4 +165,4 @@ def _answers(
         progress=options.progress,
     )
     measures = [_mean("F1", scores.f1_of_rows), _mean("exact match", scores.exact_match_of_rows)]
-    return Evaluated(measures, f"{len(questions)} rows", [])
+    return Evaluated(measures, counted(len(questions), "row"), [])

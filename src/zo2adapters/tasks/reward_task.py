@@ -145,7 +145,7 @@ class RewardTask(GeneratedTask):
 
         each = self._rewards.of(self._completions(continued))
         total = mean(self._rewards.total(each) if continued else [])
-        results = {"loss": -total, "reward": total}
+        results = {"loss": 0.0 - total, "reward": total}
         for name, values in zip(self._rewards.names, each, strict=True):
             if len(each) > 1:
                 results[f"reward_{name.name}"] = mean(values)

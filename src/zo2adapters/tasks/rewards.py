@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)
 _START_SECONDS = 10.0  # processor time in which the program imports packages
+_MOST_NAMES = 12  # that an error lists
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -89,7 +91,7 @@ class Rewards:
             optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
         self.names = names
         self._seconds, self._memory = seconds, memory
-        self._sources = [None if name.file is None else _source(name.file) for name in names]
+        self._sources = [None if name.file is None else _source(name.file, name.name) for name in names]
         self._process = LimitedProcess(_PROGRAM)
 
     @property
@@ -154,10 +156,43 @@ class Rewards:
         )
 
 
-def _source(path: Path) -> str:
+def _source(path: Path, function: str) -> str:
+    """The text of a file, which is not run here, with a function of this name.
+
+    Raises:
+        OptionError: if the file cannot be read, is not Python, or does not define the name.
+    """
     try:
         with open_regular(path) as file:
-            return str(file.read().decode())
+            source = str(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         raise OptionError("reward", found=f"{path}: {found}", expected="a readable file", remedy="check the path") from error
+    try:
+        names = _defined(ast.parse(source, str(path)))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        found = f"{path}, line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
+        raise OptionError("reward", found=found, expected="a file of Python", remedy="correct the file") from error
+    if function not in names and "*" not in names:
+        found = f"{path} without {function}" + (f", but with {', '.join(sorted(names)[:_MOST_NAMES])}" if names else "")
+        raise OptionError("reward", found=found, expected="the name of a function in the file", remedy="check the name")
+    return source
+
+
+def _defined(file: ast.Module) -> set[str]:
+    """The names that a file defines at its top level; ``*`` if only running it tells them all."""
+    names: set[str] = set()
+    for node in file.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names |= {alias.asname or alias.name for alias in imported}
+            case ast.Expr(value=ast.Constant()):
+                pass  # a docstring
+            case _:
+                names.add("*")
+    return names

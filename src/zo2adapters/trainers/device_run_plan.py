@@ -67,7 +67,7 @@ class DeviceRunPlan:
             ("uploaded per step", shown_bytes(self.moved_bytes)),
             ("transferred back per step", back),
             ("offloaded activations", f"{shown_bytes(self.waiting_bytes)} in host memory, transferred at every block"),
-            ("transfers", f"{self.transfer_seconds:.2f} s, at {shown_bytes(self.bus)}/s each way (assumed)"),
+            ("transfers", f"{duration(self.transfer_seconds)}, at {shown_bytes(self.bus)}/s each way (assumed)"),
             ("compute, overlapped", "not predicted"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]

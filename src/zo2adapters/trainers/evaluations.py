@@ -16,6 +16,7 @@ from zo2core import Journal
 Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
 
 PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
+_SHARES = ("accuracy", "f1", "exact_match")  # results that are shares of the rows
 _SECONDS = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation took
 _LISTED = 6  # steps that a message lists
 
@@ -79,8 +80,9 @@ def row_of_evaluation(step: int, results: Results) -> dict[str, Any]:
 
 
 def shown_results(results: Results) -> str:
-    """Results as text."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items())
+    """Results as text, shares of rows in percent."""
+    texts = {name: f"{value:.1%}" if name in _SHARES else f"{value:.4f}" for name, value in results.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
 
 
 def shown_steps(steps: Sequence[int]) -> str:

@@ -132,10 +132,13 @@ class FirstOrder:
         """
         self._require_optimizer_options()
         if self.method is None:
-            expected = "--method beside it; the steps without it have --clip-grad"
             for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks", "loss_scaling"):
                 if (value := getattr(self, option)) not in (None, False):
-                    raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
+                    found = "no --method" if value is True else f"{value:g} without --method"
+                    remedy = "pass --method, or leave it out"
+                    if option in ("max_grad_norm", "max_grad_value"):
+                        remedy = "pass --method, or --clip-grad, which clips zeroth-order steps"
+                    raise OptionError(option, found=found, expected="--method with it", remedy=remedy)
             return
         require_method(self.method, options.model_options)
         if options.model_options.trains_adapter:

@@ -8,13 +8,18 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
+from zo2adapters.tasks.measures import counted
+from zo2adapters.tasks.registry import names_model_loss
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
+from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.write_interval import terabytes_written
 from zo2core.types import shown_bytes
 
+_MOST_COLUMNS = 12  # that a line lists
 _NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
 
 
@@ -31,14 +36,28 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: 
     lines = [_precision(options, model)]
     if options.first_order.method is not None:
         lines += _dropout(model)
+    lines += _unused_columns(options, data)
     lines += length_notices(data)
     if options.eval_split is not None and evaluation is not None:
         lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
     elif evaluation is not None:
         lines += [f"evaluation: {line}" for line in length_notices(evaluation)]
     if batch_size > rows:
-        lines.append(f"the data has {rows} rows, so a batch of {batch_size} contains some of them more than once")
+        lines.append(f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same ones more than once")
     return lines
+
+
+def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
+    """A line about the other columns of rows whose text alone is trained on, although nobody has named it."""
+    is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
+    if not is_plain or not options.data.exists():  # a hub's split would be loaded again
+        return []
+    first = next((row for _, row in parsed_rows(options.data)), {})
+    others = [column for column in first if column != "text"]
+    if "text" not in first or not others:
+        return []
+    listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
+    return [f"trained on: the column text; not used: {listed}. --prompt-template and --label-column, or zo2 init, use more"]
 
 
 def length_notices(rows: EvaluationRows) -> list[str]:
@@ -89,11 +108,12 @@ def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[Bloc
 def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
     """What a low-rank run writes of finished periods."""
     if options.storage.write_back_every == "never":
-        return "no finished periods, because of --write-back-every never"
+        return "no factors of finished periods, because of --write-back-every never"
     limit = options.storage.write_limit_tb
     most = None if limit is None else limit * 1e9
     nbytes = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
-    return f"finished periods, {_terabytes(nbytes / 1e9)}" if nbytes else "no finished periods, because of --write-limit-tb"
+    what = "factors of finished periods"
+    return f"{what}, {_terabytes(nbytes / 1e9)}" if nbytes else f"no {what}, because of --write-limit-tb"
 
 
 def _dropout(model: HFBlockModel) -> list[str]:

@@ -118,16 +118,16 @@ class RunPlan:
             ("read per step", shown_bytes(self.read_bytes)),
             ("written per step", shown_bytes(self.written_bytes)),
             ("written per 1,000 steps", shown_bytes(1e12 * self.terabytes_per_1000_steps)),
-            ("forward passes", f"{self.forward_seconds:.2f} s"),
-            ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
-            ("disk, overlapped", f"{self.disk_seconds:.2f} s"),
-            ("expected per step", f"{self.seconds:.2f} s"),
+            ("forward passes", duration(self.forward_seconds)),
+            ("noise and arithmetic", duration(self.update_seconds)),
+            ("disk, overlapped", duration(self.disk_seconds)),
+            ("expected per step", duration(self.seconds)),
         ]
         if self.snapshot_bytes:
             rows.insert(3, ("snapshot of all parameters", shown_bytes(self.snapshot_bytes)))
         count = f"{self.steps} steps"
         if self.evaluations:
-            rows.append(("expected per evaluation", f"{self.evaluation_seconds:.2f} s"))
+            rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
             count = f"{count}, {self.evaluations} evaluations"
         if self.steps:
             rows.append(("expected in total", f"{duration(self.run_seconds)} ({count})"))
@@ -144,6 +144,8 @@ def memory_words(host: HostPlan) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as text with a suitable unit, to about one percent."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -45,11 +45,11 @@ class SharedRunsPlan:
 
     def summary(self) -> list[str]:
         """Lines that say whether the runs fit, how long they take, and how much they write."""
-        more = "or more " if self.most_runs == MOST_RUNS else ""
+        most = f"{self.most_runs} runs or more fit" if self.most_runs == MOST_RUNS else f"At most {self.most_runs} runs fit"
         each = f"{duration(self.seconds)} a step of all runs"
         total = f"{duration(self.run.steps * self.seconds)} in all, {each}" if self.run.steps else each
         return [
-            f"Memory: {memory_words(self.host_plan)}. Up to {self.most_runs} {more}runs fit.",
+            f"Memory: {memory_words(self.host_plan)}. {most}.",
             f"Time: about {total}.",
             self.run.summary()[-1],
         ]
@@ -63,15 +63,18 @@ class SharedRunsPlan:
         )
         rows = [
             ("blocks", "all in memory" if self.host_plan.buckets is None else "streamed from disk"),
-            ("one run more takes", f"{shown_bytes(self.memory_a_run)}, and {self.seconds_a_run:.2f} s of compute a step"),
+            (
+                "one run more takes",
+                f"{shown_bytes(self.memory_a_run)}, and {duration(self.seconds_a_run)} of compute a step",
+            ),
             ("runs that fit", f"{self.most_runs}{' or more' if self.most_runs == MOST_RUNS else ''}"),
             ("read per step of all", shown_bytes(self.read_bytes)),
-            ("disk, overlapped", f"{self.disk_seconds:.2f} s"),
-            ("decoding, once for all", f"{self.decoding_seconds:.2f} s"),
+            ("disk, overlapped", duration(self.disk_seconds)),
+            ("decoding, once for all", duration(self.decoding_seconds)),
             ("limited by", limit),
             (
                 "expected per step of all",
-                f"{self.seconds:.2f} s; one run after the other {self.runs * self.run.seconds:.2f} s",
+                f"{duration(self.seconds)}; one run after the other {duration(self.runs * self.run.seconds)}",
             ),
         ]
         if self.run.steps:

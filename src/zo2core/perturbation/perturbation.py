@@ -144,9 +144,9 @@ def _require_dense(model: BlockModel, estimator: ZOEstimator | None) -> None:
         assert specs[0].encoding is not None
         raise _refusal(
             "perturbation",
-            f"dense directions, for {specs[0].name}, which is stored in {specs[0].encoding.name}",
-            "directions beside the activations, since quantised weights cannot be written",
-            "pass perturbation=LowRankPerturbation(rank=8), or --rank 8; or train an adapter",
+            f"none, for the weights of {specs[0].name}, which are stored in {specs[0].encoding.name}",
+            "directions of low rank or an adapter, because quantised weights are only read",
+            "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
         )
 
 

@@ -90,8 +90,8 @@ class GradientRun(RunMethod[GradientEngineT]):
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """How often a snapshot is taken: no block is written. See the contract."""
         every = self._policy.every
-        often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        return f"a snapshot of {self.snapshot_of} {often}"
+        often = ", which take 2 % of the time at most" if every is None else f" every {every} steps"
+        return f"snapshots of {self.snapshot_of}{often}"
 
     def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
