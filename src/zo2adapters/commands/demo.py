@@ -107,8 +107,8 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
         f"  speed   {len(steps) / seconds:.1f} steps/s, {tokens / seconds:.0f} tokens/s\n"
         f"  memory  {max(record['rss_bytes'] for record in steps) / 1e6:.0f} MB at most, of the whole process\n"
         "next, on a model of your own:\n"
-        "  zo2 verify --model DIR\n"
-        "  zo2 train --model DIR --data FILE.jsonl --output DIR",
+        "  zo2 init --model DIR --data FILE\n"
+        "  zo2 train recipe.yaml",
         flush=True,
     )
     return before, after
