@@ -162,7 +162,7 @@ def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
     assert told == done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base", *COLUMNS).out
     assert told == done("evaluate", "--model", "moods/model", "--data", "moods.csv", *COLUMNS).out
     Path("one.csv").write_text("subject,mood\nthe cat,no\n")  # whose labels alone are not enough
-    assert "1 rows, 2 candidates" in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
+    assert "1 row, 2 candidates" in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
     Path("other.csv").write_text("topic,mood\nthe cat,no\n")
     other = ("--prompt-template", "{topic} is")
     assert "1 rows" in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out

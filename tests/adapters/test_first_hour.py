@@ -97,7 +97,7 @@ def test_a_name_may_be_defined_in_any_way(text: str, here: Path) -> None:
 def test_rows_without_a_prompt_are_named_as_what_a_reward_lacks(here: Path) -> None:
     Path("texts.jsonl").write_text(json.dumps({"text": "the cat sat"}) + "\n")
     told = refusal("train", "--model", "base", "--data", "texts.jsonl", "--output", "run", "--reward", "length", "--rank", 2)
-    assert "--reward: found rows without a prompt; expected a prompt in each row" in told
+    assert "--reward: found rows without a prompt; expected rows with a prompt" in told
 
 
 def test_columns_that_a_run_on_texts_does_not_use_are_told(here: Path) -> None:

@@ -19,6 +19,8 @@ from transformers import Gemma3nTextConfig
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.train import Train
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_survey import survey
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
 from zo2adapters.trainers.outlook import plan_of
@@ -107,8 +109,21 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
     line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
-    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: negligible", said[0])
-    assert said[1:] == ["next: zo2 train other.yaml"]
+    assert said[0] == "The rows are prompts with one of 2 labels: 'no', 'yes'; label_column: completion."
+    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: negligible", said[1])
+    assert said[2:] == ["next: zo2 train other.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("header", "label"),
+    [("review,verdict,stars", "verdict"), ("review,label,stars", "label"), ("review,count,stars", "stars")],
+)
+def test_labels_are_words_rather_than_numbers(header: str, label: str, here: Path) -> None:
+    words = "verdict" in header
+    rows = [f"a film of {i},{('bad', 'good')[i % 2] if words else i % 2},{1 + i % 2}" for i in range(20)]
+    Path("films.csv").write_text("\n".join([header, *rows]) + "\n")
+    chosen = survey(Path("films.csv"), RowOptions(), takes_labels=False).options
+    assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
 
 
 def test_numbers_follow_from_the_rows(here: Path) -> None:

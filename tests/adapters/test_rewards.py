@@ -129,13 +129,12 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
         ("sleeps", "longer than 0.3 s"),
         ("computes", "longer than"),
         ("allocates", "more memory than allowed"),
-        ("missing", "AttributeError"),
     ],
 )
 def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
     judge = rewards(f"{functions}:{function}", seconds=0.3)
     rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
-    line = 4 if function in ("infinite", "text", "missing") else 5
+    line = 4 if function in ("infinite", "text") else 5
     try:
         with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line}: found .*{why}"):
             judge.of(rows)

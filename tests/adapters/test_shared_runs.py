@@ -259,7 +259,9 @@ def test_several_models_are_evaluated_in_one_pass(
     assert together.status == 0, together.err
     assert sweeps == [5], "the base, too"
     header, loss, *_ = together.out.splitlines()
-    assert header.split() == ["base", "step", "4", *list(trained)[1:]]
+    assert header.split() == ["base", "step", "4", *list(trained)[1:3], str(trained["model"])], (
+        "the run has its name already"
+    )
     cells = [cell.split()[0] for cell in re.split(r"\s{2,}", loss.strip())[1:]]
     shown = dict(zip(["base", *trained], cells, strict=True))
     for name, path in trained.items():

@@ -16,7 +16,7 @@ from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, OutputError, Replayer, Runner, SharedBase, Workers
 from zo2core.checkpoint import Snapshots, require_unused
@@ -273,6 +273,20 @@ class WritesDirectory(AtStep):
         if self.output.is_dir() and any(self.output.iterdir()):
             return f"{self.output} is complete"
         return f"{self.output} was not written; run the same command again to write it"
+
+
+def names_of(others: Sequence[Path], *, taken: str = "base") -> list[str]:
+    """A different name for each directory of a run or an adapter: its own, or its path if an earlier one is called so.
+
+    Args:
+        others: The directories.
+        taken: A name that none of them gets.
+    """
+    names: list[str] = []
+    for path in others:
+        name = name_of(path)
+        names.append(str(path) if name in (taken, *names) else name)
+    return names
 
 
 def run_together(runs: Mapping[str, Callable[[], T]], shared: SharedBase | None) -> dict[str, T]:

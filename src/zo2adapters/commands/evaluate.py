@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from zo2adapters.commands.at_step import AtStep, run_together
+from zo2adapters.commands.at_step import AtStep, names_of, run_together
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
@@ -97,7 +97,7 @@ class Evaluate(AtStep):
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         for line in length_notices(rows) if is_first(workers) else ():
             print(line, file=sys.stderr)
-        others = [(name_of(path), at.of_other(path)) for path in self.others]
+        others = [(name, at.of_other(path)) for name, path in zip(names_of(self.others), self.others, strict=True)]
         if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
             others.insert(0, ("base", at.without_learning()))
         sharing = [one for _, one in others] if workers is None and self.trace is None else []

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.commands.at_step import AtStep, run_together
+from zo2adapters.commands.at_step import AtStep, names_of, run_together
 from zo2adapters.tasks.row_options import with_line_breaks
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import NonFiniteLossError, SharedBase
@@ -62,7 +62,7 @@ class Generate(AtStep):
         texts = [with_line_breaks(text) for text in self.prompt]
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
-        others = [(name_of(path), at.of_other(path)) for path in self.others]
+        others = [(name, at.of_other(path)) for name, path in zip(names_of(self.others), self.others, strict=True)]
         with at.shared_base([other for _, other in others]) as shared:
             runs = {"": partial(self._continued, at, model, tokenizer, prompts, drawn, shared)}
             for name, other in others:

@@ -153,8 +153,10 @@ def _example(columns: Sequence[str]) -> str:
 
 
 def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
-    """The last column of labels."""
-    return next((name for name in reversed(columns) if _is_label(rows, name)), None)
+    """The column of labels: the one called label, else the last one whose labels are words, else the last one."""
+    named = [name for name in reversed(columns) if _is_label(rows, name)]
+    words = [name for name in named if not any(str(row.get(name, "")).lstrip("-").isdecimal() for row in rows)]
+    return "label" if "label" in named else next(iter([*words, *named]), None)
 
 
 def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:

@@ -37,6 +37,14 @@ from zo2core import MemoryBudgetError, MissingPackageError, ZO2Error
 from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import shown_bytes
 
+_ROW_OPTIONS = (
+    "prompt_template",
+    "text_column",
+    "prompt_column",
+    "completion_column",
+    "label_column",
+    "messages_column",
+)
 _BATCH = 16  # rows
 _MICRO_BATCHES = (None, 8, 4, 2, 1)  # rows that run at a time, of which the first that fits is chosen
 _ACTIVATIONS = 0.25  # share of the memory that activations may take
@@ -68,6 +76,13 @@ class InitialRecipe:
 
     choices: Sequence[Choice]
     summary: str  # method, steps, time, memory and disk, in words
+
+    @property
+    def rows(self) -> str:
+        """What the rows are, and the columns and the template that were chosen for them."""
+        [kind] = [choice.reason for choice in self.choices if choice.name == "data"]
+        chosen = [f"{choice.name}: {choice.value}" for choice in self.choices if choice.name in _ROW_OPTIONS]
+        return f"{kind.removesuffix('.')}; {', '.join(chosen)}." if chosen else kind
 
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
@@ -291,7 +306,7 @@ def _with_steps(options: TrainOptions, inputs: RunInputs, plan: RunPlan) -> Trai
 def _data_choices(options: TrainOptions, surveyed: Survey) -> Iterator[Choice]:
     yield Choice("model", options.model)
     yield Choice("data", str(options.data), f"The rows are {surveyed.kind}.")
-    for name in ("prompt_template", "text_column", "prompt_column", "completion_column", "label_column", "messages_column"):
+    for name in _ROW_OPTIONS:
         if (value := getattr(options.rows, name)) is not None:
             yield Choice(name, value)
     if options.rows.labels:

@@ -451,7 +451,8 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 def name_of(directory: Path) -> str:
     """What a model, adapter or run is called: the name of its directory, or of the run that exported it."""
     directory = directory.resolve()
-    return directory.parent.name if directory.name == MODEL else directory.name
+    is_of_run = directory.name == MODEL and (directory.parent / JOURNAL).exists()
+    return directory.parent.name if is_of_run else directory.name
 
 
 def holds_model(directory: Path) -> bool:

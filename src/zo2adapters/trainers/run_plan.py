@@ -93,10 +93,10 @@ class RunPlan:
 
     def summary(self) -> list[str]:
         """Lines that say whether the run fits, how long it takes, and how much it writes."""
-        written = self.steps * self.written_bytes
+        written = 1e9 * self.terabytes_per_1000_steps * self.steps
         writes = "negligible" if written < _NEGLIGIBLE_BYTES else f"{shown_bytes(written)} in all"
         if self.snapshot_bytes:
-            writes = f"{writes}, and snapshots of {shown_bytes(self.snapshot_bytes)} each"
+            writes = f"{writes}, in snapshots of {shown_bytes(self.snapshot_bytes)} each"
         if self.spilled_bytes:
             writes = f"{writes}, and a temporary file of {shown_bytes(self.spilled_bytes)}"
         each = f"{duration(self.seconds)} a step"
@@ -144,7 +144,7 @@ def memory_words(host: HostPlan) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as text with a suitable unit, to about one percent."""
-    if seconds < 1:
+    if 0 < seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 100:
         return f"{seconds:.3g} s"
