@@ -37,6 +37,7 @@ from zo2core import (
     RunRequest,
     RunSpec,
     SegmentKind,
+    UpdateInputs,
     plan,
 )
 from zo2core.engine.backprop_engine import TRAINED_COPIES
@@ -267,7 +268,7 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
     seconds = math.inf
     for step in range(_PROBE_ROUNDS):
         started = time.perf_counter()
-        update.apply(0, {"probe": weight}, {"probe": gradient}, states, step=step, lr=0.0)
+        update.apply(UpdateInputs(0, {"probe": weight}, {"probe": gradient}, states, step, 0.0))
         seconds = min(seconds, time.perf_counter() - started)
     segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
     share = len(update.segments(0, segments)) / len(segments)
