@@ -70,7 +70,7 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
         self._turn = update.turn
         self._every = commit_every if update.turn is None else update.turn
         self._open(model, update, lr, gradients, run, options)
-        try:
+        with self._closed_if_refused():
             source, generations = self._parts.source, self._parts.generations
             assert isinstance(source, StreamedSource), "it was planned"
             assert generations is not None, "it was planned"
@@ -79,9 +79,6 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
             self._method.load_values(generations.values)
             self._trained.begin_at({segment: generations.version(segment) for segment in range(len(model.layouts))})
             source.pin(self._kept())
-        except BaseException:
-            self._close_refused()
-            raise
 
     @property
     def committed(self) -> int:
