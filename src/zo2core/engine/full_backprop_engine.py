@@ -86,14 +86,13 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        options = RunOptions(
+        options = dataclasses.replace(
+            options_in_memory(update, model.layouts),
             device=device,
             memory=memory,
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
-            stays_in_memory=True,
-            optimizer_bytes=state_bytes(update, model.layouts),
         )
         self._open(model, update, lr, gradients, run, options, spill)
         if run is not None:
@@ -112,7 +111,6 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
         """Build the parts of the run that the options name, and the method."""
         if gradients.loss_scaling is not None:
             _require_scalable(update, model)
-        options = dataclasses.replace(options, gradient_bytes=gradient_bytes(model.layouts))
         if run is not None:
             method = {**update.options, **gradients.options}
             options = dataclasses.replace(options, journal=run.journal, provenance=run.provenance, method=method)
@@ -170,6 +168,17 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
         self.load_parameters(state["parameters"])
         self._method.load_values(state["values"])
         self._method.steps = state["steps"]
+
+
+def options_in_memory(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> RunOptions:
+    """What a run of all parameters in memory asks for, by which it is planned.
+
+    Args:
+        update: The optimizer.
+        layouts: Segments in visiting order.
+    """
+    nbytes = gradient_bytes(layouts)
+    return RunOptions(gradient_bytes=nbytes, optimizer_bytes=state_bytes(update, layouts), stays_in_memory=True)
 
 
 def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.methods.first_order_run import GradientRun
 from zo2adapters.trainers.methods.run_method import Opening
