@@ -100,6 +100,7 @@ def test_adapters_are_switched_by_name(place: Path) -> None:
 
 def test_an_adapter_that_a_run_exported_has_the_name_of_the_run(place: Path, tmp_path: Path) -> None:
     (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "journal.jsonl").touch()
     shutil.copytree(place / "second", tmp_path / "tuned" / "model")
     adapters = ("--adapter", place / "first", tmp_path / "tuned" / "model")
     ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines="/adapter tuned\nthe cat\n")
@@ -275,9 +276,9 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
     answers = ended.out.splitlines()
     assert len(answers) == 2
     assert answers[0] != answers[1], "the base chooses otherwise"
-    for answer, model in zip(answers, (options.output / "model", options.model), strict=True):
+    for answer, model in zip(answers, (options.output / "model", Path(options.model)), strict=True):
         shares = dict(part.split(" ") for part in answer.split(", "))
-        likelihoods = {label: mean_log_likelihood(Path(model), line, f" {label}") for label in labels}
+        likelihoods = {label: mean_log_likelihood(model, line, f" {label}") for label in labels}
         expected = torch.tensor(list(likelihoods.values())).softmax(0)
         for label, share in zip(labels, expected.tolist(), strict=True):
             assert float(shares[label].rstrip("%")) == pytest.approx(100 * share, abs=0.06)

@@ -178,7 +178,7 @@ def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
         "steps/s",
         "tokens/s",
         "MB",
-        "zo2 verify",
+        "zo2 init",
     ):
         assert said in printed
 

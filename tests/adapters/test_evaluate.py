@@ -165,7 +165,7 @@ def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
     assert "1 row, 2 candidates" in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
     Path("other.csv").write_text("topic,mood\nthe cat,no\n")
     other = ("--prompt-template", "{topic} is")
-    assert "1 rows" in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
+    assert "1 row," in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
 
 
 def test_a_run_knows_how_long_its_rows_may_be(here: Path) -> None:

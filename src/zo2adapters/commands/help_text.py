@@ -100,6 +100,6 @@ def _docstrings(options: type) -> Iterator[tuple[str, str]]:
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
     for field, docstring in itertools.pairwise(definition.body):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant):
-            yield field.target.id, inspect.cleandoc(str(docstring.value.value))  # type: ignore[union-attr]
+        match field, docstring:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, inspect.cleandoc(text)

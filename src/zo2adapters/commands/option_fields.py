@@ -48,14 +48,15 @@ def option_fields(command: Any) -> Iterator[OptionField]:
         if option.default_factory is not MISSING:
             yield from option_fields(option.default_factory())
             continue
-        hint, marks = hints[option.name], ()
+        hint = hints[option.name]
+        marks: list[Any] = []
         if get_origin(hint) is Annotated:
             hint, *marks = get_args(hint)
         kinds = [str(mark) for mark in marks]
         if _SUPPRESSED in kinds:
             continue
         name = next((mark.name for mark in marks if getattr(mark, "name", None)), option.name)
-        aliases = next((tuple(mark.aliases) for mark in marks if getattr(mark, "aliases", None)), ())
+        aliases: tuple[str, ...] = next((tuple(mark.aliases) for mark in marks if getattr(mark, "aliases", None)), ())
         default = getattr(command, option.name, MISSING)
         yield OptionField(owner, option.name, name, aliases, hint, default, _POSITIONAL in kinds)
 
