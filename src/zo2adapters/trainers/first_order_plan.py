@@ -41,7 +41,7 @@ from zo2core import (
 )
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
-from zo2core.engine.streamed_full_engine import optimizer_bytes, stored_layouts
+from zo2core.engine.streamed_full_engine import optimizer_bytes, read_bytes, stored_layouts
 from zo2core.optimizers import StateMemory, state_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
@@ -99,12 +99,17 @@ def plan_first_order_run(
     moving = room.host_plan.buckets
     if moving is not None and update is not None and update.turn is not None:
         moving -= 1  # that of the block whose turn it is
-    read = 2 * streamed_bytes(layouts, moving)
+    read, evaluated = 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+    if moving is not None and update is not None and update.turn is None:
+        read, evaluated = read_bytes(layouts, moving, commit_every), streamed_bytes(model.layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
     decoding = decoding_seconds(layouts)
     arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
-    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    evaluation = 0.0
+    if evaluations:
+        seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
+        evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, seconds)
     scratch_file, snapshot, written = 0, 0, 0.0
     if update is not None and streams:
         slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)

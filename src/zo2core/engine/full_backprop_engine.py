@@ -23,6 +23,7 @@ from zo2core.optimizers import StateMemory, StatesInStores, state_bytes
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
+from zo2core.sources import StreamedSource
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
@@ -130,9 +131,9 @@ class FullBackpropEngine(StoredRunner):
         parts = build(model, None, options)
         super().__init__(model, parts)
         self._update = update
-        layouts = parts.layouts
-        is_stored = any(layout.states for layout in layouts)
-        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
+        layouts, source = parts.layouts, parts.source
+        is_stored = isinstance(source, StreamedSource) and any(layout.states for layout in layouts)
+        self._states = StatesInStores(layouts, source.read_states) if is_stored else StateMemory(update, layouts)
         self._lr = lr if callable(lr) else _constant(lr)
         self._is_recorded = run is not None
         if spill is None:
