@@ -14,7 +14,7 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
-from zo2adapters.trainers.methods.full_run import snapshot_bytes, tied_gradient_bytes
+from zo2adapters.trainers.methods.full_run import snapshot_bytes
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
 from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
@@ -146,8 +146,6 @@ def _request(
     options = RunOptions(trained_copies=TRAINED_COPIES)
     if update is not None:
         options = options_on_disk(update, model.layouts, Path()) if streams else options_in_memory(update, model.layouts)
-        tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
-        activations, least = activations + tied, least + tied
     policy = MemoryPolicy(host=memory, activations=activations, least_activations=least)
     return request_of(model, replace(options, memory=policy))
 
