@@ -505,7 +505,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     method: OptimizerName, where: tuple[object, ...], kills: int, here: Path, apart: Apart
 ) -> None:
-    saved = ("--keep-best",) if not where else ()
+    saved: tuple[object, ...] = ("--keep-best",) if not where else ()
     saved += () if where and method == "badam" else ("--snapshot-every", 2)
     evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 2)
     runs = KilledRuns(here, apart, train("run", *evaluated, *where, *saved, method=method), STEPS)

@@ -120,8 +120,10 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
         super().__init__(model, options, where_stored, spill)
         self._update = update
         parts, layouts, source = self._parts, self._parts.layouts, self._parts.source
-        is_stored = isinstance(source, StreamedSource) and any(layout.states for layout in layouts)
-        self._states = StatesInStores(layouts, source.read_states) if is_stored else StateMemory(update, layouts)
+        if isinstance(source, StreamedSource) and any(layout.states for layout in layouts):
+            self._states: StatesInStores | StateMemory = StatesInStores(layouts, source.read_states)
+        else:
+            self._states = StateMemory(update, layouts)
         with self._closed_if_refused():
             self._method: FusedBackprop = FusedBackprop(
                 update,
