@@ -220,6 +220,10 @@ class BlockUpdate(Protocol):
         """Whether 16-bit gradients are converted to float32 before they are measured, clipped and applied."""
 
     @property
+    def copies(self) -> int:
+        """Most float32 tensors of the size of one parameter that ``apply`` has at a time, by which memory is planned."""
+
+    @property
     def turn(self) -> int | None:
         """Steps after each multiple of which all states are forgotten; None: never."""
 

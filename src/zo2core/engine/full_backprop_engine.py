@@ -26,8 +26,6 @@ from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
-_GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -180,17 +178,28 @@ def options_in_memory(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> Ru
         update: The optimizer.
         layouts: Segments in visiting order.
     """
-    nbytes = gradient_bytes(layouts)
+    nbytes = gradient_bytes(update, layouts)
     return RunOptions(gradient_bytes=nbytes, optimizer_bytes=state_bytes(update, layouts), stays_in_memory=True)
 
 
-def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Memory for the gradients of the largest segment.
+def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+    """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
+
+    While gradients are summed, converted or clipped, there are two of each. Then the optimizer has its copies of one
+    parameter beside the gradients of the whole segment.
 
     Args:
+        update: The optimizer.
         layouts: Segments in visiting order.
     """
-    return _GRADIENT_COPIES * max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
+    most = 0
+    for layout in layouts:
+        trained = [spec for spec in layout.parameters if not spec.frozen]
+        in_float32 = [4 * spec.numel for spec in trained]
+        given = sum(spec.nbytes for spec in trained)
+        held = max(given, sum(in_float32)) if update.widens_gradients else given
+        most = max(most, held + max(given, update.copies * max(in_float32, default=0)))
+    return most
 
 
 def _require_scalable(update: BlockUpdate, model: BlockModel) -> None:

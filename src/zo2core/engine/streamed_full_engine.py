@@ -144,7 +144,7 @@ def options_on_disk(update: BlockUpdate, layouts: Sequence[BlockLayout], directo
     made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
     return RunOptions(
         generations=GenerationPolicy(directory=directory, states=states, changing=changing),
-        gradient_bytes=gradient_bytes(layouts),
+        gradient_bytes=gradient_bytes(update, layouts),
         optimizer_bytes=made if update.turn is None else state_bytes(update, layouts),
     )
 
