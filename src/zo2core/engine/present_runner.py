@@ -81,7 +81,9 @@ class PresentRunner(Runner, Generic[TrainedT]):
         self._use.close()
         self._parts.opened.__exit__(*sys.exc_info())
 
-    def _gradient_visits(self, leaves: Sequence[Mapping[str, torch.Tensor]], inputs: KeptInputs) -> GradientVisits:
+    def _gradient_visits(
+        self, leaves: Sequence[Mapping[str, torch.Tensor]], inputs: KeptInputs[torch.UntypedStorage]
+    ) -> GradientVisits:
         """What makes the visitors of first-order steps.
 
         Args:
