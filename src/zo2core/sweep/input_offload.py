@@ -175,7 +175,6 @@ class InputOffload:
 
     def send(self, key: InputKey, storages: Sequence[torch.UntypedStorage]) -> _Departure:
         """Start copying storages to the host. See the contract."""
-        self._end_arrivals()
         self._hand_over(sum(storage.nbytes() for storage in storages))
         copies = [_Copy(storage, _HostStorage(self._pool, storage.nbytes())) for storage in storages]
         made = {Wait.COMPUTED: self.device.streams.mark()}
@@ -190,8 +189,8 @@ class InputOffload:
 
     def bring(self, key: InputKey) -> _Transit:
         """Start copying back, once the input is in host memory. See the contract."""
-        self._end_arrivals()
         copies = self._copies.pop(key)
+        self._end_arrivals(sum(host.nbytes() for _, host in copies))
         self._on_host.end_departures()
         self._on_host.take(key)
         for storage, host in copies:
@@ -234,19 +233,27 @@ class InputOffload:
         """Keep the copies that are done. The oldest leave host memory once an input of so many bytes has no room."""
         while self._offloaded:
             key, departure = self._offloaded[0]
-            waits = len(self._offloaded) > AHEAD and self._pool.used + nbytes > self._room
-            if not (waits or departure.done()):
+            if not departure.done() and (len(self._offloaded) <= AHEAD or self._has_room(nbytes)):
                 break
             self._offloaded.popleft()
             for transfer in departure.transfers:
                 self.device.streams.wait(transfer.done, Wait.INPUT_OFFLOADED)
             self._on_host.put(key, [host for _, host in departure.copies])
 
-    def _end_arrivals(self) -> None:
-        """Give back the host memory of inputs that are on the device again."""
-        while self._arriving and self._arriving[0].transit.done():
-            for _, host in self._arriving.popleft().copies:
+    def _end_arrivals(self, nbytes: int) -> None:
+        """Give back the host memory of inputs that are on the device again, for one of so many bytes."""
+        while self._arriving:
+            transit, copies = self._arriving[0]
+            if not transit.done() and (len(self._arriving) <= AHEAD or self._has_room(nbytes)):
+                break
+            self._arriving.popleft()
+            for transfer in transit.transfers:
+                self.device.streams.wait(transfer.done, Wait.INPUT_UPLOADED)
+            for _, host in copies:
                 host.resize_(0)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._pool.used + nbytes <= self._room
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
