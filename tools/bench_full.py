@@ -43,6 +43,7 @@ from zo2core import (
     HostPlan,
     MemoryPolicy,
     TorchOptimizer,
+    UpdateInputs,
 )
 from zo2core.engine.full_backprop_engine import gradient_bytes as gradient_copies
 from zo2core.optimizers import state_bytes
@@ -84,11 +85,11 @@ class SlowHost(EverySegment):
         """Those of the optimizer. See the contract."""
         return self._update.states(layout)
 
-    def apply(self, segment: int, weights: Any, gradients: Any, states: Any, *, step: int, lr: float) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Apply the update, in no less than its time. See the contract."""
         began = time.perf_counter()
-        self._update.apply(segment, weights, gradients, states, step=step, lr=lr)
-        seconds = self.seconds_a_byte * sum(weight.nbytes for weight in weights.values())
+        self._update.apply(inputs)
+        seconds = self.seconds_a_byte * sum(weight.nbytes for weight in inputs.weights.values())
         time.sleep(max(seconds - (time.perf_counter() - began), 0.0))
 
 

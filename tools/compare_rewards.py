@@ -1,14 +1,17 @@
 """Compare evolution strategies, GRPO and supervised training on sums of two numbers, which a program makes and checks.
 
-    python tools/compare_rewards.py --model smollm2 --rollouts 4096 --output compared.json
-    python tools/compare_rewards.py --model smollm2 --methods es --seeds 0,1,2 --lr 1e-3
+    python tools/compare_rewards.py --model smollm2 --rollouts 4096 --output compared
+    python tools/compare_rewards.py --model smollm2 --output compared --methods es --seeds 0 --lr 3e-4 1e-3 --tuning
 
-The prompt has two solved sums and an unsolved one. A completion gets 1 if its last number is the sum, else 0. Evolution
+The prompt has two solved sums and an unsolved one. A completion has one token more than the numbers have digits, which is
+enough for a sum, or for a shorter one and the end of its line. It gets 1 if its last number is the sum, else 0. Evolution
 strategies move all weights along directions of low rank; GRPO (TRL's trainer over streamed blocks) and the supervised runs
 train LoRA of rank 8 on the attention's q and v. Evolution strategies and GRPO write as many completions as ``--rollouts``
-says; the supervised runs, an upper bound that is told the answers, read as many rows. Tune ``--lr`` with ``--tuning``, which
-evaluates on other rows. Prints a line for each run and JSON: reward on held-out rows, drift from the base in nats a token,
-and seconds.
+says; the supervised runs, an upper bound that is told the answers, read as many rows. ``--tuning`` evaluates on other rows.
+
+Each method, learning rate and seed is a run, which gets a JSON file in the folder. Called again with more of them, or after
+it was killed, it does only what is missing. A file says how many completions were written, the CPU seconds and seconds of
+training, the mean reward of each step, the reward on held-out rows, and the drift from the base in nats a token.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench_overlap import keep, machine
+from bench_overlap import machine
 from peft import LoraConfig
 from transformers import AutoTokenizer
 
@@ -39,20 +44,31 @@ from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.run_directory import METRICS
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Replayer
+from zo2core import OptionError, Replayer
 from zo2core.estimators import EstimatorName
 
-NEW_TOKENS = 6
+GROUP, GRPO_BATCH = 8, 64  # completions of a prompt, and of a step
+SUPERVISED_BATCH = 16
 RATES = {"es": 1e-3, "grpo": 1e-4, "supervised": 3e-4}  # by default, of each method
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
-
+LORA_RANK, LORA_TARGETS = 8, ("q_proj", "v_proj")
+SETTINGS = ("model", "rollouts", "zo_eps", "queries", "rank", "batch", "digits", "held_out", "tuning")
 
 datasets, trl = (importlib.import_module(name) for name in ("datasets", "trl"))  # which have no types
 
 
 class GRPO(BackpropGRPOMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
     """TRL's trainer over streamed blocks."""
+
+
+class Trained(NamedTuple):
+    """What a run made."""
+
+    model: Path
+    adapter: Path | None  # None: all weights of the model were trained
+    rows: int  # completions that were written to train on, or rows that were read
+    rewards: list[float]  # mean of each step; empty if no completion was written
 
 
 def rows(count: int, seed: int, digits: int) -> list[dict[str, str]]:
@@ -74,84 +90,92 @@ def save(path: Path, made: list[dict[str, str]]) -> Path:
 class Scores:
     """Rewards and drift on held-out rows, of models that were trained from one base."""
 
-    def __init__(self, base: Path, held_out: Path) -> None:
+    def __init__(self, base: Path, held_out: Path, rewards: RewardOptions) -> None:
+        self._rewards = rewards
         self._tokenizer = AutoTokenizer.from_pretrained(base)
         self._rows = read_dataset(held_out, self._tokenizer, sequence_length=64, keeps_sources=True)
-        self._base = self._task(open_checkpoint(base))
-        self._base.prepare(lambda: Replayer(self._base_model), list)
+        model = open_checkpoint(base)
+        task = self._task(model)
+        task.prepare(lambda: Replayer(model), list)
+        task.close()
+        self._kept = task._kept  # what the base wrote, by which all models are measured
 
     def _task(self, model: Any) -> RewardTask:
-        self._base_model = model
-        options = RewardOptions(reward=("arithmetic",), max_new_tokens=NEW_TOKENS)
         pad = pad_token_id(self._tokenizer)
-        given: Any = {"rewards": options, "tokenizer": self._tokenizer}
+        given: Any = {"rewards": self._rewards, "tokenizer": self._tokenizer}
         return RewardTask(model, self._rows, TaskOptions(objective="reward", pad=pad, batch_size=64, **given))
 
-    def of(self, path: Path, adapter: Path | None = None) -> dict[str, float]:
+    def of(self, path: Path, adapter: Path | None) -> dict[str, float]:
         """Evaluate a checkpoint, or one with an adapter."""
         model = open_checkpoint(path, adapter=None if adapter is None else Adapter(config=adapter, is_trained=False))
         task = self._task(model)
-        task._kept = self._base._kept
+        task._kept = self._kept
         with Replayer(model) as replayer:
             results = task.evaluate(replayer, self._rows)
         task.close()
         return results
 
 
-def by_evolution(
-    base: Path, data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int
-) -> tuple[Path, Any]:
-    """Train all weights by evolution strategies; the exported model."""
+def by_evolution(data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int) -> Trained:
+    """Train all weights by evolution strategies."""
+    completions = 2 * options.queries * options.batch  # of a step
     trained = TrainOptions(
-        model=str(base),
+        model=str(options.model),
         data=data,
         output=output,
-        steps=options.rollouts // (2 * options.queries * options.batch),
+        steps=steps_of(options, completions),
         seed=seed,
-        rewards=RewardOptions(reward=("arithmetic",), max_new_tokens=NEW_TOKENS),
+        rewards=rewards_of(options),
         optimization=Optimization(
-            estimator=EstimatorName.ES, queries=options.queries, rank=8, lr=lr, zo_eps=options.zo_eps, guard=False
+            estimator=EstimatorName.ES,
+            queries=options.queries,
+            rank=options.rank,
+            lr=lr,
+            zo_eps=options.zo_eps,
+            guard=False,
         ),
         batching=Batching(batch_size=options.batch, sequence_length=64),
     )
     with Trainer(trained, quiet=True) as trainer:
-        return trainer.run(), None
+        model = trainer.run()
+    steps = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    rewards = [step["reward"] for step in steps if "generated_tokens" in step]
+    return Trained(model, None, len(rewards) * completions, rewards)
 
 
-def by_gradients(
-    base: Path, data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int
-) -> tuple[Path, Path]:
-    """Train LoRA on the answers; base and adapter."""
+def by_gradients(data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int) -> Trained:
+    """Train LoRA on the answers."""
+    steps = steps_of(options, SUPERVISED_BATCH)
     trained = TrainOptions(
-        model=str(base),
+        model=str(options.model),
         data=data,
         output=output,
-        steps=options.rollouts // 16,
+        steps=steps,
         seed=seed,
         first_order=FirstOrder(method="adamw"),
-        model_options=RunModelOptions(lora_rank=8, lora_targets=("q_proj", "v_proj")),
+        model_options=RunModelOptions(lora_rank=LORA_RANK, lora_targets=LORA_TARGETS),
         optimization=Optimization(lr=lr),
-        batching=Batching(batch_size=16, sequence_length=64),
+        batching=Batching(batch_size=SUPERVISED_BATCH, sequence_length=64),
     )
     with Trainer(trained, quiet=True) as trainer:
-        return base, trainer.run()
+        return Trained(options.model, trainer.run(), steps * SUPERVISED_BATCH, [])
 
 
-def by_grpo(base: Path, data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int) -> tuple[Path, Path]:
-    """Train LoRA by GRPO, with groups of eight completions; base and adapter."""
+def by_grpo(data: Path, output: Path, options: argparse.Namespace, lr: float, seed: int) -> Trained:
+    """Train LoRA by GRPO."""
+    rewards: list[list[float]] = []
 
-    def reward(prompts: list[str], completions: list[str], completion: list[str], **_: Any) -> list[float]:
-        return [
-            arithmetic(prompt, text, {"completion": right})
-            for prompt, text, right in zip(prompts, completions, completion, strict=True)
-        ]
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        written = zip(prompts, completions, answer, strict=True)
+        rewards.append([arithmetic(prompt, text, {"answer": right}) for prompt, text, right in written])
+        return rewards[-1]
 
     args = trl.GRPOConfig(
         output_dir=str(output),
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=NEW_TOKENS,
-        max_steps=options.rollouts // 64,
+        per_device_train_batch_size=GRPO_BATCH,
+        num_generations=GROUP,
+        max_completion_length=rewards_of(options).max_new_tokens,
+        max_steps=steps_of(options, GRPO_BATCH),
         learning_rate=lr,
         seed=seed,
         temperature=1.0,
@@ -162,50 +186,140 @@ def by_grpo(base: Path, data: Path, output: Path, options: argparse.Namespace, l
         report_to=[],
         disable_tqdm=True,
     )
-    made = datasets.Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()])
-    adapter = {"peft_config": LoraConfig(**LORA)}  # type: ignore[arg-type]
-    trainer = GRPO(model=str(base), args=args, reward_funcs=reward, train_dataset=made, **adapter)
-    trainer.train()
-    trainer.save_model(str(output / "adapter"))
-    trainer.engine.close()
-    return base, output / "adapter"
+    sums = [json.loads(line) for line in data.read_text().splitlines()]
+    # TRL passes its own columns only by their names, and a reward gets no column named completion.
+    made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in sums])
+    adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=list(LORA_TARGETS), lora_dropout=0.0)
+    trainer = GRPO(model=str(options.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)
+    try:
+        trainer.train()
+        trainer.save_model(str(output / "adapter"))
+    finally:
+        trainer.engine.close()
+    return Trained(options.model, output / "adapter", sum(map(len, rewards)), list(map(statistics.fmean, rewards)))
 
 
-METHODS: dict[str, Callable[..., tuple[Path, Any]]] = {"es": by_evolution, "grpo": by_grpo, "supervised": by_gradients}
+METHODS: dict[str, Callable[..., Trained]] = {"es": by_evolution, "grpo": by_grpo, "supervised": by_gradients}
+
+
+def steps_of(options: argparse.Namespace, completions: int) -> int:
+    """Steps of a run whose steps write so many completions.
+
+    Raises:
+        OptionError: if they are no whole number.
+    """
+    if options.rollouts % completions:
+        found, expected = f"{options.rollouts}", f"a multiple of {completions}, the completions of a step"
+        raise OptionError("rollouts", found=found, expected=expected, remedy="change it, or --queries or --batch")
+    return int(options.rollouts) // completions
+
+
+def rewards_of(options: argparse.Namespace) -> RewardOptions:
+    """The reward, and the length of completions."""
+    return RewardOptions(reward=("arithmetic",), max_new_tokens=options.digits + 1)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+class Runs:
+    """The runs of a folder, with a JSON file for each.
+
+    Args:
+        options: The options of the command line.
+        data: Rows to train on.
+        scores: Evaluates what a run made.
+    """
+
+    def __init__(self, options: argparse.Namespace, data: Path, scores: Scores) -> None:
+        self._options = options
+        self._data = data
+        self._scores = scores
+        self._settings = {name: str(getattr(options, name)) for name in SETTINGS}
+
+    def base(self) -> dict[str, Any]:
+        """The base, evaluated like a run."""
+        return self._kept("base", lambda: {"method": "base", **self._scores.of(self._options.model, None)})
+
+    def run(self, method: str, lr: float, seed: int) -> dict[str, Any]:
+        """Train once, and evaluate."""
+
+        def made() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory() as folder:
+                began, began_cpu = time.perf_counter(), cpu_seconds()
+                trained = METHODS[method](self._data, Path(folder, "run"), self._options, lr, seed)
+                spent = {"seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - began_cpu}
+                named = {"method": method, "lr": lr, "seed": seed, "rollouts": trained.rows}
+                return {**named, **spent, **self._scores.of(trained.model, trained.adapter), "steps": trained.rewards}
+
+        return self._kept(f"{method}-lr{lr:g}-seed{seed}", made)
+
+    def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Read a run from its file, or make it and write the file.
+
+        Raises:
+            OptionError: if the file is of a run with other settings.
+        """
+        path = self._options.output / f"{'tuning-' if self._options.tuning else ''}{name}.json"
+        if path.exists():
+            kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if kept["settings"] != self._settings:
+                expected = f"one with {self._settings}"
+                raise OptionError(
+                    path, found=f"a run with {kept['settings']}", expected=expected, remedy="pass another folder"
+                )
+            return kept
+        made = {**make(), "settings": self._settings, "machine": machine()}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(made) + "\n", encoding="utf-8")
+        partial.replace(path)
+        print({key: made[key] for key in made if key not in ("settings", "machine", "steps")}, flush=True)
+        return made
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each method and learning rate: medians and ranges over seeds."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["method"], run.get("lr", 0.0)), []).append(run)
+    for (method, lr), members in groups.items():
+        shown = [f"{method:12s} lr {lr:<8g} {len(members)} runs"]
+        for key, scale, unit in (("reward", 100, "%"), ("drift", 1, " nats"), ("rollouts", 1, ""), ("cpu_seconds", 1, " s")):
+            values = [run[key] * scale for run in members if key in run]
+            if values:
+                shown.append(f"{key} {statistics.median(values):.4g}{unit} [{min(values):.4g} - {max(values):.4g}]")
+        print("  ".join(shown))
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--methods", default="es,grpo,supervised")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs' files")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lr", type=float, nargs="+", help="learning rates; by default one for each method")
     parser.add_argument("--rollouts", type=int, default=4096, help="completions of a run")
-    parser.add_argument("--lr", type=float, help="learning rate; by default one for each method")
     parser.add_argument("--zo-eps", type=float, default=1e-2)
     parser.add_argument("--queries", type=int, default=8, help="antithetic pairs of evolution strategies")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the directions of evolution strategies")
     parser.add_argument("--batch", type=int, default=32, help="rows of each member of evolution strategies")
     parser.add_argument("--digits", type=int, default=2)
     parser.add_argument("--held-out", type=int, default=200)
     parser.add_argument("--tuning", action="store_true", help="evaluate on rows to tune on")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
-    runs: list[dict[str, Any]] = []
+    options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         data = save(Path(folder, "train.jsonl"), rows(4096, 1, options.digits))
         held_out = save(Path(folder, "held-out.jsonl"), rows(options.held_out, 2 if options.tuning else 3, options.digits))
-        scores = Scores(options.model, held_out)
-        runs.append({"method": "base", **scores.of(options.model)})
-        print(runs[-1], flush=True)
-        for method in options.methods.split(","):
-            for seed in map(int, options.seeds.split(",")):
-                lr, output = options.lr or RATES[method], Path(folder, f"{method}-{seed}")
-                began = time.perf_counter()
-                trained = METHODS[method](options.model, data, output, options, lr, seed)
-                seconds = time.perf_counter() - began
-                runs.append({"method": method, "seed": seed, "lr": lr, "seconds": seconds, **scores.of(*trained)})
-                print(runs[-1], flush=True)
-    keep({"machine": machine(), **{key: str(value) for key, value in vars(options).items()}, "runs": runs}, options.output)
+        runs = Runs(options, data, Scores(options.model, held_out, rewards_of(options)))
+        made = [runs.base()]
+        for method in options.methods:
+            for lr in options.lr or [RATES[method]]:
+                made += [runs.run(method, lr, seed) for seed in options.seeds]
+    show(made)
 
 
 if __name__ == "__main__":

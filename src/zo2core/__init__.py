@@ -80,6 +80,7 @@ from zo2core.protocols import NoiseGenerator as NoiseGenerator
 from zo2core.protocols import Objective as Objective
 from zo2core.protocols import Scheduler as Scheduler
 from zo2core.protocols import TensorReader as TensorReader
+from zo2core.protocols import UpdateInputs as UpdateInputs
 from zo2core.protocols import ZOEstimator as ZOEstimator
 from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler

@@ -238,27 +238,14 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
     with ExitStack() as opened:
         opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
         run, perturbation = _opened_run(model, estimator, options, opened)
-        write_back = options.write_back
-        if options.generations is not None:
-            write_back = WriteBackPolicy(directory=options.generations.directory, every=1)
-        request = RunRequest(
-            layouts=model.layouts,
-            on_disk=laid_out_as_on_disk(with_states(model.layouts, options.generations), model.weights),
+        request = replace(
+            request_of(model, options),
             noise=run.noise,
             perturbation=perturbation,
             perturb_in_place=run.perturb_in_place,
             takes_steps=run.estimator is not None,
             directions=_most_directions(run.estimator, run.journal),
             updates=len(run.journal.updates),
-            memory=options.memory,
-            write_back=write_back,
-            replay=options.replay,
-            overlap=options.overlap,
-            trained_copies=options.trained_copies,
-            gradient_bytes=options.gradient_bytes,
-            optimizer_bytes=options.optimizer_bytes,
-            stays_in_memory=options.stays_in_memory,
-            streams=options.generations is not None,
         )
         if options.shared is not None:
             return _join(options.shared, run, request, options, opened)
@@ -283,6 +270,36 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             activation_bytes=spec.activation_bytes,
             generations=generations,
         )
+
+
+def request_of(model: BlockModel, options: RunOptions) -> RunRequest:
+    """What the plan of a run depends on, of a run with these options that takes no zeroth-order steps. Nothing is opened.
+
+    Args:
+        model: The model to run.
+        options: Options of the run.
+    """
+    write_back, layouts = options.write_back, model.layouts
+    if (generations := options.generations) is not None:
+        write_back = WriteBackPolicy(directory=generations.directory, every=1)
+        states = zip(layouts, generations.states, strict=True)
+        layouts = [replace(layout, states=tuple(of_segment)) for layout, of_segment in states]
+    return RunRequest(
+        layouts=model.layouts,
+        on_disk=laid_out_as_on_disk(layouts, model.weights),
+        noise=PhiloxNoise(),  # none is drawn
+        perturb_in_place=False,
+        takes_steps=False,
+        memory=options.memory,
+        write_back=write_back,
+        replay=options.replay,
+        overlap=options.overlap,
+        trained_copies=options.trained_copies,
+        gradient_bytes=options.gradient_bytes,
+        optimizer_bytes=options.optimizer_bytes,
+        stays_in_memory=options.stays_in_memory,
+        streams=generations is not None,
+    )
 
 
 def _begin(run: _Run, options: RunOptions, perturbation: Perturbation, opened: ExitStack) -> None:
@@ -506,13 +523,6 @@ def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, b
 def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
     """Return the same noise, whose generator may keep states in memory that the plan leaves over."""
     return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
-
-
-def with_states(layouts: Sequence[BlockLayout], policy: GenerationPolicy | None) -> Sequence[BlockLayout]:
-    """The segments with the optimizer states that are stored with them."""
-    if policy is None:
-        return layouts
-    return [replace(layout, states=tuple(states)) for layout, states in zip(layouts, policy.states, strict=True)]
 
 
 def _open_generations(spec: RunSpec, run: _Run, policy: GenerationPolicy | None, opened: ExitStack) -> Generations | None:

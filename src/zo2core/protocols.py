@@ -192,6 +192,19 @@ class ZOEstimator(Protocol):
         """
 
 
+class UpdateInputs(NamedTuple):
+    """What an optimizer changes at a segment, and by what."""
+
+    segment: int  # index of the segment
+    weights: Mapping[str, torch.Tensor]  # trained parameters by name, as stored: on the device, shaped; changed in place
+    gradients: Mapping[str, torch.Tensor]  # by name, contiguous, only read; none of what the loss does not depend on
+    # Its states by name, as ``states`` lists them, in host memory; changed in place. Those that are not in the dictionary
+    # yet are made when they are asked for, unless another tensor is put in their place.
+    states: dict[str, torch.Tensor]
+    step: int  # 0-based
+    lr: float  # of the step
+
+
 class BlockUpdate(Protocol):
     """An optimizer that changes one segment at a time: its weights as soon as their gradients are there.
 
@@ -221,27 +234,8 @@ class BlockUpdate(Protocol):
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """List the tensors that it keeps from step to step beside a segment's weights. They are zero at first."""
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
-        """Change a segment's weights in place.
-
-        Args:
-            segment: Index of the segment.
-            weights: Its trained parameters by name, as they are stored: on the device, shaped.
-            gradients: Their gradients by name, contiguous; only read. A parameter that the loss does not depend on has none.
-            states: Its states by name, as ``states`` lists them, in host memory; changed in place. Those that are not in the
-                dictionary yet are made when they are asked for, unless another tensor is put in their place.
-            step: 0-based.
-            lr: Learning rate of the step.
-        """
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Change a segment's weights in place."""
 
     def settle(self) -> None:
         """Finish work on weights and states that ``apply`` has left to another thread."""

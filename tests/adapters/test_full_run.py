@@ -23,8 +23,9 @@ from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
 from zo2core import BAdam, Journal
+from zo2core.build import request_of
 from zo2core.checkpoint import Snapshots
-from zo2core.engine.streamed_full_engine import stored_layouts
+from zo2core.engine.streamed_full_engine import options_on_disk
 from zo2core.io.direct_file import whole_pages
 from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -515,8 +516,9 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
     common = ("plan", "--model", "base", "--method", "adamw", "--data", "rows.jsonl", "--stream-blocks")
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
-    stored = stored_layouts(make_block_update("adamw", weight_decay=0.0), model.layouts)
-    sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(stored, model.weights)]
+    adamw = make_block_update("adamw", weight_decay=0.0)
+    stored = request_of(model, options_on_disk(adamw, model.layouts, Path())).on_disk
+    sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights
     assert planned["written_bytes"] == sum(sizes)

@@ -427,7 +427,7 @@ def test_what_the_trainer_tells_the_config_is_saved(base: Path, tmp_path: Path) 
     with pytest.raises(UnsupportedModelError, match="a call outside of a sweep"):
         trainer.model(**BATCHES[0])
     trainer.zo = ZOArguments(export_checkpoints=False)
-    trainer._write(tmp_path / "saved", weights=False)
+    trainer._write(tmp_path / "saved", is_checkpoint=True)
     assert not (tmp_path / "saved" / "model.safetensors").exists(), "of another version than the journal"
 
 

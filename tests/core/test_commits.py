@@ -34,7 +34,7 @@ from zo2core import (
     branch_journal,
 )
 from zo2core.checkpoint import Snapshot, Snapshots
-from zo2core.engine import StoredSnapshotReplayer
+from zo2core.engine import SnapshotReplayer
 from zo2core.io.record_log import to_line
 from zo2core.types import Commit
 
@@ -235,7 +235,7 @@ def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
         engine.take_snapshot()
         parameters = engine.snapshots.read(5).state["parameters"]
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
-    with StoredSnapshotReplayer(open_checkpoint(base), 5, parameters) as replayer:
+    with SnapshotReplayer(open_checkpoint(base), 5, parameters) as replayer:
         assert replayer.version == 5
         assert all(torch.equal(value, expected[key]) for key, value in replayer.parameters_now())
 

@@ -38,6 +38,7 @@ from zo2core import (
     NonFiniteLossError,
     OptionError,
     TorchOptimizer,
+    UpdateInputs,
 )
 from zo2core.methods.loss_scale import LossScale
 from zo2core.optimizers.optimizer_states import _Zeros
@@ -207,9 +208,9 @@ def test_a_tied_weight_is_updated_once(base: Path) -> None:
     counted: list[str] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
-            counted.extend(gradients)
-            super().apply(segment, weights, gradients, states, **at)
+        def apply(self, inputs: UpdateInputs) -> None:
+            counted.extend(inputs.gradients)
+            super().apply(inputs)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -222,9 +223,9 @@ def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> Non
     held: list[int] = []
 
     class Counting(LOMO):
-        def apply(self, segment: int, weights: Any, gradients: Any, states: Any, **at: Any) -> None:
+        def apply(self, inputs: UpdateInputs) -> None:
             held.append(len(engine._trained._gradients))
-            super().apply(segment, weights, gradients, states, **at)
+            super().apply(inputs)
 
     with FullBackpropEngine(open_checkpoint(base), Counting(), lr=1e-2, memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
@@ -461,9 +462,9 @@ def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
     rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
 
     class Slow(LOMO):
-        def apply(self, *given: Any, **named: Any) -> None:
+        def apply(self, inputs: UpdateInputs) -> None:
             time.sleep(0.02)  # longer than a segment's passes
-            super().apply(*given, **named)
+            super().apply(inputs)
 
     losses: list[list[float]] = []
     kept: list[Any] = []
@@ -481,16 +482,17 @@ def test_a_late_update_has_the_gradients_of_its_own_step() -> None:
     used_again = threading.Event()
 
     class Waiting(LOMO):
-        def apply(self, *arguments: Any, **options: Any) -> None:
+        def apply(self, inputs: UpdateInputs) -> None:
             assert used_again.wait(60)
-            super().apply(*arguments, **options)
+            super().apply(inputs)
 
     update, weight, gradient = Delayed(Waiting()), torch.ones(3), torch.full((3,), 2.0)
     states = {"delayed.begun": torch.zeros((), dtype=torch.uint8), "w.next": torch.zeros(3), "w.gradient": torch.zeros(3)}
-    update.apply(0, {"w": weight}, {"w": gradient}, states, step=0, lr=0.25)
+    inputs = UpdateInputs(0, {"w": weight}, {"w": gradient}, states, step=0, lr=0.25)
+    update.apply(inputs)
     gradient.zero_()
     used_again.set()
-    update.apply(0, {"w": weight}, {"w": gradient}, states, step=1, lr=0.25)
+    update.apply(inputs._replace(step=1))
     update.settle()
     assert weight.tolist() == [0.5] * 3
 

@@ -119,7 +119,7 @@ def test_one_pass_is_the_composition_of_its_parts(
     arithmetic.apply(expected, program, zs, scratch=scratch, decay_scratch=other)
     moved = expected.clone()
     if then is not None:
-        arithmetic.perturb(moved, expected, zs[then.direction], shift=then.shift, zo_eps=then.zo_eps, scratch=scratch)
+        arithmetic.perturb(moved, expected, zs[then.direction], then, scratch=scratch)
     out = None if then is None else theta if in_place else torch.empty_like(theta)
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
@@ -137,14 +137,14 @@ def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
     theta, z = weights(3000, dtype, 1), weights(3000, dtype, 2)
     scratch, other, ours, theirs = (torch.empty_like(theta) for _ in range(4))
     for shift in (1.0, -2.0, -0.3):
-        dispatch.perturb(ours, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
-        arithmetic.perturb(theirs, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
+        dispatch.perturb(ours, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
+        arithmetic.perturb(theirs, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
         assert_same(ours, theirs)
     for decay in (0.0, 0.1):
         ours, theirs = theta.clone(), theta.clone()
         program = Program((0,), (Descend(0, 0.7, 1e-3, decay),))
         dispatch.apply(ours, program, [z], scratch=scratch, decay_scratch=other)
-        arithmetic.descend(theirs, z, projected_grad=0.7, lr=1e-3, weight_decay=decay, scratch=scratch, decay_scratch=other)
+        arithmetic.descend(theirs, z, Descend(0, 0.7, 1e-3, decay), scratch=scratch, decay_scratch=other)
         assert_same(ours, theirs)
 
 

@@ -70,9 +70,9 @@ def interpret() -> None:
                     triton_kernels.apply(given, program, zs)
                     dispatch.apply(also, program, zs, **memory)
                     for shift in (1.0, 0.3):
-                        triton_kernels.perturb(then_given, given, zs[0], shift=shift, zo_eps=1e-3)
+                        triton_kernels.perturb(then_given, given, zs[0], Perturb(0, shift, 1e-3))
                         scratch = memory["scratch"]
-                        dispatch.perturb(then_expected, also, zs[0], shift=shift, zo_eps=1e-3, scratch=scratch)
+                        dispatch.perturb(then_expected, also, zs[0], Perturb(0, shift, 1e-3), scratch=scratch)
                         assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, shift)
                     compared = (("theta", ours, theirs), ("out", out, expected), ("z given", given, also))
                     for name, a, b in compared:

@@ -20,7 +20,7 @@ from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, SharedBase, Workers
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
+from zo2core.engine import SnapshotReplayer
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:
@@ -225,7 +225,6 @@ class AtStep:
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
-        from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.trainers.methods.first_order_run import parameters_at
 
         assert self.journal is not None, "the journal was read from there"
@@ -245,8 +244,7 @@ class AtStep:
                 remedy="pass the run's own base and adapter",
             )
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
-        replayer = SnapshotReplayer if isinstance(model, PeftBlockModel) else StoredSnapshotReplayer
-        return replayer(model, step, parameters_at(snapshots, step), **common)
+        return SnapshotReplayer(model, step, parameters_at(snapshots, step), **common)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2adapters.frameworks.saved_run import save_files
 from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
@@ -50,6 +49,8 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         OptionError: if there is no adapter or there are two, or an argument is not supported.
         ZO2Error: as ``open_checkpoint`` and ``BackpropEngine`` say.
     """
+
+    _operations = 6  # two forward passes, and the gradients of activations
 
     def __init__(
         self,
@@ -96,11 +97,6 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         """Names of the adapter's parameters that decay: those of neither biases nor norms."""
         return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Six operations per parameter and token: two forward passes, and the gradients of activations."""
-        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
-        return 6 * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
-
     @contextmanager
     def _reference(self) -> Iterator[Runner]:
         engine = self.engine
@@ -110,18 +106,6 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             yield engine
         finally:
             engine.load_parameters(present)
-
-    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
-        def write(written: Path) -> None:
-            self.engine.export(written)
-            write_others(written)
-
-        save_files(directory, write)
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        self._write(
-            Path(self.args.output_dir if output_dir is None else output_dir), weights=True, write_others=self._write_settings
-        )
 
     def _load(self, checkpoint: Path) -> None:
         """Load the adapter of a checkpoint."""

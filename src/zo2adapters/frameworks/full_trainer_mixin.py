@@ -6,9 +6,8 @@ The trainer keeps its loop, data, schedule, logs, evaluation, callbacks and chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, Trainer
 
-from zo2adapters.frameworks.saved_run import save_files, write_token_ids
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
@@ -56,6 +54,8 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         OptionError: if an argument is not supported.
         ZO2Error: as ``open_checkpoint`` and ``FullBackpropEngine`` say.
     """
+
+    _operations = 8  # two forward passes, and the gradients of activations and weights
 
     def __init__(
         self,
@@ -117,11 +117,6 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         self._grad_norm = result.grad_norm
         return result.loss
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Eight operations per parameter and token: two forward passes, and gradients of activations and weights."""
-        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
-        return 8 * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
-
     @contextmanager
     def _reference(self) -> Iterator[Runner]:
         """The base checkpoint, before the first step."""
@@ -134,25 +129,10 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
             )
         yield self.engine
 
-    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
-        def write(written: Path) -> None:
-            self.engine.export(written)
-            write_token_ids(self.model, written)
-            write_others(written)
-
-        save_files(directory, write)
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        directory = Path(self.args.output_dir if output_dir is None else output_dir)
-        is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
-        self._write(directory, weights=True, write_others=partial(self._write_others, has_state=is_checkpoint))
-
-    def _write_others(self, directory: Path, *, has_state: bool) -> None:
-        """Write the trainer's settings and, in a checkpoint, what training goes on from."""
-        self._write_settings(directory)
-        if has_state:
-            engine = self.engine
-            _snapshots(directory).write(Snapshot(engine.steps, engine.state_dict()))
+    def _write_state(self, directory: Path) -> None:
+        """Write weights, optimizer states and the number of steps."""
+        engine = self.engine
+        _snapshots(directory).write(Snapshot(engine.steps, engine.state_dict()))
 
     def _load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint.

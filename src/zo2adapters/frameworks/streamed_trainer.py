@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from zo2adapters.frameworks.opening import open_for
+from zo2adapters.frameworks.saved_run import save_files, write_token_ids
 from zo2adapters.frameworks.supported import (
     TRL_SUPPORTED,
     autocast_of,
@@ -103,15 +104,31 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     def _reference(self) -> AbstractContextManager[Runner]:
         """The weights that training started from."""
 
+    @property
     @abstractmethod
-    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
-        """Write the run's files of a checkpoint.
+    def _operations(self) -> int:
+        """Floating-point operations of a step for each parameter and token."""
+
+    def _write(self, directory: Path, *, is_checkpoint: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        """Write the run's files of a checkpoint, or the model alone.
 
         Args:
-            directory: Directory of the checkpoint, which is created if necessary.
-            weights: Whether to write the weights as well.
-            write_others: Writes the other files of the checkpoint into a directory that has the files written so far.
+            directory: Directory of the files, which is created if necessary.
+            is_checkpoint: Whether training continues from them.
+            write_others: Writes the trainer's files into a directory that has the files written so far.
         """
+
+        def write(written: Path) -> None:
+            self.engine.export(written)
+            write_token_ids(self.model, written)
+            if is_checkpoint:
+                self._write_state(written)
+            write_others(written)
+
+        save_files(directory, write)
+
+    def _write_state(self, directory: Path) -> None:
+        """Write what training needs besides the model to continue. By default nothing."""
 
     @abstractmethod
     def _load(self, checkpoint: Path) -> None:
@@ -192,9 +209,21 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Set the flag by which trainers name metrics. The modules stay in evaluation mode, without dropout, as in MeZO."""
         self.model.training = training
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Operations of a step on these inputs."""
+        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
+        return (
+            self._operations * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        directory, output = Path(self.args.output_dir if output_dir is None else output_dir), Path(self.args.output_dir)
+        is_checkpoint = directory.parent == output and directory.name.startswith("checkpoint-")
+        self._write(directory, is_checkpoint=is_checkpoint, write_others=self._write_settings)
+
     def _save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
         """Write the model at the present version, in place of ``model.save_pretrained``."""
-        self._write(Path(save_directory), weights=True)
+        self._write(Path(save_directory), is_checkpoint=False)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the engine moves its segments."""

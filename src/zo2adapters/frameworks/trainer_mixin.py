@@ -7,7 +7,7 @@ checkpoint that is never whole in memory. A training step is a step of ``ZOEngin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,11 @@ class ZOTrainerMixin(EngineStepsMixin):
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
         return result.loss
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Two operations per parameter, token and evaluation; there is no backward pass."""
-        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
-        parameters = sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
-        return 2 * parameters * tokens * self._evaluations()
-
-    def _evaluations(self) -> int:
+    @property
+    def _operations(self) -> int:
+        """Two for each evaluation; there is no backward pass."""
         updates = self.engine.journal.updates
-        return len(updates[-1].evaluations) if updates else 0
+        return 2 * len(updates[-1].evaluations) if updates else 0
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:
         """Objective of a step; None: the model's own loss."""
@@ -131,18 +127,16 @@ class ZOTrainerMixin(EngineStepsMixin):
         with Replayer(self.block_model, journal.until(0), device=str(self.args.device), memory=self.zo.memory) as replayer:
             yield replayer
 
-    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+    def _write(self, directory: Path, *, is_checkpoint: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        """Write the journal and, if it is asked for or this is no checkpoint, the model. See the base class."""
+        weights = self.zo.export_checkpoints or not is_checkpoint
+
         def write(written: Path) -> None:
             if weights:
                 write_token_ids(self.model, written)
             write_others(written)
 
         save_run(self.engine, directory, weights=weights, write_others=write)
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        directory = Path(self.args.output_dir if output_dir is None else output_dir)
-        is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
-        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint, write_others=self._write_settings)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # A second call of train counts global_step from 0 again.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,20 +32,20 @@ from zo2core import (
     HostPlan,
     Machine,
     MemoryPolicy,
-    PhiloxNoise,
     RunRequest,
     RunSpec,
     SegmentKind,
+    UpdateInputs,
     plan,
 )
+from zo2core.build import RunOptions, request_of
 from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
-from zo2core.engine.streamed_full_engine import optimizer_bytes, stored_layouts
-from zo2core.optimizers import StateMemory, state_bytes
+from zo2core.engine.full_backprop_engine import options_in_memory
+from zo2core.engine.streamed_full_engine import options_on_disk
+from zo2core.optimizers import StateMemory
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
-from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
@@ -137,27 +136,15 @@ def _request(
     model: HFBlockModel, shapes: RowShapes, memory: int | str, update: BlockUpdate | None, *, streams: bool
 ) -> RunRequest:
     """The request of a run, as its engine makes it from the same options."""
-    longest, optimizer = shapes.longest, 0
-    stored: Sequence[BlockLayout] = model.layouts
+    longest = shapes.longest
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
+    options = RunOptions(trained_copies=TRAINED_COPIES)
     if update is not None:
-        stored = stored_layouts(update, model.layouts) if streams else stored
-        optimizer = optimizer_bytes(update, model.layouts) if streams else state_bytes(update, model.layouts)
+        options = options_on_disk(update, model.layouts, Path()) if streams else options_in_memory(update, model.layouts)
         tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
         activations, least = activations + tied, least + tied
-    return RunRequest(
-        layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(stored, model.weights),
-        noise=PhiloxNoise(),  # none is drawn
-        perturb_in_place=False,
-        takes_steps=False,
-        memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
-        trained_copies=TRAINED_COPIES if update is None else 0,
-        gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
-        optimizer_bytes=optimizer,
-        stays_in_memory=update is not None and not streams,
-        streams=streams,
-    )
+    policy = MemoryPolicy(host=memory, activations=activations, least_activations=least)
+    return request_of(model, replace(options, memory=policy))
 
 
 class _Room(NamedTuple):
@@ -267,7 +254,7 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
     seconds = math.inf
     for step in range(_PROBE_ROUNDS):
         started = time.perf_counter()
-        update.apply(0, {"probe": weight}, {"probe": gradient}, states, step=step, lr=0.0)
+        update.apply(UpdateInputs(0, {"probe": weight}, {"probe": gradient}, states, step, 0.0))
         seconds = min(seconds, time.perf_counter() - started)
     segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
     share = len(update.segments(0, segments)) / len(segments)

@@ -23,7 +23,7 @@ from zo2adapters.trainers.verification import (
     require_fit,
     whole_model,
 )
-from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult
+from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult, UpdateInputs
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, StateMemory, make_block_update
 from zo2core.types import widened
 
@@ -108,7 +108,7 @@ def _verify_all(
                     for name in names[index]
                     if (grad := trained[name].grad) is not None
                 }
-                theirs.apply(index, weights, gradients, states.of(index, ()), step=step, lr=size.rate)
+                theirs.apply(UpdateInputs(index, weights, gradients, states.of(index, ()), step, size.rate))
             whole.zero_grad()
         return _compared(batches.steps, engine.parameters_now(), everything)
 

@@ -232,27 +232,24 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step so far, before its update."""
-        losses: list[float] = self._method.losses(self.engine.journal)
-        return losses
+        return self._method.losses(self.engine.journal)
 
     def divergence(self) -> str | None:
         """A line that says that the steps have destroyed the model; None if they have not."""
-        verdict: str | None = self._method.verdict(self.engine.journal)
-        return verdict
+        return self._method.verdict(self.engine.journal)
 
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
         host = self.host_plan
         if self.outlook is not None and self.outlook.plan.host_plan.buckets == host.buckets:
             host = self.outlook.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
-        memory: str = self._method.storage(self.engine, host, self._model)
+        memory = self._method.storage(self.engine, host, self._model)
         lines = [memory] if self.outlook is None else self.outlook.lines(memory)
         return [*lines, *self.notices()]
 
     def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""
-        lines: str = self._method.how_to_continue(self.engine)
-        return lines
+        return self._method.how_to_continue(self.engine)
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -432,8 +429,7 @@ class Trainer:
     def _at_step(self, step: int) -> Runner:
         """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
         self.engine.close()
-        at_step: Runner = self._method.at_step(self.engine, self._model, self._activations, step)
-        return at_step
+        return self._method.at_step(self.engine, self._model, self._activations, step)
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""

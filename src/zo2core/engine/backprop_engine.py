@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2core.build import RunOptions, SharedSegments, build, kept_inputs
-from zo2core.engine.adapter_runner import AdapterRunner
-from zo2core.engine.present_runner import require_differentiable
-from zo2core.errors import OptionError
+from zo2core.build import RunOptions, SharedSegments
+from zo2core.engine.gradient_engine import GradientEngine
+from zo2core.engine.present_runner import in_memory
 from zo2core.methods.backprop import Backprop
 from zo2core.methods.row_shards import AllRows, WorkerRows
 from zo2core.optimizers import OptimizerFactory, copied_state
@@ -23,13 +22,13 @@ from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.trained_parameters import TrainedParameters
-from zo2core.types import Batch, GradientStepResult
+from zo2core.types import Batch
 from zo2core.workers import Workers
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 
 
-class BackpropEngine(AdapterRunner):
+class BackpropEngine(GradientEngine[TrainedParameters]):
     """First-order fine-tuning, segment by segment, of parameters that stay in memory, with a base that is only read.
 
     A step is a sweep forward and backward: each block is read at most twice, and nothing is written. Losses, gradients and
@@ -88,76 +87,28 @@ class BackpropEngine(AdapterRunner):
         spill: Path | str,
     ) -> None:
         """Build the parts of the run and the method."""
-        require_differentiable(model)
-        parts = build(model, None, options)
-        super().__init__(model, parts)
-        inputs = kept_inputs(parts, spill)
-        try:
-            row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, self._trained)
+        super().__init__(model, options, in_memory, spill)
+        parts, trained = self._parts, self._trained
+        with self._closed_if_refused():
+            row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, trained)
             parts.opened.callback(row_shards.close)
-            self._method = Backprop(
+            self._method: Backprop = Backprop(
                 optimizer,
                 clip=clip,
                 sweeps=self,
                 model=model,
-                trained=self._trained,
-                visits=self._gradient_visits(_trained_leaves(model, self._trained), inputs),
+                trained=trained,
+                visits=self._gradient_visits(_trained_leaves(model, trained)),
                 row_shards=row_shards,
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
             )
-        except BaseException:
-            self._close_refused()
-            raise
 
     @property
     def optimizer(self) -> Any:
         """The optimizer that the factory returned, for learning rate schedules. The engine calls its ``step``."""
         return self._method.optimizer
-
-    @property
-    def version(self) -> int:
-        """Number of steps taken."""
-        return self.steps
-
-    @property
-    def steps(self) -> int:
-        """Number of steps taken, including those before ``load_state_dict``."""
-        return self._method.steps
-
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> GradientStepResult:
-        """Take one first-order step: one sweep forward and backward, then one step of the optimizer.
-
-        Args:
-            batch: Input of the forward; for the model's loss, with labels. Several batches count as one: the loss is the
-                mean over the labelled tokens of all. All pass a block before the next block is visited.
-            forward: Computes a number that ``torch.autograd`` can differentiate; by default the model, which computes its
-                loss.
-
-        Returns:
-            The result of the step.
-
-        Raises:
-            BatchError: if the model cannot take the batch.
-            NonFiniteLossError: if the loss or a gradient is not finite.
-            OptionError: if the loss has no gradient, or blocks are connected by more than their outputs.
-            CheckpointError: if a block cannot be read.
-            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
-            WorkerError: if another worker is silent, or has another batch.
-            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
-            In all these cases the step was not taken.
-        """
-        self._use.require_open()
-        if self.optimizer is None:
-            raise OptionError(
-                "optimizer",
-                found="None, and a call of step",
-                expected="an optimizer",
-                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
-            )
-        self._begin_step()
-        return self._method.step(batch, forward)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -186,17 +137,11 @@ class BackpropEngine(AdapterRunner):
             self._trained.clear_gradients()
             raise
 
-    def _begin_step(self) -> None:
-        """Prepare for a step."""
-
     def _commit(self, loss: float, norm: float) -> None:
         """Record a step before the optimizer changes the parameters. If it raises an error, the step is not taken."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later steps depend: copies of the parameters, the optimizer's state and the steps.
-
-        Another engine of the same model and optimizer continues from it with the same bits.
-        """
+        """Return the state on which later steps depend, as copies. See the base class."""
         parameters = {name: value.detach().cpu().clone() for name, value in self._trained.parameters.items()}
         return {
             "steps": self.steps,
@@ -205,15 +150,8 @@ class BackpropEngine(AdapterRunner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned.
-
-        Args:
-            state: State of an engine of the same model and the same optimizer.
-
-        Raises:
-            CheckpointError: if it has other parameters; nothing is changed then.
-        """
-        self.require_parameters(state["parameters"])
+        """Continue from a copy of a state. See the base class."""
+        self._require_parameters(state["parameters"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.load_parameters(state["parameters"])

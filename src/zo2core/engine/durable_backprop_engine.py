@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zo2core.build import RunOptions, SharedSegments
-from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.backprop_engine import BackpropEngine, trained_copies
-from zo2core.engine.commits import record
 from zo2core.journal import Journal
 from zo2core.optimizers import OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
-from zo2core.protocols import Device, DifferentiableModel
-from zo2core.types import Commit
+from zo2core.protocols import Device, DifferentiableModel, Forward
+from zo2core.types import Batch, Commit, GradientStepResult
 from zo2core.workers import Workers
 
 
@@ -75,46 +73,14 @@ class DurableBackpropEngine(BackpropEngine):
         )
         self._open(model, optimizer, clip, options, directory)
         self._lr = lr
-        self.snapshots = Snapshots(directory, self.journal.chain, self.journal.require_version)
-        try:
-            self.snapshots.clear_partial()
-            newest = self.workers.sync_snapshots(self.snapshots)
-            if newest is not None:
-                self.load_state_dict(newest.state)
-        except BaseException:
-            self._close_refused()
-            raise
+        self._resume(directory)
 
-    @property
-    def version(self) -> int:
-        """Number of steps taken; fewer than the journal has while steps after a snapshot are repeated."""
-        return self.steps
-
-    def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot of the present step durably, and delete all older ones but the newest of them.
-
-        Args:
-            keep: Steps whose snapshots are kept as well.
-
-        Raises:
-            OutputError: if it cannot be written.
-            WorkerError: if another worker has other parameters.
-        """
-        self._use.require_open()
-        state = self.state_dict()
-        self.workers.require_same("trained parameters", self.workers.digest([state["parameters"]]))
-        self.snapshots.write(Snapshot(self.steps, state), keep=keep)
-
-    def _begin_step(self) -> None:
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> GradientStepResult:
+        """Take one first-order step, at the rate of ``lr``. See the base class."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr(self.steps)
+        return super().step(batch, forward)
 
     def _commit(self, loss: float, norm: float) -> None:
-        """Record a step in the journal before a parameter changes, or compare a repeated step with its record.
-
-        A process that dies after this has not lost the step: it is repeated from the last snapshot.
-
-        Raises:
-            JournalError: if the record cannot be written, or a repeated step differs from its record.
-        """
-        record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))
+        """Record a step in the journal before a parameter changes, or compare a repeated step with its record."""
+        self._record(Commit(self.steps, loss, norm, self._lr(self.steps)))

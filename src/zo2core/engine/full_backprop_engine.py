@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zo2core.build import RunOptions, build, kept_inputs
-from zo2core.checkpoint import Snapshot, Snapshots
-from zo2core.engine.commits import record
-from zo2core.engine.present_runner import require_differentiable
-from zo2core.engine.stored_runner import StoredRunner
+from zo2core.build import RunOptions
+from zo2core.engine.gradient_engine import GradientEngine
+from zo2core.engine.present_runner import where_stored
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.methods.fused_backprop import FusedBackprop, GradientPolicy
@@ -24,6 +22,7 @@ from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
+from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
 
 _GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
@@ -44,7 +43,7 @@ class RunRecord:
     provenance: Mapping[str, Any] | None = None
 
 
-class FullBackpropEngine(StoredRunner):
+class FullBackpropEngine(GradientEngine[StoredParameters]):
     """First-order fine-tuning of all parameters of a model whose weights are in host memory.
 
     A step passes the segments forward and back. On the way back each segment's gradients are computed, its weights are
@@ -87,27 +86,17 @@ class FullBackpropEngine(StoredRunner):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        options = RunOptions(
+        options = dataclasses.replace(
+            options_in_memory(update, model.layouts),
             device=device,
             memory=memory,
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
-            stays_in_memory=True,
-            optimizer_bytes=state_bytes(update, model.layouts),
         )
         self._open(model, update, lr, gradients, run, options, spill)
-        if run is None:
-            return
-        try:
-            self.snapshots = Snapshots(run.directory, self.journal.chain, self.journal.require_version)
-            self.snapshots.clear_partial()
-            newest = self.snapshots.newest()
-            if newest is not None:
-                self.load_state_dict(newest.state)
-        except BaseException:
-            self._close_refused()
-            raise
+        if run is not None:
+            self._resume(run.directory)
 
     def _open(
         self,
@@ -120,119 +109,59 @@ class FullBackpropEngine(StoredRunner):
         spill: Path | str | None = None,
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
-        require_differentiable(model)
         if gradients.loss_scaling is not None:
             _require_scalable(update, model)
-        options = dataclasses.replace(options, gradient_bytes=gradient_bytes(model.layouts))
         if run is not None:
             method = {**update.options, **gradients.options}
             options = dataclasses.replace(options, journal=run.journal, provenance=run.provenance, method=method)
-        parts = build(model, None, options)
-        super().__init__(model, parts)
-        self._update = update
-        layouts = parts.layouts
-        is_stored = any(layout.states for layout in layouts)
-        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
-        self._lr = lr if callable(lr) else _constant(lr)
-        self._is_recorded = run is not None
         if spill is None:
             spill = tempfile.gettempdir() if run is None else run.directory
-        inputs = kept_inputs(parts, spill)
-        try:
-            self._method = FusedBackprop(
+        super().__init__(model, options, where_stored, spill)
+        self._update = update
+        parts, layouts = self._parts, self._parts.layouts
+        is_stored = any(layout.states for layout in layouts)
+        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
+        with self._closed_if_refused():
+            self._method: FusedBackprop = FusedBackprop(
                 update,
                 self._states,
-                lr=self._lr,
+                lr=lr if callable(lr) else _constant(lr),
                 policy=gradients,
                 sweeps=self,
                 model=model,
                 parameters=self._trained,
-                visits=self._gradient_visits([model.leaves(index) for index in range(len(model.layouts))], inputs),
+                visits=self._gradient_visits([model.leaves(index) for index in range(len(model.layouts))]),
                 micro_batch_size=options.micro_batch_size,
-                commit=self._commit,
+                commit=_keep_nothing if run is None else self._record,
                 memory=GradientMemory(budget=parts.activation_bytes, spare=parts.spare_bytes),
                 versions_are_steps=options.generations is not None,
             )
-        except BaseException:
-            self._close_refused()
-            raise
-
-    @property
-    def version(self) -> int:
-        """Number of steps taken; fewer than the journal has while steps after a snapshot are repeated."""
-        return self.steps
-
-    @property
-    def steps(self) -> int:
-        """Number of steps taken, those before a ``load_state_dict`` among them."""
-        return self._method.steps
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> GradientStepResult:
-        """Take one first-order step: one sweep forward and back in which all trained segments are updated.
-
-        Args:
-            batch: What the forward takes; for the model's own, with labels. Several are accumulated and count as one batch:
-                the loss is the mean over the labelled tokens of all. All pass a block before the next block comes.
-            forward: Ends in a number that ``torch.autograd`` can differentiate; by default the model itself, which ends in
-                its loss.
-
-        Returns:
-            The step's report.
-
-        Raises:
-            BatchError: if the model cannot take the batch.
-            NonFiniteLossError: if the loss or a gradient is not finite.
-            OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
-            CheckpointError: if a block cannot be read.
-            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
-            JournalError: if the record cannot be written, or a repeated step differs from its record.
-            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
-            The step was not taken, unless the message says that segments had been changed: then the engine is closed.
-        """
-        self._use.require_open()
+        """Take one first-order step, in which all trained segments are updated. See the base class."""
         try:
-            return self._method.step(batch, forward)
+            return super().step(batch, forward)
         finally:
             if self._method.broken_at is not None:
                 self._use.close()
 
-    def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot of the present step durably, and delete all older ones but the newest of them.
-
-        Args:
-            keep: Steps whose snapshots are kept as well.
-
-        Raises:
-            OutputError: if it cannot be written.
-        """
-        self._use.require_open()
-        self.snapshots.write(Snapshot(self.steps, self.state_dict()), keep=keep)
-
     def state_dict(self) -> dict[str, Any]:
-        """All that later steps depend on: the weights and the optimizer's state, which are not copied, and the steps.
+        """Return the state on which later steps depend, which is not copied: the next step changes it.
 
-        The next step changes these tensors. ``load_state_dict`` of another engine of the same model and optimizer copies
-        them, and continues with the same bits.
+        See the base class.
         """
         self._update.settle()
         assert isinstance(self._states, StateMemory), "states on disk are committed there"
         return {
             "steps": self.steps,
-            "parameters": self.weights(),
+            "parameters": dict(self.parameters_now()),
             "optimizer": self._states.state_dict(),
             "values": self._method.values(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a copy of what ``state_dict`` returned.
-
-        Args:
-            state: State of an engine of the same model and the same optimizer.
-
-        Raises:
-            CheckpointError: if it is of another model; nothing was changed then.
-        """
-        self.require_parameters(state["parameters"])
+        """Continue from a copy of a state. See the base class."""
+        self._require_parameters(state["parameters"])
         self._update.settle()
         assert isinstance(self._states, StateMemory), "states on disk are committed there"
         self._states.load_state_dict(state["optimizer"])
@@ -240,13 +169,16 @@ class FullBackpropEngine(StoredRunner):
         self._method.load_values(state["values"])
         self._method.steps = state["steps"]
 
-    def _commit(self, commit: Commit) -> None:
-        """Record a step whose updates are made, or compare a repeated step with its record.
 
-        A process that dies here repeats the step from what was saved last.
-        """
-        if self._is_recorded:
-            record(self.journal, self._parts.base_digests, commit)
+def options_in_memory(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> RunOptions:
+    """What a run of all parameters in memory asks for, by which it is planned.
+
+    Args:
+        update: The optimizer.
+        layouts: Segments in visiting order.
+    """
+    nbytes = gradient_bytes(layouts)
+    return RunOptions(gradient_bytes=nbytes, optimizer_bytes=state_bytes(update, layouts), stays_in_memory=True)
 
 
 def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
@@ -272,6 +204,10 @@ def _require_scalable(update: BlockUpdate, model: BlockModel) -> None:
             expected="float32 gradients, into which those of the scaled loss are converted",
             remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
         )
+
+
+def _keep_nothing(commit: Commit) -> None:
+    """Record no step, in a run that is not kept."""
 
 
 def _constant(lr: float) -> Callable[[int], float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -287,11 +287,11 @@ class SharedBase:
                 request.timeline.note(*span[:5], track=span.track)
 
 
-class _SweepRequest:
+class _SweepRequest(NamedTuple):
     """A sweep that a run waits for."""
 
-    def __init__(self, sweep: RunSweep, timeline: Timeline) -> None:
-        self.sweep, self.timeline = sweep, timeline
+    sweep: RunSweep
+    timeline: Timeline  # of the run
 
 
 class _Run:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zo2core.build import GenerationPolicy, RunOptions, with_states
-from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord
+from zo2core.build import GenerationPolicy, RunOptions
+from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord, gradient_bytes
 from zo2core.errors import OptionError
 from zo2core.methods.fused_backprop import GradientPolicy
 from zo2core.optimizers import state_bytes
@@ -58,19 +59,17 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
         if not isinstance(commit_every, int) or commit_every < 1:
             expected = "a number of steps of at least 1"
             raise OptionError("commit_every", found=repr(commit_every), expected=expected, remedy="pass such a number")
-        policy = generation_policy(update, model.layouts, run.directory)
-        options = RunOptions(
+        options = dataclasses.replace(
+            options_on_disk(update, model.layouts, run.directory),
             memory=memory,
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
-            generations=policy,
-            optimizer_bytes=optimizer_bytes(update, model.layouts),
         )
         self._turn = update.turn
         self._every = commit_every if update.turn is None else update.turn
         self._open(model, update, lr, gradients, run, options)
-        try:
+        with self._closed_if_refused():
             source, generations = self._parts.source, self._parts.generations
             assert isinstance(source, StreamedSource), "it was planned"
             assert generations is not None, "it was planned"
@@ -79,9 +78,6 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
             self._method.load_values(generations.values)
             self._trained.begin_at({segment: generations.version(segment) for segment in range(len(model.layouts))})
             source.pin(self._kept())
-        except BaseException:
-            self._close_refused()
-            raise
 
     @property
     def committed(self) -> int:
@@ -129,35 +125,23 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
         return (*residents, *blocks[: kept_blocks(self._streamed.capacity, self._every)])
 
 
-def generation_policy(update: BlockUpdate, layouts: Sequence[BlockLayout], directory: Path) -> GenerationPolicy:
-    """How an optimizer's segments are kept on disk.
+def options_on_disk(update: BlockUpdate, layouts: Sequence[BlockLayout], directory: Path) -> RunOptions:
+    """What a run of all parameters over blocks on disk asks for, by which it is planned.
 
     Args:
-        update: The optimizer.
+        update: The optimizer. One with turns keeps its states in memory; otherwise they are stored with their segments.
         layouts: Segments in visiting order.
         directory: Directory of the files.
     """
-    if update.turn is not None:
-        return GenerationPolicy(directory=directory, states=[()] * len(layouts), changing=1)
-    states = [update.states(layout) for layout in layouts]
-    return GenerationPolicy(directory=directory, states=states, changing=sum(not layout.resident for layout in layouts))
-
-
-def stored_layouts(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> Sequence[BlockLayout]:
-    """The segments as they are kept on disk, with the states of an optimizer.
-
-    Args:
-        update: The optimizer.
-        layouts: Segments in visiting order.
-    """
-    return with_states(layouts, generation_policy(update, layouts, Path()))
-
-
-def optimizer_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
-    """Memory for states outside of buckets: those of a turn, or those that a first step makes of one segment."""
-    if update.turn is not None:
-        return state_bytes(update, layouts)
-    return max(sum(spec.nbytes for spec in update.states(layout)) for layout in layouts)
+    states = [() if update.turn is not None else tuple(update.states(layout)) for layout in layouts]
+    changing = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
+    # A first step makes the states of one segment before they are in its bucket.
+    made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
+    return RunOptions(
+        generations=GenerationPolicy(directory=directory, states=states, changing=changing),
+        gradient_bytes=gradient_bytes(layouts),
+        optimizer_bytes=made if update.turn is None else state_bytes(update, layouts),
+    )
 
 
 def kept_blocks(buckets: int, commit_every: int) -> int:

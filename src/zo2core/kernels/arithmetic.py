@@ -17,31 +17,28 @@ from collections.abc import Sequence
 
 import torch
 
-from zo2core.types import Perturb, Program
+from zo2core.types import Descend, Perturb, Program
 
 
-def perturb(
-    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
-) -> None:
+def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb, *, scratch: torch.Tensor) -> None:
     """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
 
     Args:
         out: Result; may be ``theta``, or of another dtype, to which the result is rounded once more.
         theta: Weights.
         z: Direction.
-        shift: Signed multiple of ``zo_eps``.
-        zo_eps: Perturbation scale.
+        by: Shift and scale; its direction is not used.
         scratch: Memory to overwrite, which overlaps no other tensor. If it is shorter, the work is done in chunks.
     """
     length = max(scratch.numel(), 1)
     for start in range(0, theta.numel(), length):
         chunk = theta[start : start + length]
         delta = scratch[: len(chunk)]
-        if folds(shift):
-            torch.mul(z[start : start + length], shift * zo_eps, out=delta)
+        if folds(by.shift):
+            torch.mul(z[start : start + length], by.shift * by.zo_eps, out=delta)
         else:
-            torch.mul(z[start : start + length], shift, out=delta)
-            delta.mul_(zo_eps)
+            torch.mul(z[start : start + length], by.shift, out=delta)
+            delta.mul_(by.zo_eps)
         if out.dtype is theta.dtype:
             torch.add(chunk, delta, out=out[start : start + length])
         else:
@@ -54,14 +51,7 @@ def folds(shift: float) -> bool:
 
 
 def descend(
-    theta: torch.Tensor,
-    z: torch.Tensor,
-    *,
-    projected_grad: float,
-    lr: float,
-    weight_decay: float,
-    scratch: torch.Tensor,
-    decay_scratch: torch.Tensor,
+    theta: torch.Tensor, z: torch.Tensor, by: Descend, *, scratch: torch.Tensor, decay_scratch: torch.Tensor
 ) -> None:
     """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
 
@@ -72,17 +62,15 @@ def descend(
     Args:
         theta: Weights, changed in place.
         z: Direction.
-        projected_grad: The scalar g.
-        lr: Learning rate.
-        weight_decay: Weight decay of this parameter.
+        by: The scalar g, learning rate and weight decay; its direction is not used.
         scratch: Memory to overwrite, which overlaps no other tensor.
         decay_scratch: A second such memory.
     """
-    torch.mul(z, projected_grad, out=scratch)
-    if weight_decay != 0:
-        torch.mul(theta, weight_decay, out=decay_scratch)
+    torch.mul(z, by.projected_grad, out=scratch)
+    if by.weight_decay != 0:
+        torch.mul(theta, by.weight_decay, out=decay_scratch)
         scratch.add_(decay_scratch)
-    scratch.mul_(lr)
+    scratch.mul_(by.lr)
     theta.sub_(scratch)
 
 
@@ -110,14 +98,6 @@ def apply(
         for instruction in program.instructions:
             z = zs[instruction.direction][start : start + length]
             if isinstance(instruction, Perturb):
-                perturb(chunk, chunk, z, shift=instruction.shift, zo_eps=instruction.zo_eps, scratch=first)
+                perturb(chunk, chunk, z, instruction, scratch=first)
             else:
-                descend(
-                    chunk,
-                    z,
-                    projected_grad=instruction.projected_grad,
-                    lr=instruction.lr,
-                    weight_decay=instruction.weight_decay,
-                    scratch=first,
-                    decay_scratch=second,
-                )
+                descend(chunk, z, instruction, scratch=first, decay_scratch=second)

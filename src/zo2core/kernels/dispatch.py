@@ -24,20 +24,19 @@ def perturb(
     out: torch.Tensor,
     theta: torch.Tensor,
     z: torch.Tensor,
+    by: Perturb,
     *,
-    shift: float,
-    zo_eps: float,
     scratch: torch.Tensor,
     rounded: torch.Tensor | None = None,
 ) -> None:
     """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
-        native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
+        native.perturb(out, theta, z, by, rounded=rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
-        kernels.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
+        kernels.perturb(out, theta, z, by)
     else:
-        arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+        arithmetic.perturb(out, theta, z, by, scratch=scratch)
     if rounded is not None:
         rounded.copy_(out)
 
@@ -167,5 +166,5 @@ def _apply_drawing(
             philox.fill(z, distribution, seed, parameter, start + first)
         arithmetic.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
         if program.then is not None and out is not None:
-            copy, z, shift = out[first : first + length], zs[program.then.direction], program.then.shift
-            arithmetic.perturb(copy, chunk, z, shift=shift, zo_eps=program.then.zo_eps, scratch=scratch)
+            copy, z = out[first : first + length], zs[program.then.direction]
+            arithmetic.perturb(copy, chunk, z, program.then, scratch=scratch)

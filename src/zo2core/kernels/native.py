@@ -152,17 +152,10 @@ def rounds_to(*tensors: torch.Tensor | None) -> bool:
 
 
 def perturb(
-    out: torch.Tensor,
-    theta: torch.Tensor,
-    z: torch.Tensor,
-    *,
-    shift: float,
-    zo_eps: float,
-    rounded: torch.Tensor | None = None,
+    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb, *, rounded: torch.Tensor | None = None
 ) -> None:
     """Do what ``dispatch.perturb`` does, without a program: coding one takes as long as the pass over a small chunk."""
-    coded = row(Perturb(0, shift, zo_eps))
-    results = _results(theta, out, rounded)
+    coded, results = row(by), _results(theta, out, rounded)
     functions().zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), *results, z.data_ptr(), theta.numel(), *coded)
 
 

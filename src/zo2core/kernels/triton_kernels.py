@@ -249,11 +249,11 @@ def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> 
             first = last
 
 
-def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float) -> None:
+def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb) -> None:
     """Do what ``dispatch.perturb`` does."""
     if theta.numel() == 0:
         return
-    coded = row(Perturb(0, shift, zo_eps))
+    coded = row(by)
     with _current(theta):
         _perturb[(triton.cdiv(theta.numel(), BLOCK),)](
             out, theta, z, coded.kind, coded.scale, coded.rate, theta.numel(), BLOCK=BLOCK, **LAUNCH

@@ -41,7 +41,7 @@ class Backprop:
 
     Args:
         optimizer: Called with the trained parameters in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
-            the caller changes the parameters, and ``step`` must not be called.
+            the caller changes the parameters, and ``step`` is refused.
         clip: Largest 2-norm of all gradients together; None does not clip.
         sweeps: Runs the sweeps.
         model: The default forward of a step.
@@ -86,8 +86,14 @@ class Backprop:
         self._memory = memory
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
-        """Take a step on a batch. See ``BackpropEngine.step``."""
-        assert self.optimizer is not None, "an engine without an optimizer takes no steps"
+        """Take a step on a batch. See ``GradientEngine.step``."""
+        if self.optimizer is None:
+            raise OptionError(
+                "optimizer",
+                found="None, and a call of step",
+                expected="an optimizer",
+                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
+            )
         started = time.perf_counter()
         try:
             loss = self.gradients(batch, forward)

@@ -21,7 +21,7 @@ from zo2core.methods.loss_scale import LossScale, LossScaling
 from zo2core.methods.row_shards import AllRows, StepRows
 from zo2core.optimizers import OptimizerStates
 from zo2core.profiling import Sweep
-from zo2core.protocols import BlockUpdate, Forward, Objective, Store
+from zo2core.protocols import BlockUpdate, Forward, Objective, Store, UpdateInputs
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.objective import batches_of
@@ -196,7 +196,7 @@ class _Updating:
         """Change the weights. See the contract."""
         self.changed += 1
         states = self._states.of(segment, store)
-        self._update.apply(segment, weights, gradients, states, step=self._step, lr=self._lr)
+        self._update.apply(UpdateInputs(segment, weights, gradients, states, self._step, self._lr))
         return True
 
 
@@ -270,7 +270,7 @@ class FusedBackprop:
         self._versions_are_steps = versions_are_steps
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
-        """Take a step on a batch. See ``FullBackpropEngine.step``."""
+        """Take a step on a batch. See ``GradientEngine.step``."""
         started, step = time.perf_counter(), self.steps
         is_model_loss = forward is None and not isinstance(self._model, Objective)
         forward = self._model if forward is None else forward

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zo2core.optimizers.every_segment import EverySegment
+from zo2core.protocols import UpdateInputs
 from zo2core.ranges import require_number
 from zo2core.types import BlockLayout, StateSpec, widened
 
@@ -57,28 +58,20 @@ class AdaLOMO(EverySegment):
             for side, shape in _moment_shapes(spec.shape).items()
         ]
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
-        for name, gradient in gradients.items():
-            theta = widened(weights[name])  # the weight itself, unless it has 16 bits
-            update = self._update(name, gradient, 1.0 - math.pow(step + 1, self.decay_rate), states)
+        for name, gradient in inputs.gradients.items():
+            weight = inputs.weights[name]
+            theta = widened(weight)  # the weight itself, unless it has 16 bits
+            update = self._update(name, gradient, 1.0 - math.pow(inputs.step + 1, self.decay_rate), inputs.states)
             update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
             scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
-            rate = lr * max(self.eps[1], scale.item())
+            rate = inputs.lr * max(self.eps[1], scale.item())
             if self.weight_decay:
                 theta.mul_(1.0 - rate * self.weight_decay)
             theta.add_(update, alpha=-rate)
-            if theta is not weights[name]:
-                weights[name].copy_(theta)
+            if theta is not weight:
+                weight.copy_(theta)
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Update a parameter's moments with a gradient, and return the gradient divided by their root."""

@@ -10,6 +10,7 @@ import torch
 
 from zo2core.optimizers.every_segment import EverySegment
 from zo2core.optimizers.torch_optimizer import OptimizerFactory, TorchOptimizer
+from zo2core.protocols import UpdateInputs
 from zo2core.ranges import require_whole
 from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec
 
@@ -75,23 +76,15 @@ class BAdam(EverySegment):
         begun = [StateSpec(_BEGUN, (), torch.uint8)] if masters else []
         return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
+        weights, states = inputs.weights, inputs.states
         masters = {name: states[_master(name)] for name, weight in weights.items() if weight.dtype in HALVES}
         if masters and not states[_BEGUN]:
             for name, master in masters.items():
                 master.copy_(weights[name])
             states[_BEGUN].fill_(1)
-        self._optimizer.apply(segment, {**weights, **masters}, gradients, states, step=step, lr=lr)
+        self._optimizer.apply(inputs._replace(weights={**weights, **masters}))
         for name, master in masters.items():
             weights[name].copy_(master)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.protocols import BlockUpdate
+from zo2core.protocols import BlockUpdate, UpdateInputs
 from zo2core.types import HALVES, BlockLayout, StateSpec
 
 _BEGUN = "delayed.begun"  # name of the flag that a segment has next weights
@@ -74,17 +74,9 @@ class Delayed:
         ]
         return [StateSpec(_BEGUN, (), torch.uint8), *kept, *self._update.states(layout)]
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Give a segment the weights of the update before, and start this one in another thread. See the contract."""
+        segment, weights, states = inputs.segment, inputs.weights, inputs.states
         self._wait(segment)
         following = {name: states[_next(name)] for name in weights}
         for name, weight in weights.items():
@@ -93,13 +85,10 @@ class Delayed:
             else:
                 following[name].copy_(weight)
         states[_BEGUN].fill_(1)
-        kept = {name: states[_gradient(name)].copy_(gradient) for name, gradient in gradients.items()}
+        kept = {name: states[_gradient(name)].copy_(gradient) for name, gradient in inputs.gradients.items()}
 
-        def update() -> None:
-            with torch.no_grad():  # which holds for one thread
-                self._update.apply(segment, following, kept, states, step=step, lr=lr)
-
-        self._pending[segment] = self._worker.submit(update)
+        late = inputs._replace(weights=following, gradients=kept)
+        self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)  # it holds for one thread
 
     def settle(self) -> None:
         """Wait for all updates that were started. See the contract."""

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from zo2core.optimizers.every_segment import EverySegment
+from zo2core.protocols import UpdateInputs
 from zo2core.ranges import require_number
 from zo2core.types import widened
 
@@ -36,21 +35,13 @@ class LOMO(EverySegment):
         """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
-        for name, gradient in gradients.items():
-            theta = widened(weights[name])  # the weight itself, unless it has 16 bits
+        for name, gradient in inputs.gradients.items():
+            weight = inputs.weights[name]
+            theta = widened(weight)  # the weight itself, unless it has 16 bits
             if self.weight_decay:
-                theta.mul_(1.0 - lr * self.weight_decay)
-            theta.add_(gradient, alpha=-lr)
-            if theta is not weights[name]:
-                weights[name].copy_(theta)
+                theta.mul_(1.0 - inputs.lr * self.weight_decay)
+            theta.add_(gradient, alpha=-inputs.lr)
+            if theta is not weight:
+                weight.copy_(theta)

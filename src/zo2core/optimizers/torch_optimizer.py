@@ -11,6 +11,7 @@ from torch import nn
 
 from zo2core.errors import OptionError
 from zo2core.optimizers.every_segment import EverySegment
+from zo2core.protocols import UpdateInputs
 from zo2core.types import BlockLayout, ParameterSpec, StateSpec
 
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
@@ -106,23 +107,15 @@ class TorchOptimizer(EverySegment):
                 specs += [state.spec for state in states]
         return specs
 
-    def apply(
-        self,
-        segment: int,
-        weights: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-        states: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-    ) -> None:
+    def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
+        weights, states = inputs.weights, inputs.states
         parameters = {name: nn.Parameter(weight.cpu()) for name, weight in weights.items()}
-        for name, gradient in gradients.items():
+        for name, gradient in inputs.gradients.items():
             parameters[name].grad = gradient.cpu()
         optimizer = self._factory(list(parameters.items() if self._by_name else parameters.values()))
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = inputs.lr
         for name, parameter in parameters.items():
             if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
                 kept = {state.key: _value(state, states) for state in self._states[name]}

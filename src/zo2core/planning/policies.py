@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zo2core.errors import OptionError
-from zo2core.planning.device_plan import DevicePlan, plan_device_memory
+from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
-from zo2core.planning.machine import Machine
-from zo2core.planning.memory_plan import MemoryPart
-from zo2core.protocols import NoiseGenerator
 from zo2core.ranges import require_number, require_whole
-from zo2core.types import BlockLayout
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations by default
 
@@ -61,59 +55,6 @@ class MemoryPolicy:
         """Least device memory for activations in bytes; None: all of ``activation_bytes``."""
         least = self.least_activations
         return None if least is None else parse_size(least, option="memory.least_activations")
-
-    def plan_device(
-        self,
-        layouts: Sequence[BlockLayout],
-        noise: NoiseGenerator,
-        machine: Machine,
-        *,
-        overlap: bool,
-        perturbs_in_place: bool,
-        probes: int,
-        is_low_bit: bool,
-        further: Sequence[MemoryPart],
-        spills: bool,
-    ) -> DevicePlan | None:
-        """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute.
-
-        ``overlap`` says whether transfers overlap with compute, and ``spills`` whether activations in host memory may be
-        written to disk. ``plan_device_memory`` documents the other arguments.
-
-        Raises:
-            OptionError: if a size was given that would have no effect.
-            MemoryBudgetError: if the device is too small for any plan.
-        """
-        if machine.in_place and self.least_activations is not None and not spills:
-            raise OptionError(
-                "memory.least_activations",
-                found=f"{self.least_activations!r} on a device that computes in host memory",
-                expected="a GPU, where activations can wait in host memory",
-                remedy="leave it out",
-            )
-        if machine.in_place or not overlap:
-            if self.device != "auto":
-                raise OptionError(
-                    "memory.device",
-                    found=repr(self.device),
-                    expected="a GPU and overlapping transfers for this option",
-                    remedy="leave it out; `memory.host` limits host memory",
-                )
-            return None
-        if isinstance(self.device, DevicePlan):
-            return self.device
-        return plan_device_memory(
-            layouts,
-            noise,
-            memory=self.device,
-            free=machine.device_free(),
-            activation_bytes=self.activation_bytes,
-            least_activation_bytes=self.least_activation_bytes,
-            perturbs_in_place=perturbs_in_place,
-            probes=probes,
-            is_low_bit=is_low_bit,
-            further=further,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

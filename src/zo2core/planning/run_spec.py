@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from zo2core.errors import MemoryBudgetError
+from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
 from zo2core.planning.machine import Machine
@@ -131,17 +131,8 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
     factors = MemoryPart("factors of directions", factor_bytes(request.perturbation, layouts, request.updates))
     trained_copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
     encoded = MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts))
-    device_plan = memory.plan_device(
-        layouts,
-        noise,
-        machine,
-        overlap=request.overlap,
-        perturbs_in_place=request.perturb_in_place,
-        probes=request.directions,
-        is_low_bit=low_bit is not None,
-        further=[trained_copies] if machine.on_host else [factors, trained_copies, *request.further],
-        spills=request.spills,
-    )
+    further = [trained_copies] if machine.on_host else [factors, trained_copies, *request.further]
+    device_plan = _device_plan(request, machine, further, is_low_bit=low_bit is not None)
     activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
@@ -196,3 +187,40 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         kept=spec.kept,
     )
     return replace(spec, write_back_every=every)
+
+
+def _device_plan(
+    request: RunRequest, machine: Machine, further: Sequence[MemoryPart], *, is_low_bit: bool
+) -> DevicePlan | None:
+    """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute."""
+    memory = request.memory
+    if machine.in_place and memory.least_activations is not None and not request.spills:
+        raise OptionError(
+            "memory.least_activations",
+            found=f"{memory.least_activations!r} on a device that computes in host memory",
+            expected="a GPU, where activations can wait in host memory",
+            remedy="leave it out",
+        )
+    if machine.in_place or not request.overlap:
+        if memory.device != "auto":
+            raise OptionError(
+                "memory.device",
+                found=repr(memory.device),
+                expected="a GPU and overlapping transfers for this option",
+                remedy="leave it out; `memory.host` limits host memory",
+            )
+        return None
+    if isinstance(memory.device, DevicePlan):
+        return memory.device
+    return plan_device_memory(
+        request.layouts,
+        request.noise,
+        memory=memory.device,
+        free=machine.device_free(),
+        activation_bytes=memory.activation_bytes,
+        least_activation_bytes=memory.least_activation_bytes,
+        perturbs_in_place=request.perturb_in_place,
+        probes=request.directions,
+        is_low_bit=is_low_bit,
+        further=further,
+    )

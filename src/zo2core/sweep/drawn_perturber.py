@@ -175,6 +175,7 @@ class DrawnPerturber:
 
     def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: SimpleQueue[_Chunk]) -> bool:
         """On the second thread, draw a direction and perturb each chunk along it as soon as the chunk is replayed."""
+        move = Perturb(0, evaluation.shift, self._trajectory.zo_eps)
         for view in self._buffer.segments[index]:
             theta = stores[view.owner][view.position]
             for start, stop in view.chunks:
@@ -183,7 +184,7 @@ class DrawnPerturber:
                     self._noise.fill(z, evaluation.seed, view.spec, start)
                 if view.owner == index and replayed.get() is _Chunk.LOST:
                     return False
-                self._perturb_chunk(view, start, stop, theta, z, evaluation.shift, "ahead")
+                self._perturb_chunk(view, start, stop, theta, z, move, "ahead")
             self._note_drawn(view, evaluation.seed)
         self._drawn = evaluation.seed
         return True
@@ -204,7 +205,7 @@ class DrawnPerturber:
             for view, start, stop in self._chunks(index):
                 z = self._noise_memory(view, start, stop, "move")
                 self._noise.fill(z, seed, view.spec, start)
-                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move.shift, "move 0")
+                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, "move 0")
             return
         if self._drawn != seed:
             self._draw(index, seed)
@@ -225,22 +226,21 @@ class DrawnPerturber:
         """Perturb every ``parts``-th chunk of each parameter; chunks do not overlap."""
         for view, start, stop in self._chunks(index, part, parts):
             z = self._noise_memory(view, start, stop, "move")
-            self._perturb_chunk(view, start, stop, _weights(view, sources), z, move.shift, f"move {part}")
+            self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
 
     def _chunks(self, index: int, part: int = 0, parts: int = 1) -> Iterator[tuple[ParameterView, int, int]]:
         """Every ``parts``-th chunk of each of a segment's parameters."""
         return ((view, *chunk) for view in self._buffer.segments[index] for chunk in view.chunks[part::parts])
 
     def _perturb_chunk(
-        self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, shift: float, scratch: str
+        self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, move: Perturb, scratch: str
     ) -> None:
         out, rounded = view.targets(start, stop)
         perturb(
             out,
             theta[start:stop],
             z,
-            shift=shift,
-            zo_eps=self._trajectory.zo_eps,
+            move,
             scratch=self._buffer.scratch(view.spec.dtype, scratch)[: stop - start],
             rounded=rounded,
         )

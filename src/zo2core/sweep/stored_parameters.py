@@ -6,13 +6,14 @@ pass of the segment that owns them. What a step does with a segment's gradients 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-from zo2core.errors import ClosedError
+from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import Store
+from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import BlockLayout, ParameterSpec
 
 
@@ -53,7 +54,10 @@ class StoredParameters:
     """The trained parameters of all segments, their gradients, and the versions of the segments.
 
     Args:
-        layouts: Segments in visiting order.
+        layouts: Segments in visiting order. All their parameters are trained.
+
+    Raises:
+        OptionError: if a parameter is frozen or quantised, or travels in another dtype than it is stored in.
     """
 
     version = 0  # segments are always at their present version: there is none that all of them share
@@ -63,8 +67,9 @@ class StoredParameters:
             _Owned(segment, position, spec)
             for segment, layout in enumerate(layouts)
             for position, spec in enumerate(layout.parameters)
-            if not spec.frozen
         ]
+        for one in owned:
+            _require_trainable(one.spec)
         self._layouts = layouts
         self._owned = {one.spec.name: one for one in sorted(owned, key=lambda one: one.spec.index)}
         self._names = {
@@ -82,6 +87,15 @@ class StoredParameters:
     def names(self) -> Collection[str]:
         """Names of the trained parameters, in registration order."""
         return self._owned
+
+    @property
+    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each trained parameter, by name."""
+        return {name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()}
+
+    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[SweepVisitor], object]) -> None:
+        """Replace the weights of all segments, in a sweep. See the contract."""
+        sweep(_Loading(self, values))
 
     @property
     def segments(self) -> Sequence[int]:
@@ -191,3 +205,43 @@ class StoredParameters:
     def _shaped(self, name: str, store: Store) -> torch.Tensor:
         _, position, spec = self._owned[name]
         return store[position].view(spec.shape)
+
+
+class _Loading:
+    """A visitor that replaces the weights of all segments."""
+
+    def __init__(self, parameters: StoredParameters, values: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._values = values
+        self.outputs: list[list[torch.Tensor]] = []
+        self.seeds = ()
+
+    @torch.no_grad()
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Replace a segment's weights. See the contract."""
+        commit(self._parameters.set_values(index, store, version, self._values))
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Do nothing. See the contract."""
+        return version
+
+    def finish(self) -> None:
+        """Do nothing: there is no second thread."""
+
+
+def _require_trainable(spec: ParameterSpec) -> None:
+    """Refuse a parameter that cannot be trained where it is stored."""
+    if spec.frozen or spec.encoding is not None:
+        raise OptionError(
+            "model",
+            found=f"{spec.name}, which is {'frozen' if spec.encoding is None else 'quantised'}",
+            expected="a model all of whose parameters are trained",
+            remedy="open it without an adapter and not quantised, or train an adapter with BackpropEngine",
+        )
+    if spec.is_low_bit:
+        raise OptionError(
+            "transfer_dtype",
+            found=f"{spec.transfer_dtype} for {spec.name}",
+            expected="weights that travel as they are stored",
+            remedy="leave it out",
+        )

@@ -6,7 +6,7 @@ bucket records; to bring the segment to the present version is to copy them agai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import nn
 from zo2core.errors import OptionError
 from zo2core.protocols import Forward, Store, Stores, TensorReader
 from zo2core.sweep.visitor import Groups, SegmentVisitor, SegmentVisits
+from zo2core.sweep.visits import SweepVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Evaluation
 
@@ -63,6 +64,17 @@ class TrainedParameters:
     def names(self) -> Collection[str]:
         """Names of the trained parameters, in registration order."""
         return self.parameters
+
+    @property
+    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each trained parameter, by name."""
+        return {name: (parameter.shape, parameter.dtype) for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[SweepVisitor], object]) -> None:
+        """Replace all values, without a sweep: segments copy them when they are visited. See the contract."""
+        for name, value in values.items():
+            self.parameters[name].copy_(value)
 
     @property
     def updated(self) -> Collection[int]:

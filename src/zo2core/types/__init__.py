@@ -1,90 +1,51 @@
 """The values that the parts of the library exchange."""
 
-from zo2core.types.encodings import (
-    GGUF_BLOCKS,
-    EncodedPart,
-    Encoding,
-    Float8Blocks,
-    GGUFRows,
-    Int8Rows,
-    NF4Blocks,
-    encoded_bytes,
-)
-from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
-from zo2core.types.layouts import (
-    ALIGNMENT,
-    HALVES,
-    BlockLayout,
-    Bucket,
-    ParameterSpec,
-    SavedForm,
-    SavedPart,
-    SegmentKind,
-    StateSpec,
-    aligned,
-    divide_tied,
-    flat_views,
-    keeps_unrounded,
-    packed_bytes,
-    saved_form,
-    trained,
-    unrounded_bytes,
-    widened,
-    work_bytes,
-)
-from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
-from zo2core.types.results import EvaluationResult, GradientStepResult, StepResult
-from zo2core.types.sizes import shown_bytes
-from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Commit, Evaluation, RowGroup, Update, require_tensors
-
-__all__ = [
-    "ALIGNMENT",
-    "COMPUTE",
-    "GGUF_BLOCKS",
-    "HALVES",
-    "LARGEST",
-    "MAX_SEED",
-    "Batch",
-    "BlockLayout",
-    "Bucket",
-    "Commit",
-    "Descend",
-    "Distribution",
-    "EncodedPart",
-    "Encoding",
-    "Evaluation",
-    "EvaluationResult",
-    "Event",
-    "Float8Blocks",
-    "GGUFRows",
-    "GradientStepResult",
-    "Int8Rows",
-    "Lane",
-    "LaneUse",
-    "NF4Blocks",
-    "ParameterSpec",
-    "Perturb",
-    "Program",
-    "RowGroup",
-    "SavedForm",
-    "SavedPart",
-    "SegmentKind",
-    "StateSpec",
-    "StepResult",
-    "Table",
-    "Update",
-    "aligned",
-    "bound_seconds",
-    "divide_tied",
-    "encoded_bytes",
-    "flat_views",
-    "keeps_unrounded",
-    "packed_bytes",
-    "require_tensors",
-    "saved_form",
-    "shown_bytes",
-    "trained",
-    "unrounded_bytes",
-    "widened",
-    "work_bytes",
-]
+from zo2core.types.encodings import GGUF_BLOCKS as GGUF_BLOCKS
+from zo2core.types.encodings import EncodedPart as EncodedPart
+from zo2core.types.encodings import Encoding as Encoding
+from zo2core.types.encodings import Float8Blocks as Float8Blocks
+from zo2core.types.encodings import GGUFRows as GGUFRows
+from zo2core.types.encodings import Int8Rows as Int8Rows
+from zo2core.types.encodings import NF4Blocks as NF4Blocks
+from zo2core.types.encodings import encoded_bytes as encoded_bytes
+from zo2core.types.lanes import COMPUTE as COMPUTE
+from zo2core.types.lanes import Event as Event
+from zo2core.types.lanes import Lane as Lane
+from zo2core.types.lanes import LaneUse as LaneUse
+from zo2core.types.lanes import bound_seconds as bound_seconds
+from zo2core.types.layouts import ALIGNMENT as ALIGNMENT
+from zo2core.types.layouts import HALVES as HALVES
+from zo2core.types.layouts import BlockLayout as BlockLayout
+from zo2core.types.layouts import Bucket as Bucket
+from zo2core.types.layouts import ParameterSpec as ParameterSpec
+from zo2core.types.layouts import SavedForm as SavedForm
+from zo2core.types.layouts import SavedPart as SavedPart
+from zo2core.types.layouts import SegmentKind as SegmentKind
+from zo2core.types.layouts import StateSpec as StateSpec
+from zo2core.types.layouts import aligned as aligned
+from zo2core.types.layouts import divide_tied as divide_tied
+from zo2core.types.layouts import flat_views as flat_views
+from zo2core.types.layouts import keeps_unrounded as keeps_unrounded
+from zo2core.types.layouts import packed_bytes as packed_bytes
+from zo2core.types.layouts import saved_form as saved_form
+from zo2core.types.layouts import trained as trained
+from zo2core.types.layouts import unrounded_bytes as unrounded_bytes
+from zo2core.types.layouts import widened as widened
+from zo2core.types.layouts import work_bytes as work_bytes
+from zo2core.types.programs import Descend as Descend
+from zo2core.types.programs import Distribution as Distribution
+from zo2core.types.programs import Perturb as Perturb
+from zo2core.types.programs import Program as Program
+from zo2core.types.programs import Table as Table
+from zo2core.types.results import EvaluationResult as EvaluationResult
+from zo2core.types.results import GradientStepResult as GradientStepResult
+from zo2core.types.results import StepResult as StepResult
+from zo2core.types.sizes import shown_bytes as shown_bytes
+from zo2core.types.steps import LARGEST as LARGEST
+from zo2core.types.steps import MAX_SEED as MAX_SEED
+from zo2core.types.steps import Batch as Batch
+from zo2core.types.steps import Commit as Commit
+from zo2core.types.steps import Evaluation as Evaluation
+from zo2core.types.steps import RowGroup as RowGroup
+from zo2core.types.steps import Update as Update
+from zo2core.types.steps import require_tensors as require_tensors

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -109,13 +108,14 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
         """The parameters of the step's snapshot. See the contract."""
-        return self._replayer(
+        return SnapshotReplayer(
             model,
             step,
             parameters_at(engine.snapshots, step),
             micro_batch_size=self.options.batching.micro_batch_size,
             device=local_device(self.options.storage.device, None),
             memory=self._memory(min(activations, engine.activation_bytes), None),
+            shared=self.shared,
         )
 
     def how_to_continue(self, engine: GradientEngineT) -> str:
@@ -127,11 +127,6 @@ class GradientRun(RunMethod[GradientEngineT]):
             f"  zo2 train --resume {output}\n"
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
-
-    @property
-    @abstractmethod
-    def _replayer(self) -> Callable[..., Runner]:
-        """Makes a runner of the parameters of a snapshot, as ``SnapshotReplayer`` does."""
 
     def _take_snapshot(self, engine: GradientEngineT) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
@@ -194,10 +189,6 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             shared=self.shared,
         )
         return self._with_best_step(engine)
-
-    @property
-    def _replayer(self) -> Callable[..., Runner]:
-        return partial(SnapshotReplayer, shared=self.shared)
 
     def writes(self, every: int | None, model: HFBlockModel) -> str:
         """Little: an adapter is small. See the contract."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.methods.first_order_run import GradientRun
@@ -11,8 +10,7 @@ from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, Runner, RunRecord
-from zo2core.engine import StoredSnapshotReplayer
+from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, RunRecord
 from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.types import divide_tied, packed_bytes
 
@@ -85,10 +83,6 @@ class FullRun(GradientRun[FullBackpropEngine]):
             trace=worker_trace(execution.trace, None),
         )
         return self._with_best_step(engine)
-
-    @property
-    def _replayer(self) -> Callable[..., Runner]:
-        return StoredSnapshotReplayer
 
     def _require_alone(self, opening: Opening) -> None:
         """Refuse other workers, and a replay.

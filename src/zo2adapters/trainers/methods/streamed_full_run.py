@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
@@ -19,19 +20,18 @@ from zo2core import (
     HostPlan,
     Journal,
     Machine,
+    MemoryPolicy,
     OptionError,
-    PhiloxNoise,
     Runner,
     RunRecord,
     RunRequest,
     StreamedFullBackpropEngine,
     plan,
 )
-from zo2core.engine.full_backprop_engine import gradient_bytes
-from zo2core.engine.streamed_full_engine import kept_blocks, optimizer_bytes, stored_layouts
+from zo2core.build import request_of
+from zo2core.engine.streamed_full_engine import kept_blocks, options_on_disk
 from zo2core.io.direct_file import whole_pages
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import shown_bytes
 
 WRITE_BUDGET_TB = 1.2
@@ -111,17 +111,7 @@ class StreamedFullRun(FullRun):
         """
         model, given = opening.model, self.options.storage.write_limit_tb
         limit = WRITE_BUDGET_TB if given is None else given
-        request = RunRequest(
-            layouts=model.layouts,
-            on_disk=laid_out_as_on_disk(stored_layouts(update, model.layouts), model.weights),
-            noise=PhiloxNoise(),  # none is drawn
-            perturb_in_place=False,
-            takes_steps=False,
-            memory=self._memory(opening.activations, None),
-            gradient_bytes=gradient_bytes(model.layouts),
-            optimizer_bytes=optimizer_bytes(update, model.layouts),
-            streams=True,
-        )
+        request = self._request(model, update, self._memory(opening.activations, None))
         planned = plan(request, Machine(), MeasuredSpeeds(model.weights))
         nbytes = self._written(model, update, planned.host_plan.buckets or 0)
         if 1000 * nbytes > limit * 1e12:
@@ -135,9 +125,13 @@ class StreamedFullRun(FullRun):
                 remedy=f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}",
             )
 
+    def _request(self, model: HFBlockModel, update: BlockUpdate, memory: MemoryPolicy) -> RunRequest:
+        options = options_on_disk(update, model.layouts, self.options.output)
+        return request_of(model, replace(options, memory=memory))
+
     def _written(self, model: HFBlockModel, update: BlockUpdate, buckets: int) -> float:
-        layouts = laid_out_as_on_disk(stored_layouts(update, model.layouts), model.weights)
-        return written_bytes(layouts, update, buckets, self._commit_every)
+        stored = self._request(model, update, MemoryPolicy()).on_disk
+        return written_bytes(stored, update, buckets, self._commit_every)
 
 
 def written_bytes(layouts: Sequence[BlockLayout], update: BlockUpdate, buckets: int, commit_every: int) -> float:
