@@ -251,7 +251,9 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             return _join(options.shared, run, request, options, opened)
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
-            run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
+            # The same noise, whose generators may be kept in memory that the plan leaves over.
+            spare = max(spec.host_plan.spare, 0)
+            run = run._replace(noise=choose_noise(run.journal.noise, model.layouts, run.device.torch_device, memory=spare))
         _begin(run, options, perturbation, opened)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         generations = _open_generations(spec, run, options.generations, opened)
@@ -518,11 +520,6 @@ def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, b
     if all(workers.all_gather(can_share)):
         return shared, True
     return plan(request, machine, speeds), False
-
-
-def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
-    """Return the same noise, whose generator may keep states in memory that the plan leaves over."""
-    return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
 
 
 def _open_generations(spec: RunSpec, run: _Run, policy: GenerationPolicy | None, opened: ExitStack) -> Generations | None:

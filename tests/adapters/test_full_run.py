@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
+from random_kills import KilledRuns, require_same_outcome
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -490,6 +491,26 @@ def test_a_run_with_states_on_disk_killed_at_random_ends_as_one_in_memory(
         done(*command)
         assert outcome("run")["model"] == states_in_memory["model"]
         assert outcome("run")["journal"] == states_in_memory["journal"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kills" in metafunc.fixturenames:  # 200 in the long profile
+        cases: list[tuple[object, ...]] = [("adamw", STREAMED, 2), ("badam", (), 2)]
+        if metafunc.config.getoption("--long"):
+            methods = ("lomo", "adamw", "adalomo", "badam")
+            cases = [(method, where, 25) for method in methods for where in (STREAMED, ())]
+        metafunc.parametrize(("method", "where", "kills"), cases)
+
+
+def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
+    method: OptimizerName, where: tuple[object, ...], kills: int, here: Path, apart: Apart
+) -> None:
+    saved: tuple[object, ...] = ("--keep-best",) if not where else ()
+    saved += () if where and method == "badam" else ("--snapshot-every", 2)
+    evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 2)
+    runs = KilledRuns(here, apart, train("run", *evaluated, *where, *saved, method=method), STEPS)
+    seen = require_same_outcome(runs, outcome, random.Random(f"{method} {where}"), kills)
+    print(f"{method}, {'blocks on disk' if where else 'in memory'}: {seen}")
 
 
 @pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])

@@ -21,6 +21,7 @@ from zo2core.optimizers import StateMemory, StatesInStores, state_bytes
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
+from zo2core.sources import StreamedSource
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
@@ -118,9 +119,11 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
             spill = tempfile.gettempdir() if run is None else run.directory
         super().__init__(model, options, where_stored, spill)
         self._update = update
-        parts, layouts = self._parts, self._parts.layouts
-        is_stored = any(layout.states for layout in layouts)
-        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
+        parts, layouts, source = self._parts, self._parts.layouts, self._parts.source
+        if isinstance(source, StreamedSource) and any(layout.states for layout in layouts):
+            self._states: StatesInStores | StateMemory = StatesInStores(layouts, source.read_states)
+        else:
+            self._states = StateMemory(update, layouts)
         with self._closed_if_refused():
             self._method: FusedBackprop = FusedBackprop(
                 update,
