@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
-from waits import SLOW
+from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
@@ -366,11 +366,12 @@ def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait, tmp_path: Path
     assert swept(tmp_path, case, without=[wait]).errors != []
 
 
-@pytest.mark.parametrize(
-    ("wait", "slow"),
-    [(Wait.INPUT_OFFLOADED, Wait.STAGING_OFFLOADED), (Wait.INPUT_UPLOADED, Wait.ACTIVATIONS_UPLOADED)],
-)
+SLOW_FOR_INPUTS = {Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED, Wait.INPUT_UPLOADED: Wait.ACTIVATIONS_UPLOADED}
+
+
+@pytest.mark.parametrize(("wait", "slow"), SLOW_FOR_INPUTS.items())
 def test_host_memory_of_an_input_is_used_again_after_its_copies(wait: Wait, slow: Wait, tmp_path: Path) -> None:
+    assert set(SLOW_FOR_INPUTS) == FOR_INPUTS
     assert swept(tmp_path, {slow: SLOW}, host_room=0).errors == []
     assert swept(tmp_path, {slow: SLOW}, host_room=0, without=[wait]).errors != []
 
