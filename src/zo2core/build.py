@@ -85,6 +85,7 @@ class Parts(NamedTuple):
     work_buffer: WorkBuffer
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
+    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory
     update_loss: UpdateLoss
     workers: Workers  # a ``SoloWorker`` in a run of one process
     visits: Visits  # makes the visitor of each sweep
@@ -336,15 +337,16 @@ def _join(shared: SharedSegments, run: _Run, request: RunRequest, options: RunOp
     )
 
 
-def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs:
+def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs[torch.UntypedStorage]:
     """The inputs that blocks keep in first-order steps; closed with the run's parts.
 
     Args:
         parts: Parts of the run.
-        directory: Directory for inputs that have no room in host memory, if forwards run there.
+        directory: Directory for inputs that have no room in memory.
     """
     device, timeline = parts.device, parts.timeline
-    inputs = KeptInputs(InputFile(Path(directory), timeline) if device.in_place else InputOffload(device, timeline))
+    file = InputFile(Path(directory), timeline)
+    inputs = KeptInputs(file if device.in_place else InputOffload(device, timeline, file, parts.waiting_bytes))
     parts.opened.callback(inputs.close)
     return inputs
 
@@ -441,6 +443,7 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
+        waiting_bytes=0 if spec is None else spec.waiting_bytes + max(spec.host_plan.spare, 0),
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,

@@ -295,6 +295,8 @@ class Wait(Enum):
     ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
     STAGING_OFFLOADED = "a staging buffer, or freed memory, is used again only after the offload of what was in it"
     ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
+    INPUT_OFFLOADED = "an input in host memory is written to disk only after its copy from the device"
+    INPUT_UPLOADED = "an input's host memory is used again only after its copy to the device"
     STAGING_READ = "a staging buffer, or freed memory, is uploaded into only after the forward that read what was in it"
 
 

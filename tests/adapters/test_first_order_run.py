@@ -6,8 +6,8 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -52,13 +52,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     config.save_pretrained(folder / "lora")
     return folder
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """A process that forks one for each command."""
-    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
-        yield made
 
 
 def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw") -> list[object]:

@@ -6,8 +6,6 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,13 +40,6 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("full"))
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """A process that forks one for each command."""
-    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
-        yield made
 
 
 def train(output: str, *more: object, method: str = "adamw") -> list[object]:

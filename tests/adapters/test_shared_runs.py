@@ -110,15 +110,11 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(options
     assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
 
 
-def test_killed_processes_lose_nothing(options: TrainOptions, tmp_path: Path) -> None:
+def test_killed_processes_lose_nothing(options: TrainOptions, tmp_path: Path, apart: Apart) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
-    apart = Apart(tmp_path)
-    try:
-        for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
-            struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
-            assert struck.status != 0
-    finally:
-        apart.close()
+    for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
+        struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
+        assert struck.status != 0
     assert run_here(*command).status == 0
     assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
 

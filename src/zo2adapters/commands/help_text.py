@@ -36,7 +36,11 @@ def reflow_help(options: Any) -> None:
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             option.metadata = MappingProxyType({**option.metadata, "help": text})
         if option.default_factory is not MISSING:
-            reflow_help(type(option.default_factory()))
+            group = type(option.default_factory())
+            # As tyro would find it, after it has read the sources, which takes as long as all else of a command line.
+            text = " ".join((inspect.getdoc(group) or "").split("\n\n")[0].split())
+            option.metadata = MappingProxyType({"help": text, **option.metadata})
+            reflow_help(group)
 
 
 def short_help(prog: str, options: Any) -> str:
