@@ -716,11 +716,11 @@ def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monke
     assert all(name.endswith(".has_state") for name in made)
 
 
-class _LargestTensors(TorchDispatchMode):
+class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the tensors of at least a size that operations make and that are alive."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
         self._nbytes = nbytes
         self._alive: set[int] = set()
