@@ -20,6 +20,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
+import psutil
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
@@ -180,6 +181,14 @@ class Apart:
     def run(self, *arguments: object, **options: Any) -> Ended:
         """Start a command and wait for it."""
         return self.start(*arguments, **options).finish()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the command has not ended; its process is there until ``finish`` has waited for it."""
+        try:
+            return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
 
     def send(self, number: int) -> None:
         """Send the command a signal."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
 import shutil
 import signal
@@ -65,7 +64,7 @@ class KilledRuns:
         self._start(is_begun=False)
         self._wait_for_a_step()
         began = last = time.perf_counter()
-        while _is_alive(self._apart.pid):
+        while self._apart.is_running:
             last = time.perf_counter() if self._phase[0] > 1 else last
             time.sleep(0.001)
         ended = self._apart.finish()
@@ -103,16 +102,8 @@ class KilledRuns:
 
     def _wait_for_a_step(self) -> None:
         """Wait until the first step begins, or the process has ended without one."""
-        while self._phase[0] == 0 and _is_alive(self._apart.pid):
+        while self._phase[0] == 0 and self._apart.is_running:
             time.sleep(0.001)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _recorded() -> int:
