@@ -10,11 +10,11 @@ test: .venv/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # The same tests with many more drawn examples.
 test-long: .venv/.tools
-	$(BIN)/pytest -n 2 --dist loadfile --long
+	$(BIN)/pytest -n 2 --dist worksteal --long
 
 .venv/.installed: pyproject.toml constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv

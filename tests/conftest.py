@@ -3,11 +3,17 @@
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from command_lines import Apart, Forker
+    from crews import Crew
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
@@ -47,3 +53,37 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_measured_quickly() -> Iterator[None]:
+    from command_lines import PROBED_BYTES
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zo2core.planning.speeds._BYTES", PROBED_BYTES)
+        yield
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator["Forker"]:
+    """The process that commands in processes of their own are forked from."""
+    from command_lines import Forker
+
+    with closing(Forker()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def apart(forker: "Forker", tmp_path_factory: pytest.TempPathFactory) -> "Apart":
+    """Runs commands in processes of their own."""
+    from command_lines import Apart
+
+    return Apart(forker, tmp_path_factory.mktemp("apart"))
+
+
+@pytest.fixture(scope="module")
+def crew(forker: "Forker", tmp_path_factory: pytest.TempPathFactory) -> "Crew":
+    """Two workers of a run."""
+    from crews import Crew
+
+    return Crew(forker, tmp_path_factory.mktemp("crew"), 2)

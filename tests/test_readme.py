@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -19,10 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import SECONDS
+from crews import Crew
 from gguf_models import save_gguf
 from models import WORDS, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file
+from torch.distributed.run import parse_args
 from transformers import MistralConfig
 
 from zo2adapters.cli import main
@@ -151,8 +151,11 @@ def require_understood(program: str, arguments: Sequence[str]) -> None:
             importlib.import_module(path.stem).main()
 
 
-def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run one line of a shell block. What takes minutes is checked as far as a moment allows."""
+def run_command(command: str, capsys: pytest.CaptureFixture[str], crew: Crew) -> None:
+    """Run one line of a shell block. What takes minutes is checked as far as a moment allows.
+
+    A ``torchrun`` of two workers is understood by its own parser; the workers are forked.
+    """
     program, *arguments = shlex.split(command)
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -160,10 +163,12 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     elif program == "python":
         require_understood(arguments[0], arguments[1:])
     elif program == "torchrun":
-        launched = [sys.executable, "-m", "torch.distributed.run", *arguments]
-        ended = subprocess.run(launched, capture_output=True, text=True, timeout=SECONDS, check=False)
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stdout, command
+        launched = parse_args(arguments)  # type: ignore[no-untyped-call]
+        assert (launched.standalone, launched.module, launched.training_script) == (True, True, "zo2adapters")
+        assert launched.nproc_per_node == "2"
+        workers = crew.run(*launched.training_script_args)
+        assert all(worker.status == 0 for worker in workers), workers
+        assert workers[0].out, command
     else:
         assert program == "zo2", command
         with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +179,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @every_page
 def test_commands_and_examples_run_as_printed(
-    page: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crew: Crew
 ) -> None:
     if page.stem == "trainers":  # of others, who warn of much
         warnings.simplefilter("ignore")
@@ -185,7 +190,7 @@ def test_commands_and_examples_run_as_printed(
         assert language in {"sh", "python", "text"}
         if language == "sh":
             for command in commands(text):
-                run_command(command, capsys)
+                run_command(command, capsys, crew)
         elif language == "python" and ("write_program" not in text or importlib.util.find_spec("executorch")):
             exec(compile(text, page.name, "exec"), {"__name__": page.stem})
 

@@ -81,6 +81,11 @@ class SlowHost(EverySegment):
         """As the optimizer says. See the contract."""
         return self._update.widens_gradients
 
+    @property
+    def copies(self) -> int:
+        """As the optimizer says. See the contract."""
+        return self._update.copies
+
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """Those of the optimizer. See the contract."""
         return self._update.states(layout)
@@ -161,7 +166,7 @@ def bytes_by_part(directory: Path, side: str) -> dict[str, int]:
         states = TorchOptimizer(ADAMW)
         return {"weights": weights, "gradients": weights, "states": state_bytes(states, layouts)}
     update = UPDATES[side.partition(":")[0]]()
-    return {"weights": weights, "gradients": gradient_copies(layouts), "states": state_bytes(update, layouts)}
+    return {"weights": weights, "gradients": gradient_copies(update, layouts), "states": state_bytes(update, layouts)}
 
 
 def bench_host(options: argparse.Namespace, rows: int, tokens: int) -> list[dict[str, Any]]:

@@ -36,7 +36,6 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
-from zo2adapters.trainers.methods.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
@@ -97,15 +96,13 @@ def lora() -> LoraConfig:
 def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> BackpropEngine | FullBackpropEngine:
     """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
     activations, least = reserved_bytes(model, options.rows, options.tokens, options.micro_rows)
+    memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
     if options.full:
-        tied = tied_gradient_bytes(model, -(-options.rows // options.micro_rows) if options.micro_rows else 1)
-        memory = MemoryPolicy(host=options.memory, activations=activations + tied, least_activations=least + tied)
         update = make_block_update(options.method, weight_decay=0.0)
         if options.stream:
             record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
             return StreamedFullBackpropEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
         return FullBackpropEngine(model, update, lr=1e-6, memory=memory, spill=run, micro_batch_size=options.micro_rows)
-    memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
     of_adapter = OPTIMIZERS[options.method].of_adapter
     assert of_adapter is not None, "others train all parameters"
     optimizer = partial(of_adapter, lr=1e-4)

@@ -5,19 +5,24 @@
 Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
 have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
 enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4``, too, one layer is encoded as
-nf4, and all layers have its header, its scales and a hole.
+nf4, and all layers have its header, its scales and a hole. ``--gguf Q4_K`` writes a GGUF file of a Llama in the same way,
+with all matrices of this type.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import gguf
+import numpy as np
 import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
@@ -29,7 +34,7 @@ from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint import find_tensors, write_checkpoint
 from zo2core.checkpoint.reader import TensorEntry
 from zo2core.checkpoint.writer import MAX_SHARD, new_checkpoint
-from zo2core.types import ParameterSpec
+from zo2core.types import GGUF_BLOCKS, ParameterSpec
 
 LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
 
@@ -177,6 +182,53 @@ def make_sparse_nf4(config: PretrainedConfig, directory: Path, *, dtype: torch.d
     return nbytes
 
 
+def make_sparse_gguf(config: PretrainedConfig, directory: Path, kind: str) -> int:
+    """Write a GGUF file of a Llama, whose data is a hole; return the bytes of the weights.
+
+    Its vocabulary has numbers for words.
+    """
+    writer: Any = gguf.GGUFWriter(None, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([str(number) for number in range(config.vocab_size)])
+    writer.add_token_merges(["1 2"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    nbytes = 0
+    for layout in segment_layouts(build_skeleton(config, torch.float32), ARCHITECTURES["llama"]):
+        for spec in layout.parameters:
+            stem, _, leaf = spec.name.rpartition(".")
+            stored = "F32" if len(spec.shape) == 1 else kind
+            block = GGUF_BLOCKS[stored]
+            rows = (*spec.shape[:-1], spec.shape[-1] // block.weights * block.nbytes)  # in bytes
+            writer.add_tensor_info(
+                f"{names.get_name(stem)}.{leaf}",
+                rows if stored == kind else spec.shape,
+                np.dtype(np.uint8 if stored == kind else np.float32),
+                math.prod(rows),
+                raw_dtype=gguf.GGMLQuantizationType[stored],
+            )
+            nbytes += -(-math.prod(rows) // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
+    directory.mkdir()
+    path = directory / "model.gguf"
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        start = -(-file.seek(0, os.SEEK_END) // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
+        file.truncate(start + nbytes)
+    return nbytes
+
+
 def leave_hole(file: IO[bytes], spec: ParameterSpec) -> None:
     """Extend a file by a parameter's bytes without writing them."""
     file.seek(file.truncate(file.tell() + spec.nbytes))
@@ -204,7 +256,14 @@ def main() -> None:
         "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
     )
     parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4")
+    parser.add_argument("--gguf", choices=list(GGUF_BLOCKS), help="with --sparse: a GGUF file with matrices of this type")
     options = parser.parse_args()
+    if options.gguf:
+        if not options.sparse:
+            parser.error("--gguf needs --sparse; export other models with zo2 export --format gguf")
+        written = make_sparse_gguf(geometries()[options.geometry], options.directory, options.gguf)
+        print(f"{options.directory}: {written / 1e9:.2f} GB of {options.gguf} weights")
+        return
     if options.nf4 and not options.sparse:
         parser.error("--nf4 needs --sparse; encode other checkpoints with zo2 convert --quantize nf4")
     if options.nf4:

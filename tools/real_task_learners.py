@@ -24,11 +24,16 @@ from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
+    LOMO,
     BackpropEngine,
+    BAdam,
     Batch,
+    BlockUpdate,
     DataError,
     DensePerturbation,
     Distribution,
+    FullBackpropEngine,
+    GradientPolicy,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
@@ -36,6 +41,7 @@ from zo2core import (
     OptionError,
     PerRowRGE,
     PhiloxNoise,
+    TorchOptimizer,
     ZOEngine,
     ZOEstimator,
 )
@@ -227,11 +233,11 @@ class ZerothOrder:
 
 
 class BackpropLearner:
-    """An adapter trained by gradients over the stream."""
+    """A model trained by gradients over the stream."""
 
-    def __init__(self, model: HFBlockModel, lr: float) -> None:
+    def __init__(self, model: HFBlockModel, engine: BackpropEngine | FullBackpropEngine) -> None:
         self._model = model
-        self._engine = BackpropEngine(model, partial(torch.optim.AdamW, lr=lr, weight_decay=0.0), clip=1.0)
+        self._engine = engine
 
     @property
     def taken(self) -> int:
@@ -239,7 +245,7 @@ class BackpropLearner:
         return self._engine.steps
 
     def step(self, batch: Batch) -> None:
-        """Take one step, with gradients clipped to a norm of 1."""
+        """Take one step."""
         self._engine.step(batch)
 
     def score(self, questions: Questions) -> Score:
@@ -254,7 +260,7 @@ class BackpropLearner:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedLoRA:
-    """First-order steps of a LoRA over the stream of blocks, at a constant learning rate.
+    """First-order steps of a LoRA over the stream of blocks, at a constant learning rate, clipped to a norm of 1.
 
     A backward pass counts as two forwards, whether the graphs of blocks were kept or not.
     """
@@ -268,7 +274,35 @@ class StreamedLoRA:
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         """Begin."""
         adapter = Adapter(config=LoraConfig(**self.lora), seed=seed)
-        return BackpropLearner(open_checkpoint(model, adapter=adapter, **self.opening), lr)
+        opened = open_checkpoint(model, adapter=adapter, **self.opening)
+        optimizer = partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
+        return BackpropLearner(opened, BackpropEngine(opened, optimizer, clip=1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllParameters:
+    """First-order steps of all parameters over the stream, at a constant learning rate after a warm-up.
+
+    A backward pass counts as two forwards.
+    """
+
+    name: str
+    opening: Mapping[str, Any]
+    update: Callable[[int], BlockUpdate]  # makes the optimizer, for a seed
+    lrs: tuple[float, ...]
+    forwards: int = 3
+    warmup: int = 10  # steps
+    clip_norm: float | None = None
+
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
+        """Begin."""
+        opened = open_checkpoint(model, **self.opening)
+
+        def schedule(step: int) -> float:
+            return lr * min((step + 1) / self.warmup, 1.0)
+
+        gradients = GradientPolicy(clip_norm=self.clip_norm)
+        return BackpropLearner(opened, FullBackpropEngine(opened, self.update(seed), lr=schedule, gradients=gradients))
 
 
 class AdamWLearner:
@@ -359,6 +393,7 @@ IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
 IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
 # LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. The base is bfloat16, the adapter float32.
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+BADAM_STEPS = 3  # of a block's turn: 32 segments have one in 96 steps
 LORA_LRS = (3e-3, 1e-2, 3e-2, 1e-1)
 IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # weights in float32; the dtype is fixed, not chosen by speed
 VARIANTS: tuple[Variant, ...] = (
@@ -402,6 +437,27 @@ VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     StreamedLoRA(name="lora-adamw-bfloat16", opening=IN_BFLOAT16, lora=LORA),
     AdamW(name="adamw-float32"),
+    AllParameters(
+        name="adamw-mixed",
+        opening=IN_MIXED,
+        update=lambda seed: TorchOptimizer(torch.optim.AdamW),
+        lrs=(5e-6, 1e-5, 2e-5, 5e-5),
+    ),
+    AllParameters(
+        name="lomo-mixed",
+        opening=IN_MIXED,
+        update=lambda seed: LOMO(),
+        lrs=(3e-3, 1e-2, 3e-2, 1e-1),
+        clip_norm=1.0,  # measured by a second backward pass
+        forwards=5,
+    ),
+    AllParameters(
+        name="badam-mixed",
+        opening=IN_MIXED,
+        update=lambda seed: BAdam(torch.optim.AdamW, every=BADAM_STEPS, seed=seed),
+        lrs=(1e-5, 3e-5, 1e-4, 3e-4),
+        warmup=1,
+    ),
 )
 
 

@@ -85,6 +85,7 @@ class Parts(NamedTuple):
     work_buffer: WorkBuffer
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
+    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory
     update_loss: UpdateLoss
     workers: Workers  # a ``SoloWorker`` in a run of one process
     visits: Visits  # makes the visitor of each sweep
@@ -250,7 +251,9 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             return _join(options.shared, run, request, options, opened)
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
-            run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
+            # The same noise, whose generators may be kept in memory that the plan leaves over.
+            spare = max(spec.host_plan.spare, 0)
+            run = run._replace(noise=choose_noise(run.journal.noise, model.layouts, run.device.torch_device, memory=spare))
         _begin(run, options, perturbation, opened)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         generations = _open_generations(spec, run, options.generations, opened)
@@ -334,15 +337,16 @@ def _join(shared: SharedSegments, run: _Run, request: RunRequest, options: RunOp
     )
 
 
-def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs:
+def kept_inputs(parts: Parts, directory: Path | str) -> KeptInputs[torch.UntypedStorage]:
     """The inputs that blocks keep in first-order steps; closed with the run's parts.
 
     Args:
         parts: Parts of the run.
-        directory: Directory for inputs that have no room in host memory, if forwards run there.
+        directory: Directory for inputs that have no room in memory.
     """
     device, timeline = parts.device, parts.timeline
-    inputs = KeptInputs(InputFile(Path(directory), timeline) if device.in_place else InputOffload(device, timeline))
+    file = InputFile(Path(directory), timeline)
+    inputs = KeptInputs(file if device.in_place else InputOffload(device, timeline, file, parts.waiting_bytes))
     parts.opened.callback(inputs.close)
     return inputs
 
@@ -439,6 +443,7 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
+        waiting_bytes=0 if spec is None else spec.waiting_bytes + max(spec.host_plan.spare, 0),
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,
@@ -515,11 +520,6 @@ def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, b
     if all(workers.all_gather(can_share)):
         return shared, True
     return plan(request, machine, speeds), False
-
-
-def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
-    """Return the same noise, whose generator may keep states in memory that the plan leaves over."""
-    return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
 
 
 def _open_generations(spec: RunSpec, run: _Run, policy: GenerationPolicy | None, opened: ExitStack) -> Generations | None:

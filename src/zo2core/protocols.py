@@ -220,6 +220,10 @@ class BlockUpdate(Protocol):
         """Whether 16-bit gradients are converted to float32 before they are measured, clipped and applied."""
 
     @property
+    def copies(self) -> int:
+        """Most float32 tensors of the size of one parameter that ``apply`` has at a time, by which memory is planned."""
+
+    @property
     def turn(self) -> int | None:
         """Steps after each multiple of which all states are forgotten; None: never."""
 
@@ -291,6 +295,8 @@ class Wait(Enum):
     ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
     STAGING_OFFLOADED = "a staging buffer, or freed memory, is used again only after the offload of what was in it"
     ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
+    INPUT_OFFLOADED = "an input in host memory is written to disk only after its copy from the device"
+    INPUT_UPLOADED = "an input's host memory is used again only after its copy to the device"
     STAGING_READ = "a staging buffer, or freed memory, is uploaded into only after the forward that read what was in it"
 
 

@@ -6,11 +6,8 @@ import json
 import math
 import random
 import shutil
-import signal
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here, write_rows
+from random_kills import KilledRuns, require_same_outcome
 from safetensors import safe_open
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -54,13 +52,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     config.save_pretrained(folder / "lora")
     return folder
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """A process that forks one for each command."""
-    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
-        yield made
 
 
 def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw") -> list[object]:
@@ -229,25 +220,6 @@ def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
     assert outcome("run") == undisturbed
 
 
-PHASES = ("outside of a step", "step", "commit", "snapshot", "evaluation")
-MARKED = """
-import importlib, mmap
-file = open("phase", "r+b")
-phase = mmap.mmap(file.fileno(), 1)
-def mark(module, owner, name, number):
-    owner = getattr(importlib.import_module(module), owner)
-    real = getattr(owner, name)
-    def marked(*args, **kwargs):
-        before, phase[0] = phase[0], number
-        result = real(*args, **kwargs)
-        phase[0] = before
-        return result
-    setattr(owner, name, marked)
-mark("zo2core.engine.backprop_engine", "BackpropEngine", "step", 1)
-mark("zo2core.journal", "Journal", "append", 2)
-mark("zo2core.checkpoint.snapshots", "Snapshots", "write", 3)
-mark("zo2core.engine.runner", "Runner", "evaluate", 4)
-"""
 TIGHT = """
 import dataclasses, zo2core.planning.run_spec as spec
 plan_host = spec.plan_host
@@ -265,41 +237,17 @@ PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kills" in metafunc.fixturenames:  # 200 in the long profile
         metafunc.parametrize(
-            ("round_", "kills"), [(i, 10) for i in range(10)] if metafunc.config.getoption("--long") else [(0, 3)]
+            ("round_", "kills"), [(i, 25) for i in range(4)] if metafunc.config.getoption("--long") else [(0, 2)]
         )
 
 
 @pytest.mark.parametrize("placed", PLACED)
-def test_a_run_killed_at_random_again_and_again_ends_as_the_undisturbed_one(
+def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     placed: str, round_: int, kills: int, here: Path, apart: Apart
 ) -> None:
     patch, options = PLACED[placed]
-    rng = random.Random(f"{placed} {round_}")
-    patch = f"import os\nos.chdir({str(here)!r})\n{MARKED}{patch}"
-    Path("phase").write_bytes(b"\0")
-    command = train("run", *EVALUATED, *options)
-    began = time.perf_counter()
-    assert apart.run(*command, patch=patch).status == 0
-    seconds, undisturbed, hits, ends = time.perf_counter() - began, outcome("run"), Counter[str](), 0
-    shutil.rmtree("run")
-    while hits.total() < kills or not ends:
-        is_begun = Path("run/options.json").exists()
-        if not is_begun:
-            shutil.rmtree("run", ignore_errors=True)
-        Path("phase").write_bytes(b"\0")
-        apart.start(*(("train", "--resume", "run") if is_begun else command), patch=patch)
-        if hits.total() < kills:
-            time.sleep(rng.uniform(0, seconds))
-            apart.send(signal.SIGKILL)
-        ended = apart.finish()
-        assert ended.status in (0, -9), ended
-        if ended.status == -9:
-            hits[PHASES[Path("phase").read_bytes()[0]]] += 1
-        elif ended.status == 0:
-            assert outcome("run") == undisturbed
-            ends += 1
-            shutil.rmtree("run")
-    print(f"{placed}: {hits.total()} kills, {dict(hits)}, {ends} runs ended, one takes {seconds:.1f} s")
+    runs = KilledRuns(here, apart, train("run", *EVALUATED, *options), STEPS, patch)
+    print(f"{placed}: {require_same_outcome(runs, outcome, random.Random(f'{placed} {round_}'), kills)}")
 
 
 def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from command_lines import SECONDS, Ended, environment, make_place, run_here, torchrun_command, write_rows
 from crews import Crew
 from safetensors.torch import load_file
+from strikes import JOURNAL, strike
 
 from zo2core import Journal
 
@@ -24,12 +25,6 @@ peft: Any = pytest.importorskip("peft")
 
 SIZE = 2
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with contextlib.closing(Crew(tmp_path_factory.mktemp("crew"), SIZE)) as crew:
-        yield crew
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +152,32 @@ def commits(path: Path) -> int:
     return path.read_bytes().count(b'"commit"') if path.exists() else 0
 
 
+def assert_not_torn(output: Path, steps: int) -> None:
+    """The metrics have each step once."""
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == list(range(steps))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_workers_are_started_again_and_end_with_the_same_bits(
+def test_workers_one_of_which_was_killed_go_on_with_the_same_bits(
+    rank: int, place: Path, crew: Crew, tmp_path: Path
+) -> None:
+    output, command = tmp_path / "run", train(place, tmp_path / "run", "--snapshot-every", 2)
+    ended = crew.killed(rank, strike(tmp_path, JOURNAL, "Journal", "append", 5, "after"), *command)
+    assert ended[rank].status == -signal.SIGKILL
+    assert ended[1 - rank].status == 128 + signal.SIGTERM
+    assert commits(directories(output)[rank] / "journal.jsonl") == 5
+    together(crew, *command)
+    assert_same_run(output, alone(place, tmp_path / "whole", "--snapshot-every", 2))
+    assert_not_torn(output, STEPS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(
     rank: int, place: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if rank == 0 and not request.config.getoption("--long"):
-        pytest.skip("takes as long again")
+    if not request.config.getoption("--long"):
+        pytest.skip("processes that import everything, three times each")
     output, steps = tmp_path / "run", 60
     process = launched(train(place, output, "--snapshot-every", 7, steps=steps), tmp_path / "output")
     journal = directories(output)[rank] / "journal.jsonl"
@@ -180,5 +195,4 @@ def test_killed_workers_are_started_again_and_end_with_the_same_bits(
         process.kill()
     assert kills == 1
     assert_same_run(output, alone(place, tmp_path / "whole", "--snapshot-every", 7, steps=steps))
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics] == list(range(steps))
+    assert_not_torn(output, steps)

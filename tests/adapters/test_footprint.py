@@ -15,6 +15,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2adapters.tasks.scoring import LogLikelihood
+from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2core import Replayer
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
@@ -90,3 +91,14 @@ def test_pieces_of_a_batch_are_counted_one_by_one() -> None:
     config = small_config("llama")
     held = expected_held_bytes(config, 4, 12) + expected_held_bytes(config, 1, 12)
     assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(config, 4, 12)
+
+
+def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(tmp_path: Path) -> None:
+    opened = [
+        open_checkpoint(save_model(tmp_path / str(tied), small_config("llama", tie_word_embeddings=tied)))
+        for tied in (True, False)
+    ]
+    embedding = opened[0].layouts[0].nbytes
+    for micro_rows, micro_batches in ((None, 1), (4, 1), (2, 2), (3, 2)):
+        tied, untied = (reserved_bytes(model, 4, 8, micro_rows) for model in opened)
+        assert (tied[0] - untied[0], tied[1] - untied[1]) == (micro_batches * embedding, micro_batches * embedding)

@@ -6,8 +6,6 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
+from random_kills import KilledRuns, require_same_outcome
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,13 +40,6 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and rows."""
     return make_place(tmp_path_factory.mktemp("full"))
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """A process that forks one for each command."""
-    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
-        yield made
 
 
 def train(output: str, *more: object, method: str = "adamw") -> list[object]:
@@ -252,7 +244,9 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
         "adalomo": factors,
         "badam": max(2 * size + steps * count for size, count in zip(sizes, counts, strict=True)),
     }[method]
-    assert parts["trained parameters, gradients, optimizer"] == 2 * max(sizes) + states
+    largest = max(4 * spec.numel for layout in layouts for spec in layout.parameters)
+    in_use = max(sizes) + max(max(sizes), 3 * largest if method == "adalomo" else 0)
+    assert parts["trained parameters, gradients, optimizer"] == in_use + states
     assert planned["snapshot_bytes"] == sum(layout.nbytes for layout in layouts) + states
     assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, abs=1e-9)
     assert planned["host_plan"]["buckets"] is None
@@ -490,6 +484,26 @@ def test_a_run_with_states_on_disk_killed_at_random_ends_as_one_in_memory(
         done(*command)
         assert outcome("run")["model"] == states_in_memory["model"]
         assert outcome("run")["journal"] == states_in_memory["journal"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kills" in metafunc.fixturenames:  # 200 in the long profile
+        cases: list[tuple[object, ...]] = [("adamw", STREAMED, 2), ("badam", (), 2)]
+        if metafunc.config.getoption("--long"):
+            methods = ("lomo", "adamw", "adalomo", "badam")
+            cases = [(method, where, 25) for method in methods for where in (STREAMED, ())]
+        metafunc.parametrize(("method", "where", "kills"), cases)
+
+
+def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
+    method: OptimizerName, where: tuple[object, ...], kills: int, here: Path, apart: Apart
+) -> None:
+    saved: tuple[object, ...] = ("--keep-best",) if not where else ()
+    saved += () if where and method == "badam" else ("--snapshot-every", 2)
+    evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 2)
+    runs = KilledRuns(here, apart, train("run", *evaluated, *where, *saved, method=method), STEPS)
+    seen = require_same_outcome(runs, outcome, random.Random(f"{method} {where}"), kills)
+    print(f"{method}, {'blocks on disk' if where else 'in memory'}: {seen}")
 
 
 @pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])

@@ -74,8 +74,9 @@ def completions(*texts: str, **fields: Any) -> list[Completion]:
     return [Completion(text, "a prompt", fields, line) for line, text in enumerate(texts, 1)]
 
 
-def rewards(*names: str, seconds: float = 5.0, memory: int = 1 << 28) -> Rewards:
-    return Rewards([RewardName.parsed(name) for name in names], seconds=seconds, memory=memory)
+def rewards(*names: str, seconds: float = 5.0, start_seconds: float = 1.0) -> Rewards:
+    parsed = [RewardName.parsed(name) for name in names]
+    return Rewards(parsed, seconds=seconds, memory=1 << 28, start_seconds=start_seconds)
 
 
 @pytest.fixture
@@ -295,15 +296,11 @@ def test_a_run_writes_rewards_and_a_resumed_one_has_its_bits(functions: Path, tm
         assert words in page
 
 
-def test_two_workers_share_the_population(functions: Path, tmp_path: Path) -> None:
+def test_two_workers_share_the_population(functions: Path, tmp_path: Path, crew: Crew) -> None:
     base_of(tmp_path)
     command = asked(tmp_path, f"{functions}:cats", steps=3)
     assert run_here(*asked(tmp_path, f"{functions}:cats", steps=3, output=tmp_path / "alone")).status == 0
-    crew = Crew(tmp_path / "crew", 2)
-    try:
-        ended = crew.run(*command)
-    finally:
-        crew.close()
+    ended = crew.run(*command)
     assert all(own.status == 0 for own in ended), ended
     names = ("alone", "run", "run.worker-1")
     alone, first, second = ((tmp_path / name / "journal.jsonl").read_text().splitlines() for name in names)

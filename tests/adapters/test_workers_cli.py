@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,6 @@ from zo2adapters.trainers.tuning import Trial, tune
 from zo2adapters.trainers.worker_options import device_kinds, require_same_steps, storage_of_one, worker_trace
 from zo2core import OptionError, WorkerError, Workers
 from zo2core.planning.host_budget import free_memory, resident_memory
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with contextlib.closing(Crew(tmp_path_factory.mktemp("crew"), 2)) as crew:
-        yield crew
 
 
 def told_by(crew: Crew, *arguments: object, succeeds: bool = True) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.precision import Precision
@@ -40,10 +42,11 @@ from zo2core import (
     TorchOptimizer,
     UpdateInputs,
 )
+from zo2core.engine.full_backprop_engine import gradient_bytes
 from zo2core.methods.loss_scale import LossScale
 from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
-from zo2core.types import Lane
+from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 PROFILE = settings.default
 assert PROFILE is not None
@@ -167,6 +170,19 @@ def engine_of(base: Path, case: str, **options: Any) -> FullBackpropEngine:
 
 def weights(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+@pytest.mark.parametrize("case", ["lomo", "badam"])
+def test_gradients_within_the_limit_stay_as_they_are(case: str, base: Path) -> None:
+    made = []
+    for clip_norm in (None, 1e3):
+        with engine_of(base, case, gradients=GradientPolicy(clip_norm=clip_norm)) as engine:
+            norms = [engine.step(make_batch(40, [7, 5], seed=seed)).grad_norm for seed in range(2)]
+            made.append((norms, weights(engine)))
+    (norms, without), (same_norms, limited) = made
+    assert norms == same_norms
+    assert max(norms) < 1e3
+    assert all(torch.equal(value, limited[name]) for name, value in without.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -698,3 +714,38 @@ def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monke
             engine.step(make_batch(40, [7, 5]))
     assert made
     assert all(name.endswith(".has_state") for name in made)
+
+
+class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the tensors of at least a size that operations make and that are alive."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._nbytes = nbytes
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {tensor.data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.nbytes >= self._nbytes and made.data_ptr() not in given:
+            storage = made.untyped_storage()
+            self._alive.add(storage.data_ptr())
+            weakref.finalize(storage, self._alive.discard, storage.data_ptr())
+            self.most = max(self.most, len(self._alive))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", [LOMO(weight_decay=0.1), AdaLOMO(weight_decay=0.1)], ids=["lomo", "adalomo"])
+def test_an_optimizer_makes_no_more_copies_than_it_says(update: Any, dtype: torch.dtype) -> None:
+    spec = ParameterSpec("weight", (64, 128), dtype, 0, decays=True)
+    layout = BlockLayout("block", SegmentKind.BLOCK, (spec,))
+    states = {state.name: torch.zeros(state.shape, dtype=state.stored_dtype) for state in update.states(layout)}
+    weights, gradients = {"weight": torch.randn(64, 128).to(dtype)}, {"weight": torch.randn(64, 128)}
+    with _LargestTensors(4 * spec.numel) as made:
+        update.apply(UpdateInputs(0, weights, gradients, states, step=0, lr=0.1))
+    widened = dtype is torch.bfloat16
+    assert made.most == (update.copies if widened else update.copies - 1)
+    given = spec.nbytes
+    assert gradient_bytes(update, [layout]) == 4 * spec.numel + max(given, update.copies * 4 * spec.numel)

@@ -16,22 +16,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
-from waits import SLOW
+from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import BackpropEngine, HostPlan, MemoryPolicy, ScratchError
+from zo2core import (
+    BackpropEngine,
+    HostDevice,
+    HostPlan,
+    Machine,
+    MemoryBudgetError,
+    MemoryPolicy,
+    PhiloxNoise,
+    RunRequest,
+    RunSpec,
+    ScratchError,
+    plan,
+)
+from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.io.direct_file import PAGE
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_budget import resident_memory
+from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
 from zo2core.sweep.input_file import InputFile
 from zo2core.sweep.input_offload import InputOffload
-from zo2core.sweep.kept_inputs import AHEAD, KeptInputs
+from zo2core.sweep.kept_inputs import AHEAD, InputKey, KeptInputs
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
 BLOCKS = 6
 LENGTHS = [7, 5, 6, 4]
+NBYTES = PAGE  # of an input
+FIRST, SECOND = InputKey(1, 0), InputKey(2, 0)
 
 
 class Departed:
@@ -51,21 +69,21 @@ class Memory:
     """A store that keeps bytes, and counts how many are in the storages of all inputs."""
 
     def __init__(self) -> None:
-        self.away: dict[str, list[tuple[torch.UntypedStorage, bytes]]] = {}
-        self.sent: list[str] = []
+        self.away: dict[InputKey, list[tuple[torch.UntypedStorage, bytes]]] = {}
+        self.sent: list[InputKey] = []
 
-    def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> Departed:
-        self.sent.append(name)
+    def send(self, key: InputKey, storages: Sequence[torch.UntypedStorage]) -> Departed:
+        self.sent.append(key)
 
         def leave() -> None:
-            self.away[name] = [(storage, bytes(filled(storage).tolist())) for storage in storages]
+            self.away[key] = [(storage, bytes(filled(storage).tolist())) for storage in storages]
             for storage in storages:
                 storage.resize_(0)
 
         return Departed(leave)
 
-    def bring(self, name: str) -> Departed:
-        left = self.away.pop(name)
+    def bring(self, key: InputKey) -> Departed:
+        left = self.away.pop(key)
         for storage, content in left:
             storage.resize_(len(content))
 
@@ -103,19 +121,19 @@ def test_the_oldest_inputs_leave_and_all_are_there_when_their_backward_needs_the
         for block in range(1, blocks + 1):
             for stream, size in enumerate(sizes):
                 tensor = torch.full((size,), 10 * block + stream, dtype=torch.uint8)
-                tensors[block, stream] = tensor
-                inputs.put(block, stream, [tensor.untyped_storage()] if size else [])
+                tensors[InputKey(block, stream)] = tensor
+                inputs.put(InputKey(block, stream), [tensor.untyped_storage()] if size else [])
                 assert sum(kept.untyped_storage().nbytes() for kept in tensors.values()) <= most
-        order = [f"input of block {block}, micro-batch {stream}" for block, stream in tensors if sizes[stream]]
+        order = [key for key in tensors if sizes[key.stream]]
         assert store.sent == order[: len(store.sent)], "the first blocks' inputs leave"
         if blocks * sum(sizes) + AHEAD * max(sizes) <= room:
             assert store.sent == []
         for block in range(blocks, 0, -1):
             for stream, size in enumerate(sizes):
-                inputs.take(block, stream)
+                inputs.take(InputKey(block, stream))
                 present = sum(kept.untyped_storage().nbytes() for kept in tensors.values())
                 assert present <= max(room, AHEAD * max(sizes)) + max(sizes), "what is read ahead has room"
-                assert tensors.pop((block, stream)).tolist() == [10 * block + stream] * size
+                assert tensors.pop(InputKey(block, stream)).tolist() == [10 * block + stream] * size
         inputs.clear()
 
 
@@ -130,12 +148,12 @@ def test_a_file_gives_back_what_it_was_sent(file: InputFile, tmp_path: Path) -> 
         tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, (9 << 20) + 5, 77)]
         expected = [tensor.clone() for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
-        file.send("first", storages[:3]).result()
-        file.send("second", storages[3:]).result()
+        file.send(FIRST, storages[:3]).result()
+        file.send(SECOND, storages[3:]).result()
         assert [storage.nbytes() for storage in storages] == [0] * 4, "their memory is free"
         assert list(tmp_path.iterdir()) == [], "the file has no name"
-        file.bring("second").result()
-        file.bring("first").result()
+        file.bring(SECOND).result()
+        file.bring(FIRST).result()
         assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True))
         file.clear()
 
@@ -144,10 +162,10 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     storages = [torch.zeros(5).untyped_storage()]
     with closing(InputFile(tmp_path / "missing", Timeline())) as file:
         with pytest.raises(ScratchError, match=r"missing: found No such file or directory.* inputs of blocks"):
-            file.send("first", storages).result()
+            file.send(FIRST, storages).result()
         file.clear()
         (tmp_path / "missing").mkdir()
-        file.send("first", storages).result()
+        file.send(FIRST, storages).result()
 
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
@@ -268,6 +286,7 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, 
 
 
 WAITS = (Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED)
+ALL_ON_HOST = 1 << 20
 
 
 class Computed:
@@ -277,17 +296,23 @@ class Computed:
     that was issued before.
     """
 
-    def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait] = ()) -> None:
+    def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait], host_room: int, spill: Path) -> None:
         def delay(lane: Lane, nbytes: int) -> float:
             return case.get(Wait.ACTIVATIONS_UPLOADED if lane is Lane.ACTIVATIONS_IN else Wait.STAGING_OFFLOADED, 0.0)
 
         self.case = case
         self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
         self.device = ThreadedDevice(self.streams)
+        self.allocated: list[int] = []  # bytes of page-locked memory
+        self.device.host_memory = self.host_memory  # type: ignore[method-assign]
         self.timeline = Timeline()
-        self.store = InputOffload(self.device, self.timeline)
+        self.store = InputOffload(self.device, self.timeline, InputFile(spill, self.timeline), host_room)
         self.store.resize = self.overwritten  # type: ignore[method-assign]
         self.errors: list[str] = []
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        self.allocated.append(nbytes)
+        return HostDevice().host_memory(nbytes)
 
     def overwritten(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         def work() -> None:
@@ -301,12 +326,12 @@ class Computed:
         inputs.begin(room)
         for block in range(1, blocks + 1):
             for stream in range(streams):
-                tensors[block, stream] = tensor = torch.full((64,), 3, dtype=torch.uint8)
+                tensors[block, stream] = tensor = torch.full((NBYTES,), 3, dtype=torch.uint8)
                 self.streams.compute(partial(self.make, tensor, 10 * block + stream))
-                inputs.put(block, stream, [tensor.untyped_storage()])
+                inputs.put(InputKey(block, stream), [tensor.untyped_storage()])
         for block in range(blocks, 0, -1):
             for stream in range(streams):
-                inputs.take(block, stream)
+                inputs.take(InputKey(block, stream))
                 self.streams.compute(partial(self.check, tensors[block, stream], 10 * block + stream))
         inputs.clear()
 
@@ -319,51 +344,104 @@ class Computed:
             self.errors.append(f"{number} is {tensor.tolist()[:3]}")
 
     def end(self) -> list[str]:
+        self.store.close()
         self.device.close()
         return [*self.errors, *map(str, self.streams.errors)]
 
 
-def swept(case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 0) -> list[str]:
-    computed = Computed(case, without)
+def swept(
+    spill: Path, case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 0, host_room: int = ALL_ON_HOST
+) -> Computed:
+    computed = Computed(case, without, host_room, spill)
     computed.run(room=room)
     computed.run(room=room)
-    return computed.end()
+    computed.errors += computed.end()
+    return computed
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait) -> None:
+def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait, tmp_path: Path) -> None:
     case = {wait: SLOW}
-    assert swept(case) == []
-    assert swept(case, without=[wait]) != []
+    assert swept(tmp_path, case).errors == []
+    assert swept(tmp_path, case, without=[wait]).errors != []
 
 
-@pytest.mark.parametrize("room", [0, 64, 200, 300, 500, 1 << 20])
-def test_inputs_in_host_memory_are_not_mixed_up(room: int) -> None:
-    assert (
-        swept(
-            dict.fromkeys((Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED), 0.001),
-            room=room,
-        )
-        == []
+SLOW_FOR_INPUTS = {Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED, Wait.INPUT_UPLOADED: Wait.ACTIVATIONS_UPLOADED}
+
+
+@pytest.mark.parametrize(("wait", "slow"), SLOW_FOR_INPUTS.items())
+def test_host_memory_of_an_input_is_used_again_after_its_copies(wait: Wait, slow: Wait, tmp_path: Path) -> None:
+    assert set(SLOW_FOR_INPUTS) == FOR_INPUTS
+    assert swept(tmp_path, {slow: SLOW}, host_room=0).errors == []
+    assert swept(tmp_path, {slow: SLOW}, host_room=0, without=[wait]).errors != []
+
+
+@pytest.mark.parametrize("host_room", [0, 3 * NBYTES, 6 * NBYTES, ALL_ON_HOST])
+@pytest.mark.parametrize("room", [0, NBYTES, 3 * NBYTES, 5 * NBYTES, 8 * NBYTES, 1 << 20])
+def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_path: Path) -> None:
+    computed = swept(tmp_path, dict.fromkeys(WAITS, 0.001), room=room, host_room=host_room)
+    assert computed.errors == []
+    spans = computed.timeline.take()
+    written, offloaded = (
+        sum(span.nbytes for span in spans if span.lane is lane) for lane in (Lane.WRITE, Lane.ACTIVATIONS_OUT)
     )
+    assert written <= offloaded
+    sent = offloaded / 2  # in each of the two sweeps
+    assert written == 0 or sent > host_room - AHEAD * NBYTES
+    assert written > 0 or sent <= host_room + (AHEAD + 1) * NBYTES
+    assert sum(computed.allocated) <= host_room + (2 * AHEAD + 3) * NBYTES
 
 
-def test_a_device_of_its_own_memory_keeps_inputs_on_the_host_with_the_same_bits(base: Path) -> None:
+@pytest.mark.parametrize("host_room", [None, 0])
+def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_bits(
+    host_room: int | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LittleRoom(InputOffload):
+        def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
+            super().__init__(device, timeline, file, room if host_room is None else host_room)
+
+    monkeypatch.setattr("zo2core.build.InputOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)
-    moved = []
+    moved, written = [], []
     for blocks in (0, 1, 3, BLOCKS + 1):
         plan = DevicePlan((), 0, kept=0, activation_bytes=room_for(base, blocks))
         with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
             policy = MemoryPolicy(host=HostPlan((), 0, 2, keep_noise=False), device=plan)
             config = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
             model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-            with BackpropEngine(model, OPTIMIZER, memory=policy, micro_batch_size=1, device=device) as engine:
+            options: dict[str, Any] = {"memory": policy, "micro_batch_size": 1, "device": device, "spill": tmp_path}
+            with BackpropEngine(model, OPTIMIZER, **options) as engine:
                 assert outcome(engine, batch) == expected
                 lanes = engine.step(batch).lanes
         assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes
-        assert lanes[Lane.WRITE].nbytes == 0
         moved.append(lanes[Lane.ACTIVATIONS_OUT].nbytes)
+        written.append(lanes[Lane.WRITE].nbytes)
     assert moved == sorted(moved, reverse=True)
     assert moved[0] > moved[1] > moved[-1] == 0
+    assert all(0 <= out <= sent for out, sent in zip(written, moved, strict=True))
+    assert (written[0] > 0) == (host_room is not None)
+
+
+def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(base: Path) -> None:
+    model = open_checkpoint(base)
+    free = 1 << 30  # of the device
+    machine = Machine(on_host=False, in_place=False, device_free=lambda: free)
+    layouts, least = model.layouts, 1 << 20
+
+    def planned(host: int | str, activations: int, **more: Any) -> RunSpec:
+        memory = MemoryPolicy(host=host, device="8MB", activations=activations, least_activations=least)
+        request = RunRequest(
+            layouts=layouts, on_disk=layouts, noise=PhiloxNoise(), perturb_in_place=False, memory=memory, **more
+        )
+        return plan(request, machine, MeasuredSpeeds(model.weights))
+
+    enough = planned("auto", 1 << 30, trained_copies=TRAINED_COPIES)
+    assert enough.waiting_bytes == 1 << 30
+    budget = resident_memory() + (64 << 20)
+    little = planned(budget, 1 << 30, trained_copies=TRAINED_COPIES)
+    assert little.waiting_bytes == least
+    assert little.host_plan.nbytes <= budget
+    with pytest.raises(MemoryBudgetError, match="memory"):
+        planned(budget, 1 << 30)  # a zeroth-order run writes no activations to disk

@@ -15,7 +15,7 @@ import pytest
 import torch
 from threaded_device import ThreadedDevice, ThreadedStreams
 from visitors import TwoStepVisitor
-from waits import BLOCKS, FOR_ACTIVATIONS, SLOW, CheckingSource, nothing, slow
+from waits import BLOCKS, FOR_ACTIVATIONS, FOR_INPUTS, SLOW, CheckingSource, nothing, slow
 
 from zo2core import OverlappedScheduler
 from zo2core.profiling.timeline import Timeline, now
@@ -111,7 +111,7 @@ def test_each_wait_is_needed(wait: Wait) -> None:
 
 
 def test_no_wait_is_forgotten() -> None:
-    assert {*CASES, *FOR_ACTIVATIONS} == set(Wait)
+    assert {*CASES, *FOR_ACTIVATIONS, *FOR_INPUTS} == set(Wait)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])

@@ -18,8 +18,7 @@ from zo2core import StepResult
 
 STEPS = 6
 SNAPSHOTS = (2, 3, 5)  # steps after which the live run is copied
-EXAMPLES = {"short": 60, "long": 10_000}
-PARTS = 4  # tests that share them
+EXAMPLES = {"short": 24, "long": 10_000}
 
 
 class Runs(NamedTuple):
@@ -146,14 +145,13 @@ def damaged(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
         yield f"{damage.__name__} {file.name}"
 
 
-@pytest.mark.parametrize("part", range(PARTS))
 def test_damage_ends_in_the_undisturbed_bits_or_in_one_typed_line(
-    part: int, runs: Runs, tmp_path: Path, request: pytest.FixtureRequest
+    runs: Runs, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     examples = EXAMPLES["long" if request.config.getoption("--long") else "short"]
     silent = []
     outcomes = {0: 0, 2: 0}
-    for number in range(part, examples, PARTS):
+    for number in range(examples):
         rng, run, out = random.Random(number), tmp_path / "run", tmp_path / "out"
         done = list(damaged(rng, runs, run))
         exported = run_here("export", "--run", run, "--at", 2, "--output", out)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -744,17 +743,16 @@ def forked(folder: Path, run: Scenario) -> str:
 
 
 def main(folder: Path) -> None:
-    """Run the scenarios that are asked for on standard input, and say on standard output what became of them."""
+    """Run each scenario that is asked for on standard input, and say on standard output what became of it."""
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     assert not forked(folder, make_undisturbed)
-    for name in json.load(sys.stdin):
-        began = time.perf_counter()
+    for line in sys.stdin:
         room = folder / "room"
         room.mkdir()
         for each in ("base", "rows.jsonl", "undisturbed.pt"):
             (room / each).symlink_to(folder / each)
-        print(json.dumps([name, forked(room, SCENARIOS[name]), time.perf_counter() - began]), flush=True)
+        print(json.dumps(forked(room, SCENARIOS[json.loads(line)])), flush=True)
         shutil.rmtree(room)
 
 
@@ -762,40 +760,38 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
+def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
+    """Runs a scenario; says what went wrong."""
     folder = tmp_path_factory.mktemp("faults")
-    shim = folder / "faults.so"
+    shim, log = folder / "faults.so", folder / "log"
     source = Path(__file__).parents[1] / "support" / "faults.c"
-    command = [
-        "cc",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(shim),
-        str(source),
-        "-ldl",
-        "-pthread",
-    ]
-    subprocess.run(command, check=True)
+    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
+    subprocess.run(["cc", *flags, "-o", shim, source, "-ldl", "-pthread"], check=True)
     prepare(folder)
     profile = ["--long"] if request.config.getoption("--long") else []
-    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
-    asked = [call.params["name"] for call in calls if call is not None]  # not all, if -k or a node's name was given
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder), *profile],
-        input=json.dumps(asked),
-        env=os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    outcomes = {name: problem for name, problem, _ in found}
-    return {name: outcomes.get(name, f"did not run\n{done.stderr}") for name in SCENARIOS}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), *profile],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        ) as process,
+    ):
+        asked, told = process.stdin, process.stdout
+        assert asked is not None
+        assert told is not None
+
+        def run(name: str) -> str:
+            with contextlib.suppress(BrokenPipeError):  # the process is gone, which its log explains
+                asked.write(json.dumps(name) + "\n")
+                asked.flush()
+            line = told.readline()
+            return str(json.loads(line)) if line else f"did not run\n{log.read_text()}"
+
+        yield run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -803,8 +799,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", names(everything=metafunc.config.getoption("--long")))
 
 
-def test_faults_are_reported_and_cost_no_step(report: dict[str, str], name: str) -> None:
-    assert not report[name], report[name]
+def test_faults_are_reported_and_cost_no_step(outcome: Callable[[str], str], name: str) -> None:
+    problem = outcome(name)
+    assert not problem, problem
 
 
 if __name__ == "__main__":

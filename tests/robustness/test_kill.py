@@ -374,7 +374,7 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
     request: pytest.FixtureRequest,
 ) -> None:
     assert undisturbed.outcome == reference
-    wanted = 60 if request.config.getoption("--long") else 5
+    wanted = 60 if request.config.getoption("--long") else 3
     rng = random.Random(f"{setup}")
     kills, runs = 0, 0
     while kills < wanted:

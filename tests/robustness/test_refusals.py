@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -11,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -529,12 +528,6 @@ def test_a_run_whose_schedule_ends_is_not_lengthened(place: Path) -> None:
 
 
 # The system
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with contextlib.closing(Apart(tmp_path_factory.mktemp("apart"))) as server:
-        yield server
 
 
 def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -11,11 +10,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import Apart, Ended, command, environment, make_place, run_here
+from command_lines import Apart, Ended, Forker, command, environment, make_place, run_here
 from runs import outcome
 
 from zo2adapters.commands.journal import ShowJournal
@@ -25,7 +23,19 @@ from zo2core import Journal, OutputError
 STEPS = 60
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-every_signal = pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+
+@pytest.fixture(scope="module")
+def apart(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Apart:
+    return Apart(forker, tmp_path_factory.mktemp("apart"), shuts_down=True)
+
+
+@pytest.fixture(params=NUMBERS, ids=lambda number: number.name)
+def number(request: pytest.FixtureRequest) -> signal.Signals:
+    """One signal, and in the long profile each of them."""
+    chosen: signal.Signals = request.param
+    if chosen is not signal.SIGTERM and not request.config.getoption("--long"):
+        pytest.skip("a run in training tells the signals apart")
+    return chosen
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +46,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, output: Path) -> list[object]:
     given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", output]
     return ["train", *given, "--steps", STEPS, "--batch-size", 3, "--lr", 1e-3, "--write-back-every", 2]
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with contextlib.closing(Apart(tmp_path_factory.mktemp("apart"))) as server:
-        yield server
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
@@ -58,7 +62,7 @@ def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
     assert "Exception ignored" not in ended.err
 
 
-@every_signal
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
 def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
 ) -> None:
@@ -78,7 +82,6 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     assert outcome(run)["journal"] == outcome(tmp_path / "whole")["journal"]
 
 
-@every_signal
 def test_two_signals_at_once_are_as_good_as_one(
     prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
 ) -> None:
@@ -149,7 +152,6 @@ writer._write_header = slow
 """
 
 
-@every_signal
 def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
     prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
 ) -> None:
@@ -183,7 +185,6 @@ def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path
     assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
 
 
-@every_signal
 def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
     given = ["--model", prepared / "base", "--data", prepared / "rows.jsonl", "--batch-size", 3, "--forwards", 400]
     arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
@@ -253,7 +254,7 @@ def test_signals_at_random_moments_tear_nothing(
 ) -> None:
     """From the first option to the last byte of the model, again and again, with one signal, two or three."""
     rng = random.Random(5)
-    wanted = 300 if request.config.getoption("--long") else 6
+    wanted = 300 if request.config.getoption("--long") else 4
     assert run_here(*train(prepared, tmp_path / "whole")).status == 0
     expected = outcome(tmp_path / "whole")
     run, interrupted, attempts = tmp_path / "run", 0, 0

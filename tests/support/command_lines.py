@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -12,17 +14,21 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
+import psutil
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import COMMANDS, main
+from zo2core.planning import speeds
 
 SECONDS = 120  # a command takes a fraction of them
+PROBED_BYTES = 1 << 20  # written to measure a disk, which 64 of them would measure better
 NEEDS = (  # what commands import later: a process that is forked has it
     "tyro",
     "zo2adapters.commands.help_text",
@@ -98,49 +104,21 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
 
 
-class Apart:
-    """A process that has imported everything, and forks one for each command: with signals and limits of its own.
+class Forker:
+    """A process that has imported everything, and forks one for each command. One serves all tests of a session."""
 
-    Used by one test at a time: what a command became is read before the next one starts.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._out, self._err = folder / "out", folder / "err"
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
-        self.pid = 0
 
-    def start(self, *arguments: object, patch: str = "", out: str | None = None) -> Self:
-        """Start a command.
+    def fork(self, **told: object) -> int:
+        """Fork a process that runs a command, and return its number; see ``Apart.start``."""
+        return self._ask(told)
 
-        Args:
-            arguments: The command line.
-            patch: Python to run in the process beforehand.
-            out: File that standard output goes to; by default it is kept.
-        """
-        assert self._process.stdin is not None
-        told = {"arguments": [str(argument) for argument in arguments], "patch": patch}
-        told |= {"out": out or str(self._out), "err": str(self._err)}
-        self._out.touch()
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        self.pid = int(self._answer())
-        return self
-
-    def finish(self) -> Ended:
-        """Wait for the command."""
-        status = int(self._answer())
-        return Ended(status, self._out.read_text(), self._err.read_text())
-
-    def run(self, *arguments: object, **options: Any) -> Ended:
-        """Start a command and wait for it."""
-        return self.start(*arguments, **options).finish()
-
-    def send(self, number: int) -> None:
-        """Send the command a signal."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+    def wait(self, pid: int) -> int:
+        """Wait for such a process, and return its exit status; that of a signal is negative."""
+        return self._ask({"wait": pid})
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -149,34 +127,124 @@ class Apart:
         self._process.wait(SECONDS)
         self._process.stdout.close()
 
-    def _answer(self) -> str:
+    def _ask(self, told: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the server is gone"
-        return line
+        return int(line)
+
+
+class Apart:
+    """Commands in processes of their own, with signals and limits of their own, one after the other.
+
+    What a command became is read before the next one starts.
+
+    Args:
+        forker: Forks the processes.
+        folder: For what they print.
+        shuts_down: Whether Python shuts down as they end, for which it visits and copies all that was imported: it takes
+            longer than most commands.
+    """
+
+    def __init__(self, forker: Forker, folder: Path, *, shuts_down: bool = False) -> None:
+        self._forker, self._shuts_down = forker, shuts_down
+        self._out, self._err = folder / "out", folder / "err"
+        self.pid = 0
+
+    def start(self, *arguments: object, patch: str = "", out: str | None = None) -> Self:
+        """Start a command in the present directory.
+
+        Args:
+            arguments: The command line.
+            patch: Python to run in the process beforehand.
+            out: File that standard output goes to; by default it is kept.
+        """
+        self._out.touch()
+        self.pid = self._forker.fork(
+            arguments=[str(argument) for argument in arguments],
+            patch=patch,
+            folder=str(Path.cwd()),
+            out=out or str(self._out),
+            err=str(self._err),
+            shuts_down=self._shuts_down,
+        )
+        return self
+
+    def finish(self) -> Ended:
+        """Wait for the command."""
+        status = self._forker.wait(self.pid)
+        return Ended(status, self._out.read_text(), self._err.read_text())
+
+    def run(self, *arguments: object, **options: Any) -> Ended:
+        """Start a command and wait for it."""
+        return self.start(*arguments, **options).finish()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the command has not ended; its process is there until ``finish`` has waited for it."""
+        try:
+            return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    def send(self, number: int) -> None:
+        """Send the command a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 def serve() -> None:
-    """Fork a process for each line of standard input; answer its number, and then its status."""
+    """Fork a process for each command of standard input, and wait for those that are asked for; answer with a number."""
     torch.set_num_threads(1)
+    speeds._BYTES = PROBED_BYTES
     for place in COMMANDS.values():
         for module in (place.module, *place.needs, *NEEDS):
             importlib.import_module(module)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
+    gc.freeze()  # a child that looks through all of these objects would copy their memory first
     for line in sys.stdin:
         told = json.loads(line)
+        if "wait" in told:
+            _, status = os.waitpid(told["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
         worker = os.fork()
         if worker == 0:
+            os.chdir(told["folder"])
             for path, descriptor in ((told["out"], 1), (told["err"], 2)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
             sys.argv = ["zo2", *told["arguments"]]
             signal.alarm(SECONDS)  # ends what hangs
-            exec(told["patch"], {})
-            main()
-            sys.exit()  # as a process of its own ends, with all that Python does then
+            run_forked(told["patch"], shuts_down=told["shuts_down"])
         print(worker, flush=True)
-        _, status = os.waitpid(worker, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    os._exit(0)
+
+
+def run_forked(patch: str, *, shuts_down: bool) -> NoReturn:
+    """Run the command of this process, and end it."""
+    if shuts_down:
+        gc.unfreeze()
+        exec(patch, {})
+        main()
+        sys.exit()
+    status = 1
+    try:
+        exec(patch, {})
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
 
 
 def make_place(folder: Path, *, layers: int = 2) -> Path:

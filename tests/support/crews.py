@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from command_lines import Apart, Ended
+from command_lines import Apart, Ended, Forker
 
 from zo2core import Workers
 from zo2core.workers.exchange import TCPStore
@@ -88,24 +89,42 @@ class Crew:
     What each is told of the others stands in its environment, as ``torchrun`` puts it there.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, forker: Forker, folder: Path, size: int) -> None:
         folders = [folder / str(rank) for rank in range(size)]
         for own in folders:
             own.mkdir(parents=True)
-        self._servers = [Apart(own) for own in folders]
+        self._members = [Apart(forker, own) for own in folders]
 
     def run(self, *arguments: object) -> list[Ended]:
         """What became of the command, in the order of ranks."""
-        told = {"WORLD_SIZE": len(self._servers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        told |= {"LOCAL_WORLD_SIZE": len(self._servers), "TORCHELASTIC_RUN_ID": "crew"}
-        for rank, server in enumerate(self._servers):
-            own = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            server.start(*arguments, patch=f"import os; os.environ.update({own!r})")
-        return [server.finish() for server in self._servers]
+        self._start(arguments, {})
+        return [member.finish() for member in self._members]
 
-    def close(self) -> None:
-        for server in self._servers:
-            server.close()
+    def killed(self, rank: int, patch: str, *arguments: object) -> list[Ended]:
+        """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells them.
+
+        Args:
+            rank: Of that member.
+            patch: Python to run in it beforehand, which kills it at some place.
+            arguments: The command line.
+        """
+        self._start(arguments, {rank: patch})
+        dead = self._members[rank].finish()
+        others = [member for member in self._members if member is not self._members[rank]]
+        for member in others:
+            member.send(signal.SIGTERM)
+        ended = [member.finish() for member in others]
+        ended.insert(rank, dead)
+        return ended
+
+    def _start(self, arguments: Sequence[object], patches: Mapping[int, str]) -> None:
+        size = len(self._members)
+        told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        told |= {"LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "crew"}
+        for rank, member in enumerate(self._members):
+            own = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            patch = f"import os; os.environ.update({own!r})\n{patches.get(rank, '')}"
+            member.start(*arguments, patch=patch)
 
 
 def all_equal(values: Sequence[object]) -> bool:

@@ -74,3 +74,4 @@ FOR_ACTIVATIONS = {  # in test_activations.py
     Wait.ACTIVATIONS_UPLOADED,
     Wait.STAGING_READ,
 }
+FOR_INPUTS = {Wait.INPUT_OFFLOADED, Wait.INPUT_UPLOADED}  # in test_kept_inputs.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from pathlib import Path
@@ -12,10 +13,15 @@ import bench_queries
 import pytest
 import torch
 from bench_queries import SlowReader
-from make_checkpoint import main, make_checkpoint
-from models import CONFIGS, small_config
+from make_checkpoint import main, make_checkpoint, make_sparse_gguf
+from models import CONFIGS, make_batch, small_config
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models.architecture import segment_layouts
+from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.skeleton import build_skeleton
+from zo2core import Replayer
+from zo2core.types import GGUFRows
 
 
 def head(path: Path) -> bytes:
@@ -68,6 +74,24 @@ def test_opt_175b_takes_no_disk_and_opens(
     model = open_checkpoint(tmp_path / "opt")
     assert len(model.layouts) == 98
     assert sum(spec.nbytes for layout in model.layouts for spec in layout.parameters) > 349e9
+
+
+def test_a_sparse_gguf_file_opens_and_takes_no_disk(tmp_path: Path) -> None:
+    config = small_config("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    written = make_sparse_gguf(config, tmp_path / "sparse", "Q4_K")
+    stat = (tmp_path / "sparse" / "model.gguf").stat()
+    assert stat.st_blocks * 512 < written
+    model = open_checkpoint(tmp_path / "sparse" / "model.gguf")
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    shapes = {
+        spec.name: spec.shape
+        for layout in segment_layouts(build_skeleton(config, torch.float32), ARCHITECTURES["llama"])
+        for spec in layout.parameters
+    }
+    assert {spec.name: spec.shape for spec in specs} == shapes
+    assert {spec.encoding.name for spec in specs if isinstance(spec.encoding, GGUFRows)} == {"Q4_K"}
+    with Replayer(model) as engine:
+        assert engine.evaluate([make_batch(config.vocab_size, [5])]).loss == pytest.approx(math.log(config.vocab_size))
 
 
 def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)
-_START_SECONDS = 10.0  # processor time in which the program imports packages
 _MOST_NAMES = 12  # that an error lists
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
@@ -80,17 +79,19 @@ class Rewards:
         names: The rewards, at least one; their weighted sum counts.
         seconds: Most seconds of a call.
         memory: Most bytes that the process may take beside what it has.
+        start_seconds: Processor time in which the process may import packages. A call in C, which nothing can interrupt,
+            is ended after this time and that of all calls of its request.
 
     Raises:
         OptionError: if a file cannot be read.
         MissingPackageError: if a reward needs a package that is not installed.
     """
 
-    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int) -> None:
+    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int, start_seconds: float = 10.0) -> None:
         if any(name.file is None and name.name == "json-schema" for name in names):
             optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
         self.names = names
-        self._seconds, self._memory = seconds, memory
+        self._seconds, self._memory, self._start_seconds = seconds, memory, start_seconds
         self._sources = [None if name.file is None else _source(name.file, name.name) for name in names]
         self._process = LimitedProcess(_PROGRAM)
 
@@ -136,7 +137,7 @@ class Rewards:
             "seconds": self._seconds,
         }
         try:
-            seconds = _START_SECONDS + self._seconds * len(completions)
+            seconds = self._start_seconds + self._seconds * len(completions)
             values = self._process.ask(request, seconds=seconds, memory=self._memory)
         except LimitedProcessError as error:
             if len(completions) > 1:

@@ -14,7 +14,7 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
-from zo2adapters.trainers.methods.full_run import snapshot_bytes, tied_gradient_bytes
+from zo2adapters.trainers.methods.full_run import snapshot_bytes
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
 from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
@@ -41,7 +41,7 @@ from zo2core import (
 from zo2core.build import RunOptions, request_of
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.engine.full_backprop_engine import options_in_memory
-from zo2core.engine.streamed_full_engine import options_on_disk
+from zo2core.engine.streamed_full_engine import options_on_disk, read_bytes
 from zo2core.optimizers import StateMemory
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
@@ -98,12 +98,17 @@ def plan_first_order_run(
     moving = room.host_plan.buckets
     if moving is not None and update is not None and update.turn is not None:
         moving -= 1  # that of the block whose turn it is
-    read = 2 * streamed_bytes(layouts, moving)
+    read, evaluated = 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+    if moving is not None and update is not None and update.turn is None:
+        read, evaluated = read_bytes(layouts, moving, commit_every), streamed_bytes(model.layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
     decoding = decoding_seconds(layouts)
     arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
-    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    evaluation = 0.0
+    if evaluations:
+        seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
+        evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, seconds)
     scratch_file, snapshot, written = 0, 0, 0.0
     if update is not None and streams:
         slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
@@ -141,8 +146,6 @@ def _request(
     options = RunOptions(trained_copies=TRAINED_COPIES)
     if update is not None:
         options = options_on_disk(update, model.layouts, Path()) if streams else options_in_memory(update, model.layouts)
-        tied = tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
-        activations, least = activations + tied, least + tied
     policy = MemoryPolicy(host=memory, activations=activations, least_activations=least)
     return request_of(model, replace(options, memory=policy))
 

@@ -21,11 +21,10 @@ from zo2core.optimizers import StateMemory, StatesInStores, state_bytes
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
+from zo2core.sources import StreamedSource
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import Batch, BlockLayout, Commit, GradientStepResult
-
-_GRADIENT_COPIES = 2  # of a segment's gradients: as autograd gives them, and summed, converted or clipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +117,11 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
             spill = tempfile.gettempdir() if run is None else run.directory
         super().__init__(model, options, where_stored, spill)
         self._update = update
-        parts, layouts = self._parts, self._parts.layouts
-        is_stored = any(layout.states for layout in layouts)
-        self._states = StatesInStores(layouts) if is_stored else StateMemory(update, layouts)
+        parts, layouts, source = self._parts, self._parts.layouts, self._parts.source
+        if isinstance(source, StreamedSource) and any(layout.states for layout in layouts):
+            self._states: StatesInStores | StateMemory = StatesInStores(layouts, source.read_states)
+        else:
+            self._states = StateMemory(update, layouts)
         with self._closed_if_refused():
             self._method: FusedBackprop = FusedBackprop(
                 update,
@@ -177,17 +178,28 @@ def options_in_memory(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> Ru
         update: The optimizer.
         layouts: Segments in visiting order.
     """
-    nbytes = gradient_bytes(layouts)
+    nbytes = gradient_bytes(update, layouts)
     return RunOptions(gradient_bytes=nbytes, optimizer_bytes=state_bytes(update, layouts), stays_in_memory=True)
 
 
-def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Memory for the gradients of the largest segment.
+def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+    """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
+
+    While gradients are summed, converted or clipped, there are two of each. Then the optimizer has its copies of one
+    parameter beside the gradients of the whole segment.
 
     Args:
+        update: The optimizer.
         layouts: Segments in visiting order.
     """
-    return _GRADIENT_COPIES * max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
+    most = 0
+    for layout in layouts:
+        trained = [spec for spec in layout.parameters if not spec.frozen]
+        in_float32 = [4 * spec.numel for spec in trained]
+        given = sum(spec.nbytes for spec in trained)
+        held = max(given, sum(in_float32)) if update.widens_gradients else given
+        most = max(most, held + max(given, update.copies * max(in_float32, default=0)))
+    return most
 
 
 def _require_scalable(update: BlockUpdate, model: BlockModel) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from zo2core.build import GenerationPolicy, RunOptions
 from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord, gradient_bytes
 from zo2core.errors import OptionError
+from zo2core.io.direct_file import whole_pages
 from zo2core.methods.fused_backprop import GradientPolicy
 from zo2core.optimizers import state_bytes
 from zo2core.planning import MemoryPolicy
@@ -23,7 +24,8 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
     """A ``FullBackpropEngine`` for a model that is larger than memory.
 
     The segments of a step, with their optimizer states, are a generation on disk. A run resumes from the last one that was
-    committed, and repeats the steps since with the same bits.
+    committed, and repeats the steps since with the same bits. Optimizer states are read only where a step updates them: on
+    the way back.
 
     An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The segment of the turn stays
     there, too, and is written once, when the turn ends; that is the commit.
@@ -91,7 +93,10 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
             ScratchError: if a segment cannot be written; the engine is closed then.
             ZO2Error: As for ``FullBackpropEngine.step``.
         """
-        result = super().step(batch, forward)
+        try:
+            result = super().step(batch, forward)
+        finally:
+            self._streamed.skip_states()
         if self.steps % self._every == 0:
             self.commit()
         return result
@@ -139,9 +144,32 @@ def options_on_disk(update: BlockUpdate, layouts: Sequence[BlockLayout], directo
     made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
     return RunOptions(
         generations=GenerationPolicy(directory=directory, states=states, changing=changing),
-        gradient_bytes=gradient_bytes(layouts),
+        gradient_bytes=gradient_bytes(update, layouts),
         optimizer_bytes=made if update.turn is None else state_bytes(update, layouts),
     )
+
+
+def read_bytes(layouts: Sequence[BlockLayout], buckets: int, commit_every: int, *, measures: bool = False) -> int:
+    """Bytes of blocks that a step reads from disk, for an optimizer without turns.
+
+    Weights of blocks that are not in a bucket are read on the way there and on the way back. Optimizer states are read on
+    the way back. At the end of a step the first blocks are in the buckets, and at its turn the last blocks.
+
+    Args:
+        layouts: Segments in visiting order, with the states that are stored with them.
+        buckets: Number of buckets for blocks.
+        commit_every: Steps between two commits.
+        measures: Whether a sweep before the one that updates measures all gradients.
+    """
+    kept = kept_blocks(buckets, commit_every)
+    blocks = [layout for layout in layouts if not layout.resident][kept:]
+    count, free = len(blocks), buckets - kept
+    if free >= count:
+        return 0
+    weights = [whole_pages(layout.weight_bytes) for layout in blocks]
+    states = [whole_pages(layout.nbytes) - of_weights for layout, of_weights in zip(blocks, weights, strict=True)]
+    moved = sum(weights[free:]) + sum(weights[: count - free])
+    return moved * (2 if measures else 1) + sum(states[max(free, count - free) :]) + sum(states[: count - free])
 
 
 def kept_blocks(buckets: int, commit_every: int) -> int:

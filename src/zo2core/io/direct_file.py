@@ -165,8 +165,12 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's bytes. It does not keep the tensor's memory alive."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    return view_of(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def view_of(address: int, nbytes: int) -> memoryview:
+    """A writable view of bytes at an address. It does not keep them alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def _address(view: memoryview) -> int:

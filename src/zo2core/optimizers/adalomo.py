@@ -50,6 +50,11 @@ class AdaLOMO(EverySegment):
         """Name and options. See the contract."""
         return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
 
+    @property
+    def copies(self) -> int:
+        """A 16-bit weight, the squared gradient with and without its term, and then the update. See the contract."""
+        return 3
+
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
         return [

@@ -53,6 +53,11 @@ class Delayed:
         return self._update.widens_gradients
 
     @property
+    def copies(self) -> int:
+        """As the optimizer says. See the contract."""
+        return self._update.copies
+
+    @property
     def turn(self) -> int | None:
         """Nothing is forgotten. See the contract."""
         return None

@@ -16,6 +16,11 @@ class EverySegment:
         return True
 
     @property
+    def copies(self) -> int:
+        """None. See the contract."""
+        return 0
+
+    @property
     def turn(self) -> int | None:
         """Nothing is forgotten. See the contract."""
         return None

@@ -35,6 +35,11 @@ class LOMO(EverySegment):
         """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
 
+    @property
+    def copies(self) -> int:
+        """A 16-bit weight. See the contract."""
+        return 1
+
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
         for name, gradient in inputs.gradients.items():

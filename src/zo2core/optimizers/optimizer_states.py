@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,16 +97,19 @@ class StatesInStores:
 
     Args:
         layouts: Segments in visiting order, with their states.
+        read: Called with the index of a segment before its states are used; on return its store has them.
     """
 
-    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], read: Callable[[int], object]) -> None:
         self._layouts = layouts
+        self._read = read
 
     def begin(self, step: int) -> None:
         """Do nothing: all states are kept. See the contract."""
 
     def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
         """Views of the store. See the contract."""
+        self._read(segment)
         layout = self._layouts[segment]
         stored = store[len(layout.parameters) :]
         return {spec.name: view.view(spec.shape) for spec, view in zip(layout.states, stored, strict=True)}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from zo2core.errors import MemoryBudgetError
 from zo2core.types import shown_bytes
 
+_ENOUGH = 1.01  # times the smallest plan
+
 
 @dataclass(frozen=True)
 class MemoryPart:
@@ -40,11 +42,14 @@ class MemoryPlan:
         return "\n".join(f"{row.name:{width}s} {shown_bytes(row.nbytes):>10s}" for row in rows)
 
     def too_large(self, option: str, remedy: str) -> MemoryBudgetError:
-        """The error for a smallest plan that does not fit."""
+        """The error for a smallest plan that does not fit.
+
+        The least that it tells is a little more: the text is rounded, and a process has not the same size every time.
+        """
         parts = ", ".join(f"{part.name} {shown_bytes(part.nbytes)}" for part in self.parts)
         return MemoryBudgetError(
             option,
             found=shown_bytes(self.budget),
-            expected=f"at least {shown_bytes(self.nbytes)}, the smallest plan: {parts}",
+            expected=f"at least {shown_bytes(_ENOUGH * self.nbytes)}, a little more than the smallest plan: {parts}",
             remedy=remedy,
         )

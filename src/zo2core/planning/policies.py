@@ -27,7 +27,8 @@ class MemoryPolicy:
             limits how many batches of an evaluation run in one sweep.
         least_activations: Memory for activations if ``activations`` does not fit: on a device with memory of its own enough
             for the running streams, while those of the others wait in host memory; on the CPU, for first-order steps alone,
-            enough for what is not written to disk. None: all activations stay where forwards run.
+            enough for what is not written to disk. First-order steps also use it for what waits in host memory, if there is
+            no room for more. None: all activations stay where forwards run.
 
     Raises:
         OptionError: if a value is not a size.

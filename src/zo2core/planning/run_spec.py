@@ -159,10 +159,13 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         try:
             host_plan = plan_with(activation_bytes=memory.activation_bytes if machine.in_place else waiting)
         except MemoryBudgetError:
-            if not machine.in_place or least is None:
+            if least is None or not request.spills:
                 raise
-            activation_bytes = min(least, activation_bytes)
-            host_plan = plan_with(activation_bytes=activation_bytes, most_buckets=MOST_USEFUL_BUCKETS)
+            if machine.in_place:
+                activation_bytes = min(least, activation_bytes)
+            waiting = min(least, waiting)
+            in_host_memory = activation_bytes if machine.in_place else waiting
+            host_plan = plan_with(activation_bytes=in_host_memory, most_buckets=MOST_USEFUL_BUCKETS)
     write_back = request.write_back if request.changes_weights and not machine.shares else None
     spec = RunSpec(
         layouts=layouts if host_plan.buckets is None else request.on_disk,

@@ -35,7 +35,8 @@ def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 def laid_out_as_on_disk(layouts: Sequence[BlockLayout], weights: TensorReader) -> tuple[BlockLayout, ...]:
     """Give each parameter the offset in its bucket at which pages of the disk can be read without a copy.
 
-    A parameter has the same offset within a page as in its file. Tensors that are adjacent in the file stay adjacent.
+    A parameter has the same offset within a page as in its file. Tensors that are adjacent in the file stay adjacent. States
+    begin at a page, so that parameters can be read without them.
     """
     return tuple(replace(layout, offsets=_offsets(layout, weights)) for layout in layouts)
 
@@ -48,6 +49,7 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
         start = aligned(end) if page_offset is None else end + (page_offset - end) % PAGE
         offsets.append(start)
         end = start + spec.nbytes
+    end = whole_pages(end)
     for state in layout.states:
         offsets.append(aligned(end))
         end = offsets[-1] + state.nbytes
@@ -65,12 +67,21 @@ class Loading:
         futures: Futures of the reads.
         version: Version of the bytes that are read.
         check: Returns, after all reads, whether the bytes are valid; it may raise CheckpointError.
+        has_states: Whether the optimizer's states are read with the parameters.
     """
 
-    def __init__(self, futures: Sequence[Future[None]], version: int, check: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        futures: Sequence[Future[None]],
+        version: int,
+        check: Callable[[], bool] = lambda: True,
+        *,
+        has_states: bool = True,
+    ) -> None:
         self._futures = futures
         self._check = check
         self.version = version
+        self.has_states = has_states
 
     def done(self) -> bool:
         """Whether all reads have ended."""
@@ -129,20 +140,33 @@ class SegmentLoader:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
         self._closed = False
 
-    def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor]) -> Loading:
+    def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor], *, with_states: bool = True) -> Loading:
         """Start filling a segment's memory and return at once.
 
         Args:
             segment: Index of the segment.
             pages: uint8, the segment's memory in whole pages.
             views: Views of the segment's parameters in that memory.
+            with_states: Whether the optimizer's states are needed. They are read in any case where they take no reads of
+                their own: with bytes that are compared with their checksum, and from the base, where they are zero.
         """
-        if self._scratch is not None and self._scratch.version(segment) > 0:
-            return self._load_written(self._scratch, segment, pages[: whole_pages(self._layouts[segment].nbytes)])
-        return self._load_base(segment, views)
+        scratch, layout = self._scratch, self._layouts[segment]
+        if scratch is None or scratch.version(segment) == 0:
+            return self._load_base(segment, views)
+        with_states = with_states or not layout.states or scratch.is_unchecked(segment)
+        end = whole_pages(layout.nbytes) if with_states else layout.weight_bytes
+        return self._load_written(scratch, segment, pages, range(0, end, CHUNK), end, has_states=with_states)
 
-    def _load_written(self, scratch: SlotFile, segment: int, pages: torch.Tensor) -> Loading:
-        starts = range(0, len(pages), CHUNK)
+    def load_states(self, segment: int, pages: torch.Tensor) -> Loading:
+        """Start reading the optimizer's states of a segment whose parameters were read without them. See ``load``."""
+        layout = self._layouts[segment]
+        assert self._scratch is not None, "states are left out where they are written"
+        end = whole_pages(layout.nbytes)
+        return self._load_written(self._scratch, segment, pages, range(layout.weight_bytes, end, CHUNK), end)
+
+    def _load_written(
+        self, scratch: SlotFile, segment: int, pages: torch.Tensor, starts: range, end: int, *, has_states: bool = True
+    ) -> Loading:
         version, checksums = scratch.version(segment), [0] * len(starts)
         is_unchecked = scratch.is_unchecked(segment)
 
@@ -154,9 +178,9 @@ class SegmentLoader:
         def check() -> bool:
             return not is_unchecked or scratch.confirm(segment, checksums)
 
-        chunks = [pages[start : start + CHUNK] for start in starts]
+        chunks = [pages[start : min(start + CHUNK, end)] for start in starts]
         reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
-        return Loading(self._submit(segment, reads), version, check)
+        return Loading(self._submit(segment, reads), version, check, has_states=has_states)
 
     def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
         layout, digests = self._layouts[segment], self._base_digests

@@ -3,6 +3,8 @@
 Blocks are prefetched in the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets
 beyond those that prefetching uses keep blocks from sweep to sweep. Changed bytes are dropped and recomputed by replaying
 updates, or written back every few versions. Embedding and head stay in buckets of their own.
+
+Optimizer states that are stored with a block are read with it only while updates need them.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class _BucketMemory:
     def __init__(self, pages: torch.Tensor) -> None:
         self.pages = pages
         self.state: _State = _Empty(_NO_READS)
+        self.states: Loading | None = _NO_READS  # later reads of optimizer states; None: they have not started
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def views(self, segment: int, layout: BlockLayout) -> tuple[torch.Tensor, ...]:
@@ -118,6 +121,7 @@ class StreamedSource(SegmentSource):
         self._ring = [_BucketMemory(pages) for pages in memory]
         self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that holds it or that it is read into
         self._pinned: frozenset[int] = frozenset()  # segments that stay in memory, and are not written
+        self._needs_states = False  # whether segments are read with their optimizer states
 
     @property
     def capacity(self) -> int:
@@ -144,13 +148,19 @@ class StreamedSource(SegmentSource):
         else:
             self._evict(memory, before)
             version = self._wait_for_reads(index, memory, None)
+        if self._needs_states:
+            self._start_states(index, memory)
         layout = self._layouts[index]
         return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Release a bucket: it is written back if due, and kept until it is reused. See the contract."""
+        memory = self._holding[bucket.segment]
+        if version is not None and version != bucket.version:
+            self._wait_for_states(bucket.segment, memory)  # a changed segment is written whole
+        elif memory.states is not None:
+            memory.states.settle()
         with self._lock:
-            memory = self._holding[bucket.segment]
             if version is None:
                 self._change(memory, _Empty(_NO_READS))
             else:
@@ -171,6 +181,19 @@ class StreamedSource(SegmentSource):
             blocks = sum(not self._layouts[segment].resident for segment in segments)
             assert blocks < len(self._ring), "other blocks need a bucket"
             self._pinned = frozenset(segments)
+
+    def read_states(self, segment: int) -> None:
+        """Wait until an acquired segment has its optimizer states. Until ``skip_states``, segments are read with theirs.
+
+        Raises:
+            ScratchError: if they cannot be read.
+        """
+        self._needs_states = True
+        self._wait_for_states(segment, self._holding[segment])
+
+    def skip_states(self) -> None:
+        """Read segments without their optimizer states from now on."""
+        self._needs_states = False
 
     def write_kept(self) -> None:
         """Write all segments in memory that are newer than their bytes on disk, and wait for all writes.
@@ -295,5 +318,22 @@ class StreamedSource(SegmentSource):
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
+        layout = self._layouts[segment]
         with self._lock:
-            return self._open_loader().load(segment, memory.pages, memory.views(segment, self._layouts[segment]))
+            views, with_states = memory.views(segment, layout), self._needs_states or layout.resident
+            loading = self._open_loader().load(segment, memory.pages, views, with_states=with_states)
+            memory.states = _NO_READS if loading.has_states else None
+            return loading
+
+    def _start_states(self, segment: int, memory: _BucketMemory) -> Loading:
+        """Start reading the optimizer states of an acquired segment, if it was read without them."""
+        if memory.states is None:
+            with self._lock:
+                memory.states = self._open_loader().load_states(segment, memory.pages)
+        return memory.states
+
+    def _wait_for_states(self, segment: int, memory: _BucketMemory) -> None:
+        loading = self._start_states(segment, memory)
+        if loading.failed():
+            memory.states = None
+        loading.wait()

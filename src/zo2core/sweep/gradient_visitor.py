@@ -26,7 +26,7 @@ from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.graph_room import GraphRoom
-from zo2core.sweep.kept_inputs import KeptInputs
+from zo2core.sweep.kept_inputs import InputKey, KeptInputs
 from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Lane
@@ -106,7 +106,7 @@ class GradientVisits:
     trained: TrainedWeights  # accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
-    inputs: KeptInputs
+    inputs: KeptInputs[torch.UntypedStorage]
     limit: MemoryLimit
     streams: Streams
     timeline: Timeline
@@ -270,7 +270,7 @@ class GradientVisitor:
             if segment_input is not None and index >= self._first:
                 needed = _storages(outputs)  # what later blocks get as well stays
                 own = [storage for address, storage in segment_input.storages().items() if address not in needed]
-                self._inputs.put(index, number, own)
+                self._inputs.put(InputKey(index, number), own)
 
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
@@ -330,7 +330,7 @@ class GradientVisitor:
         """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
             if index > 0:
-                self._inputs.take(index, number)
+                self._inputs.take(InputKey(index, number))
             forward, graph, outputs, inputs = stream.passes.pop(index)
             graph.restore(forward)
             reached = [outputs[i] for i in stream.gradients]

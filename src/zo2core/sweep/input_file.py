@@ -9,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from zo2core.errors import ScratchError, reason
-from zo2core.io.direct_file import RangedFile, anonymous_memory, byte_view, whole_pages
+from zo2core.io.direct_file import RangedFile, anonymous_memory, view_of, whole_pages
 from zo2core.profiling.timeline import Timeline
+from zo2core.sweep.kept_inputs import InputKey, Storage
 from zo2core.types import Lane, shown_bytes
 
 _STAGING = 4 << 20  # bytes of page-aligned memory: what lies elsewhere would pass the page cache
@@ -22,7 +21,7 @@ _STAGING = 4 << 20  # bytes of page-aligned memory: what lies elsewhere would pa
 class _Range(NamedTuple):
     """Where a storage's bytes are in the file."""
 
-    storage: torch.UntypedStorage
+    storage: Storage
     offset: int
     nbytes: int
 
@@ -44,22 +43,22 @@ class InputFile:
         self._file: RangedFile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._staging = memoryview(anonymous_memory(_STAGING))  # pages take memory once they are touched
-        self._ranges: dict[str, list[_Range]] = {}
+        self._ranges: dict[InputKey, list[_Range]] = {}
         self._end = 0
         self._started: list[Future[None]] = []
 
-    def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> Future[None]:
+    def send(self, key: InputKey, storages: Sequence[Storage]) -> Future[None]:
         """Write storages behind the caller, and free them. See the contract."""
         ranges = []
         for storage in storages:
             ranges.append(_Range(storage, self._end, storage.nbytes()))
             self._end += whole_pages(storage.nbytes())
-        self._ranges[name] = ranges
-        return self._submit(name, ranges, write=True)
+        self._ranges[key] = ranges
+        return self._submit(key, ranges, write=True)
 
-    def bring(self, name: str) -> Future[None]:
+    def bring(self, key: InputKey) -> Future[None]:
         """Read storages ahead of the caller. See the contract."""
-        return self._submit(name, self._ranges.pop(name), write=False)
+        return self._submit(key, self._ranges.pop(key), write=False)
 
     def clear(self) -> None:
         """Forget all inputs. After a failed write the file is closed, which frees its space on the disk."""
@@ -80,10 +79,10 @@ class InputFile:
             self._thread.shutdown()
             self._thread = None
 
-    def _submit(self, name: str, ranges: Sequence[_Range], *, write: bool) -> Future[None]:
+    def _submit(self, key: InputKey, ranges: Sequence[_Range], *, write: bool) -> Future[None]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-inputs")
-        future = self._thread.submit(self._write if write else self._read, name, ranges)
+        future = self._thread.submit(self._write if write else self._read, str(key), ranges)
         self._started.append(future)
         return future
 
@@ -113,7 +112,7 @@ class InputFile:
             with self._timeline.noted(Lane.READ, name, sum(part.nbytes for part in ranges)):
                 for storage, offset, nbytes in ranges:
                     storage.resize_(nbytes)
-                    self._file.read_into(offset, byte_view(torch.empty(0, dtype=torch.uint8).set_(storage)))
+                    self._file.read_into(offset, view_of(storage.data_ptr(), nbytes))
         except (OSError, EOFError) as error:
             raise ScratchError(
                 self._directory,

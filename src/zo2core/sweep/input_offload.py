@@ -1,8 +1,13 @@
-"""Inputs of blocks in host memory, for a device with memory of its own."""
+"""Inputs of blocks in host memory, for a device with memory of its own; on disk once that is full.
+
+A second ``KeptInputs`` keeps the copies in host memory, as the first one keeps the inputs in device memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -10,14 +15,96 @@ import torch
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Device, Streams, Transfer, Wait
+from zo2core.sweep.kept_inputs import AHEAD, InputKey, InputStore, KeptInputs
 from zo2core.types import Lane
+
+
+class _HostMemory:
+    """Page-locked memory that inputs have in turn. It is kept for later sweeps.
+
+    Args:
+        allocate: ``Device.host_memory``.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._lock = Lock()  # the thread that writes and reads files frees and takes memory, too
+        self._all: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []
+
+    @property
+    def used(self) -> int:
+        """Bytes that inputs have."""
+        with self._lock:
+            return sum(map(len, self._all)) - sum(map(len, self._free))
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Take memory of at least so many bytes."""
+        with self._lock:
+            fitting = [number for number, memory in enumerate(self._free) if len(memory) >= nbytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
+            self._all.append(self._allocate(whole_pages(nbytes)))
+            return self._all[-1]
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Give back memory that was taken."""
+        with self._lock:
+            self._free.append(memory)
+
+    def take_back(self) -> None:
+        """Take back all memory."""
+        with self._lock:
+            self._free = list(self._all)
+
+    def clear(self) -> None:
+        """Forget all memory."""
+        with self._lock:
+            self._all.clear()
+            self._free.clear()
+
+
+class _HostStorage:
+    """Host memory of an input, which another input may have while this one is on disk.
+
+    Args:
+        pool: The memory.
+        nbytes: Bytes of the input.
+    """
+
+    def __init__(self, pool: _HostMemory, nbytes: int) -> None:
+        self._pool = pool
+        self._memory: torch.Tensor | None = None
+        self._nbytes = 0
+        self.resize_(nbytes)
+
+    @property
+    def content(self) -> torch.Tensor:
+        """The input's bytes (uint8)."""
+        assert self._memory is not None, "its memory was given back"
+        return self._memory[: self._nbytes]
+
+    def nbytes(self) -> int:
+        """Its present size."""
+        return self._nbytes
+
+    def data_ptr(self) -> int:
+        """Address of its first byte."""
+        return self.content.data_ptr()
+
+    def resize_(self, size: int, /) -> None:
+        """Give its memory back (size 0), or take some."""
+        if self._memory is not None:
+            self._pool.give(self._memory)
+        self._memory = self._pool.take(size) if size else None
+        self._nbytes = size
 
 
 class _Copy(NamedTuple):
     """Where a storage's bytes are on the host."""
 
     storage: torch.UntypedStorage
-    host: torch.Tensor
+    host: _HostStorage
 
 
 class _Transit:
@@ -44,90 +131,135 @@ class _Departure(_Transit):
     def __init__(self, offload: InputOffload, transfers: Sequence[Transfer], copies: Sequence[_Copy]) -> None:
         super().__init__(offload.device.streams, transfers, Wait.STAGING_OFFLOADED)
         self._offload = offload
-        self._copies = copies
+        self.copies = copies
 
     def result(self) -> None:
         """Free the storages for compute that is issued from now on. See the contract."""
         super().result()
-        for storage, _ in self._copies:
+        for storage, _ in self.copies:
             self._offload.resize(storage, 0)
+
+
+class _Arrival(NamedTuple):
+    """An input on its way back to the device."""
+
+    transit: _Transit
+    copies: Sequence[_Copy]
 
 
 class InputOffload:
     """Copies inputs to the host's memory and back, while the device computes.
 
     Device memory is freed and taken in the order of compute: what is freed is used only by compute that is issued later, and
-    what is taken may still be read by compute that was issued before.
+    what is taken may still be read by compute that was issued before. While host memory has room, the host never waits for
+    the device. Once it has none, the oldest copies are written to disk.
 
     Args:
         device: Where forwards run. Its memory on the host is kept for later sweeps, and given back with the device.
         timeline: Records every copy.
+        file: Takes the inputs that have no room in host memory.
+        room: Bytes that inputs may take in host memory. The inputs that are on their way have room in any case.
     """
 
-    def __init__(self, device: Device, timeline: Timeline) -> None:
+    def __init__(self, device: Device, timeline: Timeline, file: InputStore[_HostStorage], room: int) -> None:
         self.device = device
         self._timeline = timeline
-        self._copies: dict[str, list[_Copy]] = {}
+        self._pool = _HostMemory(device.host_memory)
+        self._on_host = KeptInputs(file)
+        self._room = room
+        self._copies: dict[InputKey, Sequence[_Copy]] = {}
+        self._offloaded: deque[tuple[InputKey, _Departure]] = deque()  # copies that ``_on_host`` does not have yet
+        self._arriving: deque[_Arrival] = deque()
         self._transfers: list[Transfer] = []
-        self._free: list[torch.Tensor] = []  # host memory that no input has
-        self._used: list[torch.Tensor] = []
+        self._on_host.begin(room)
 
-    def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> _Departure:
+    def send(self, key: InputKey, storages: Sequence[torch.UntypedStorage]) -> _Departure:
         """Start copying storages to the host. See the contract."""
-        self._copies[name] = [_Copy(storage, self._host_memory(storage.nbytes())) for storage in storages]
+        self._hand_over(sum(storage.nbytes() for storage in storages))
+        copies = [_Copy(storage, _HostStorage(self._pool, storage.nbytes())) for storage in storages]
         made = {Wait.COMPUTED: self.device.streams.mark()}
-        copies = self._copies[name]
         transfers = [
-            self.device.streams.copy(Lane.ACTIVATIONS_OUT, host, self._bytes_of(storage), made) for storage, host in copies
+            self.device.streams.copy(Lane.ACTIVATIONS_OUT, host.content, self._bytes_of(storage), made)
+            for storage, host in copies
         ]
-        return _Departure(self, self._noted(Lane.ACTIVATIONS_OUT, name, transfers), copies)
+        departure = _Departure(self, self._noted(Lane.ACTIVATIONS_OUT, key, transfers), copies)
+        self._copies[key] = copies
+        self._offloaded.append((key, departure))
+        return departure
 
-    def bring(self, name: str) -> _Transit:
-        """Start copying back. See the contract."""
-        copies = self._copies.pop(name)
+    def bring(self, key: InputKey) -> _Transit:
+        """Start copying back, once the input is in host memory. See the contract."""
+        copies = self._copies.pop(key)
+        self._end_arrivals(sum(host.nbytes() for _, host in copies))
+        self._on_host.end_departures()
+        self._on_host.take(key)
         for storage, host in copies:
-            self.resize(storage, len(host))
+            self.resize(storage, host.nbytes())
         # The storage's memory may have been freed while compute issued before is still at work in it. The copies to the host
         # are over by then as well: compute waits for them.
         read = {Wait.STAGING_READ: self.device.streams.mark()}
         transfers = [
-            self.device.streams.copy(Lane.ACTIVATIONS_IN, self._bytes_of(storage), host, read) for storage, host in copies
+            self.device.streams.copy(Lane.ACTIVATIONS_IN, self._bytes_of(storage), host.content, read)
+            for storage, host in copies
         ]
-        return _Transit(self.device.streams, self._noted(Lane.ACTIVATIONS_IN, name, transfers), Wait.ACTIVATIONS_UPLOADED)
+        noted = self._noted(Lane.ACTIVATIONS_IN, key, transfers)
+        transit = _Transit(self.device.streams, noted, Wait.ACTIVATIONS_UPLOADED)
+        self._arriving.append(_Arrival(transit, copies))
+        return transit
 
     def clear(self) -> None:
         """Forget all inputs, after all copies. See the contract."""
         for transfer in self._transfers:
             self.device.streams.wait(transfer.done, Wait.ACTIVATIONS_UPLOADED)
         self._transfers.clear()
+        self._on_host.clear()
         self._copies.clear()
-        self._free += self._used
-        self._used.clear()
+        self._offloaded.clear()
+        self._arriving.clear()
+        self._pool.take_back()
+        self._on_host.begin(self._room)
 
     def close(self) -> None:
         """Forget all memory. May be called twice."""
         self.clear()
-        self._free.clear()
+        self._on_host.close()
+        self._pool.clear()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free a storage's memory, or take some again."""
         storage.resize_(nbytes)
 
+    def _hand_over(self, nbytes: int) -> None:
+        """Keep the copies that are done. The oldest leave host memory once an input of so many bytes has no room."""
+        while self._offloaded:
+            key, departure = self._offloaded[0]
+            if not departure.done() and (len(self._offloaded) <= AHEAD or self._has_room(nbytes)):
+                break
+            self._offloaded.popleft()
+            for transfer in departure.transfers:
+                self.device.streams.wait(transfer.done, Wait.INPUT_OFFLOADED)
+            self._on_host.put(key, [host for _, host in departure.copies])
+
+    def _end_arrivals(self, nbytes: int) -> None:
+        """Give back the host memory of inputs that are on the device again, for one of so many bytes."""
+        while self._arriving:
+            transit, copies = self._arriving[0]
+            if not transit.done() and (len(self._arriving) <= AHEAD or self._has_room(nbytes)):
+                break
+            self._arriving.popleft()
+            for transfer in transit.transfers:
+                self.device.streams.wait(transfer.done, Wait.INPUT_UPLOADED)
+            for _, host in copies:
+                host.resize_(0)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._pool.used + nbytes <= self._room
+
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory that no other input of this sweep has."""
-        fitting = [number for number, memory in enumerate(self._free) if len(memory) >= nbytes]
-        if fitting:
-            memory = self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
-        else:
-            memory = self.device.host_memory(whole_pages(nbytes))
-        self._used.append(memory)
-        return memory[:nbytes]
-
-    def _noted(self, lane: Lane, name: str, transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    def _noted(self, lane: Lane, key: InputKey, transfers: Sequence[Transfer]) -> Sequence[Transfer]:
         self._transfers += transfers
         for transfer in transfers:
-            self._timeline.note(lane, name, transfer.started, transfer.done, transfer.source.numel())
+            self._timeline.note(lane, str(key), transfer.started, transfer.done, transfer.source.numel())
         return transfers

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 AHEAD = 2  # inputs that leave, and that come back, at a time: transfers overlap with compute
+
+
+StorageT = TypeVar("StorageT", bound="Storage")
+SentT = TypeVar("SentT", bound="Storage", contravariant=True)
 
 
 class Transit(Protocol):
@@ -35,19 +37,51 @@ class Transit(Protocol):
         """
 
 
-class InputStore(Protocol):
-    """Where inputs are that have no room in the memory in which forwards run."""
+class Storage(Protocol):
+    """Memory that can be freed and taken again under the same object, as of a ``torch.UntypedStorage``."""
 
-    def send(self, name: str, storages: Sequence[torch.UntypedStorage]) -> Transit:
+    def nbytes(self) -> int:
+        """Its present size."""
+
+    def data_ptr(self) -> int:
+        """Address of its first byte."""
+
+    def resize_(self, size: int, /) -> object:
+        """Free its memory (size 0), or take so many bytes, whose values are undefined."""
+
+
+class InputKey(NamedTuple):
+    """Names the input of a block. As a string: the name of its transfers in traces."""
+
+    block: int  # index of the block's segment
+    stream: int  # index of the micro-batch
+
+    def __str__(self) -> str:
+        return f"input of block {self.block}, micro-batch {self.stream}"
+
+
+class InputStore(Protocol[SentT]):
+    """Where inputs are that have no room in the memory that is used first."""
+
+    def send(self, key: InputKey, storages: Sequence[SentT]) -> Transit:
         """Start moving bytes out of storages, and free these.
 
         Args:
-            name: Name of the transfer in traces; of one input at a time.
+            key: The input's key.
             storages: The storages. They must not be used until ``bring`` has brought them back.
+
+        Raises:
+            ScratchError: if an earlier input cannot be written to disk.
         """
 
-    def bring(self, name: str) -> Transit:
-        """Start bringing back what was sent under a name, into the same storages."""
+    def bring(self, key: InputKey) -> Transit:
+        """Start bringing back what was sent under a key, into the same storages.
+
+        Inputs come back in the order in which a backward pass needs them.
+
+        Raises:
+            ScratchError: if it cannot be read from disk.
+        """
 
     def clear(self) -> None:
         """Forget all inputs, once no transfer uses their memory any more."""
@@ -56,37 +90,36 @@ class InputStore(Protocol):
         """Give back all memory and files. May be called twice."""
 
 
-class _Input(NamedTuple):
-    """The part of a block's input, for one stream, that only this block needs until its backward."""
+class _Input(NamedTuple, Generic[StorageT]):
+    """The part of a block's input that only this block needs until its backward."""
 
-    block: int
-    stream: int
-    storages: Sequence[torch.UntypedStorage]
+    key: InputKey
+    storages: Sequence[StorageT]
     nbytes: int
 
 
-class _Moving(NamedTuple):
+class _Moving(NamedTuple, Generic[StorageT]):
     """An input on its way."""
 
-    input: _Input
+    input: _Input[StorageT]
     transit: Transit
 
 
-class KeptInputs:
+class KeptInputs(Generic[StorageT]):
     """The inputs of the blocks of one sweep at a time.
 
     Args:
         store: Takes the inputs that have no room.
     """
 
-    def __init__(self, store: InputStore) -> None:
+    def __init__(self, store: InputStore[StorageT]) -> None:
         self._store = store
         self._room = 0
         self._nbytes = 0  # in memory, with what is on its way
-        self._present: deque[_Input] = deque()  # oldest first
-        self._leaving: deque[_Moving] = deque()
-        self._away: list[_Input] = []  # in the order in which they were put
-        self._coming: dict[tuple[int, int], _Moving] = {}  # by block and stream
+        self._present: deque[_Input[StorageT]] = deque()  # oldest first
+        self._leaving: deque[_Moving[StorageT]] = deque()
+        self._away: list[_Input[StorageT]] = []  # in the order in which they were put
+        self._coming: dict[InputKey, _Moving[StorageT]] = {}
 
     def begin(self, nbytes: int) -> None:
         """Begin a sweep.
@@ -96,19 +129,18 @@ class KeptInputs:
         """
         self._room = nbytes
 
-    def put(self, block: int, stream: int, storages: Sequence[torch.UntypedStorage]) -> None:
+    def put(self, key: InputKey, storages: Sequence[StorageT]) -> None:
         """Keep the input of a block whose forward was issued. Blocks come in order.
 
         Args:
-            block: Index of the block's segment.
-            stream: Index of the stream.
+            key: The input's key.
             storages: The storages that nothing else needs until the block's backward.
 
         Raises:
             ScratchError: if an input that has no room cannot be written.
         """
         nbytes = sum(storage.nbytes() for storage in storages)
-        self._present.append(_Input(block, stream, storages, nbytes))
+        self._present.append(_Input(key, storages, nbytes))
         self._nbytes += nbytes
         while self._leaving and self._leaving[0].transit.done():
             self._end_departure()
@@ -117,7 +149,7 @@ class KeptInputs:
             leaving = self._present.popleft()
             staying -= leaving.nbytes
             if leaving.storages:
-                self._leaving.append(_Moving(leaving, self._store.send(_name(leaving), leaving.storages)))
+                self._leaving.append(_Moving(leaving, self._store.send(leaving.key, leaving.storages)))
         while self._leaving and self._nbytes > self._room:
             self._end_departure()
 
@@ -130,32 +162,30 @@ class KeptInputs:
         while self._leaving:
             self._end_departure()
 
-    def take(self, block: int, stream: int) -> None:
+    def take(self, key: InputKey) -> None:
         """Have an input in memory, for its block's backward, and start bringing those that are needed next.
 
         All departures have ended before.
 
         Args:
-            block: Index of the block's segment. Blocks come in reverse order, and the streams of a block in order.
-            stream: Index of the stream.
+            key: The input's key. Blocks come in reverse order, and the streams of a block in order.
 
         Raises:
             ScratchError: if it cannot be read.
         """
-        key = (block, stream)
-        while self._away and (len(self._coming) < AHEAD or _key(self._next_away()) == key):
+        while self._away and (len(self._coming) < AHEAD or self._next_away().key == key):
             coming = self._next_away()
-            if _key(coming) != key and self._nbytes + coming.nbytes > self._room:
+            if coming.key != key and self._nbytes + coming.nbytes > self._room:
                 break
             self._away.remove(coming)
             self._nbytes += coming.nbytes
-            self._coming[_key(coming)] = _Moving(coming, self._store.bring(_name(coming)))
+            self._coming[coming.key] = _Moving(coming, self._store.bring(coming.key))
         if key in self._coming:
             moving = self._coming.pop(key)
             moving.transit.result()
             self._nbytes -= moving.input.nbytes
             return
-        for kept in [kept for kept in self._present if _key(kept) == key]:
+        for kept in [kept for kept in self._present if kept.key == key]:
             self._present.remove(kept)
             self._nbytes -= kept.nbytes
 
@@ -179,14 +209,6 @@ class KeptInputs:
         self._nbytes -= left.input.nbytes
         self._away.append(left.input)
 
-    def _next_away(self) -> _Input:
+    def _next_away(self) -> _Input[StorageT]:
         """The input that the backward pass needs next of those that are away."""
-        return max(self._away, key=lambda kept: (kept.block, -kept.stream))
-
-
-def _key(kept: _Input) -> tuple[int, int]:
-    return kept.block, kept.stream
-
-
-def _name(kept: _Input) -> str:
-    return f"input of block {kept.block}, micro-batch {kept.stream}"
+        return max(self._away, key=lambda kept: (kept.key.block, -kept.key.stream))

@@ -170,6 +170,13 @@ class BlockLayout:
         return max((start + spec.nbytes for start, spec in zip(self.offsets, self.stored, strict=True)), default=0)
 
     @property
+    def weight_bytes(self) -> int:
+        """Size in bytes of the start of the bucket that has all parameters and, unless states are packed, no state."""
+        if self.offsets is None or not self.states:
+            return self.nbytes
+        return self.offsets[len(self.parameters)]
+
+    @property
     def stored(self) -> tuple[ParameterSpec | StateSpec, ...]:
         """All tensors in the bucket: owned parameters, then states."""
         return (*self.parameters, *self.states)

@@ -39,6 +39,7 @@ from zo2core.engine import SnapshotReplayer
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
+from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
@@ -197,10 +198,10 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
-    """Memory for the inputs of blocks, and for one segment's graph.
+    """Memory for the inputs of blocks, for one segment's graph, and for what an adapter or tied weights take beside them.
 
     Args:
-        model: The model, with its adapter.
+        model: The model, with its adapter; without one, all its parameters are trained.
         rows: Rows of a batch.
         tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
@@ -210,7 +211,11 @@ def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int 
     """
     micro_rows = rows if micro_rows is None else min(rows, micro_rows)
     blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
-    beside = model.adapter_bytes(micro_rows, 1) if isinstance(model, PeftBlockModel) else 0
+    if isinstance(model, PeftBlockModel):
+        beside = model.adapter_bytes(micro_rows, 1)
+    else:  # gradients of tied weights, one for each micro-batch, wait for the last segment that uses the weights
+        tied, _ = divide_tied(model.layouts)
+        beside = -(-rows // micro_rows) * packed_bytes(tied)
     held = expected_held_bytes(model.config, rows, tokens)
     running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
     return gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside

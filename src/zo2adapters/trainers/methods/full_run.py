@@ -12,7 +12,6 @@ from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, RunRecord
 from zo2core.optimizers import OPTIMIZERS, state_bytes
-from zo2core.types import divide_tied, packed_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
@@ -50,19 +49,6 @@ class FullRun(GradientRun[FullBackpropEngine]):
         options = self.options
         weight_decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
         return options.first_order.block_update(weight_decay=weight_decay, seed=seed)
-
-    def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-        """Memory for activations, and for the gradients of tied weights, of which each micro-batch has its own.
-
-        See the contract.
-        """
-        kept, least = super().reserved_bytes(model, longest, sequences)
-        if self.options.storage.activation_memory is not None:
-            return kept, least
-        batching = self.options.batching
-        rows, running = batching.batch_size * sequences, batching.micro_batch_size
-        tied = tied_gradient_bytes(model, 1 if running is None else -(-rows // running))
-        return kept + tied, least + tied
 
     def engine(self, opening: Opening) -> FullBackpropEngine:
         """An engine at the last snapshot. See the contract."""
@@ -124,14 +110,3 @@ class FullRun(GradientRun[FullBackpropEngine]):
 def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:
     """Size of a snapshot: the weights as they are stored, and the optimizer's state."""
     return sum(layout.nbytes for layout in model.layouts) + state_bytes(update, model.layouts)
-
-
-def tied_gradient_bytes(model: HFBlockModel, micro_batches: int) -> int:
-    """Memory for the gradients of tied weights, which wait for the last segment that uses them.
-
-    Args:
-        model: The model.
-        micro_batches: Micro-batches of a step.
-    """
-    tied, _ = divide_tied(model.layouts)
-    return micro_batches * packed_bytes(tied)
