@@ -23,7 +23,7 @@ from zo2core import HostPlan
 pytest.importorskip("peft")
 
 SIZE = r"[0-9.]+ [kMG]B"
-TIME = r"[0-9.e-]+ s"
+TIME = r"[0-9.e-]+ m?s"
 FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
 
 

@@ -27,6 +27,7 @@ from zo2adapters.trainers.options import TrainOptions, evaluations_due
 from zo2adapters.trainers.run_plan import RunPlan, duration, measured_forward_seconds
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan, WriteBackPolicy
+from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.types import shown_bytes
 
@@ -105,8 +106,8 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
     assert memory.startswith("Memory: it fits, with ")
     assert " of 2.00 GB; all blocks stay in memory" in memory or "--stream-blocks" in given
     if not on_device:
-        planned_mb = float(memory.split(" MB ")[0].rpartition(" ")[2])
-        assert planned_mb == pytest.approx(plan["nbytes"] / 1e6, rel=0.1), "the process itself has grown a little"
+        planned = parse_size("".join(memory.removeprefix("Memory: it fits, with ").split()[:2]))
+        assert planned == pytest.approx(plan["nbytes"], rel=0.1), "the process itself has grown a little"
     assert [line[:19] for line in gpu] == ["GPU memory: it fits"] * on_device
     assert time.startswith("Time: compute is not predicted" if on_device else "Time: about ")
     assert disk.startswith("Disk writes: ")

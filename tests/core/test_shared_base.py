@@ -199,9 +199,9 @@ def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple
     reads: list[int] = []
     load = SegmentLoader.load
 
-    def counted(self: SegmentLoader, segment: int, *arguments: Any) -> Any:
+    def counted(self: SegmentLoader, segment: int, *arguments: Any, **options: Any) -> Any:
         reads.append(segment)
-        return load(self, segment, *arguments)
+        return load(self, segment, *arguments, **options)
 
     with patch.object(SegmentLoader, "load", counted):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
