@@ -392,6 +392,20 @@ def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_p
     assert sum(computed.allocated) <= host_room + (2 * AHEAD + 3) * NBYTES
 
 
+@pytest.mark.parametrize("host_room", [0, ALL_ON_HOST])
+def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path: Path) -> None:
+    computed = Computed({}, (), host_room, tmp_path)
+    inputs, tensors = KeptInputs(computed.store), [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)]
+    inputs.begin(0)
+    for block in range(1, 6):
+        inputs.put(InputKey(block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else [])
+    for block in range(5, 0, -1):
+        inputs.take(InputKey(block, 0))
+    computed.streams.compute(lambda: computed.errors.extend([] if tensors[1].tolist() == [3] * 5 else ["lost"]))
+    inputs.clear()
+    assert computed.end() == []
+
+
 @pytest.mark.parametrize("host_room", [None, 0])
 def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_bits(
     host_room: int | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,9 @@ from zo2core.sweep.kept_inputs import AHEAD, InputKey, InputStore, KeptInputs
 from zo2core.types import Lane
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 class _HostMemory:
     """Page-locked memory that inputs have in turn. It is kept for later sweeps.
 
@@ -74,14 +77,13 @@ class _HostStorage:
 
     def __init__(self, pool: _HostMemory, nbytes: int) -> None:
         self._pool = pool
-        self._memory: torch.Tensor | None = None
+        self._memory = _NOTHING
         self._nbytes = 0
         self.resize_(nbytes)
 
     @property
     def content(self) -> torch.Tensor:
         """The input's bytes (uint8)."""
-        assert self._memory is not None, "its memory was given back"
         return self._memory[: self._nbytes]
 
     def nbytes(self) -> int:
@@ -94,9 +96,9 @@ class _HostStorage:
 
     def resize_(self, size: int, /) -> None:
         """Give its memory back (size 0), or take some."""
-        if self._memory is not None:
+        if self._nbytes:
             self._pool.give(self._memory)
-        self._memory = self._pool.take(size) if size else None
+        self._memory = self._pool.take(size) if size else _NOTHING
         self._nbytes = size
 
 
