@@ -6,7 +6,7 @@ A second ``KeptInputs`` keeps the copies in host memory, as the first one keeps 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Device, Streams, Transfer, Wait
 from zo2core.sweep.kept_inputs import AHEAD, InputKey, InputStore, KeptInputs
 from zo2core.types import Lane
-
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -133,18 +132,19 @@ class _Departure(_Transit):
     def __init__(self, offload: InputOffload, transfers: Sequence[Transfer], copies: Sequence[_Copy]) -> None:
         super().__init__(offload.device.streams, transfers, Wait.STAGING_OFFLOADED)
         self._offload = offload
-        self.copies = copies
+        self._copies = copies
 
     def result(self) -> None:
         """Free the storages for compute that is issued from now on. See the contract."""
         super().result()
-        for storage, _ in self.copies:
+        for storage, _ in self._copies:
             self._offload.resize(storage, 0)
 
 
-class _Arrival(NamedTuple):
-    """An input on its way back to the device."""
+class _Moving(NamedTuple):
+    """An input whose copies were started."""
 
+    key: InputKey
     transit: _Transit
     copies: Sequence[_Copy]
 
@@ -170,14 +170,16 @@ class InputOffload:
         self._on_host = KeptInputs(file)
         self._room = room
         self._copies: dict[InputKey, Sequence[_Copy]] = {}
-        self._offloaded: deque[tuple[InputKey, _Departure]] = deque()  # copies that ``_on_host`` does not have yet
-        self._arriving: deque[_Arrival] = deque()
+        self._departing: deque[_Moving] = deque()  # whose copies ``_on_host`` does not have yet
+        self._arriving: deque[_Moving] = deque()
         self._transfers: list[Transfer] = []
         self._on_host.begin(room)
 
     def send(self, key: InputKey, storages: Sequence[torch.UntypedStorage]) -> _Departure:
         """Start copying storages to the host. See the contract."""
-        self._hand_over(sum(storage.nbytes() for storage in storages))
+        # The oldest copies leave host memory once another input has no room.
+        for moved in self._ended(self._departing, sum(storage.nbytes() for storage in storages), Wait.INPUT_OFFLOADED):
+            self._on_host.put(moved.key, [host for _, host in moved.copies])
         copies = [_Copy(storage, _HostStorage(self._pool, storage.nbytes())) for storage in storages]
         made = {Wait.COMPUTED: self.device.streams.mark()}
         transfers = [
@@ -186,13 +188,15 @@ class InputOffload:
         ]
         departure = _Departure(self, self._noted(Lane.ACTIVATIONS_OUT, key, transfers), copies)
         self._copies[key] = copies
-        self._offloaded.append((key, departure))
+        self._departing.append(_Moving(key, departure, copies))
         return departure
 
     def bring(self, key: InputKey) -> _Transit:
         """Start copying back, once the input is in host memory. See the contract."""
         copies = self._copies.pop(key)
-        self._end_arrivals(sum(host.nbytes() for _, host in copies))
+        for moved in self._ended(self._arriving, sum(host.nbytes() for _, host in copies), Wait.INPUT_UPLOADED):
+            for _, host in moved.copies:
+                host.resize_(0)
         self._on_host.end_departures()
         self._on_host.take(key)
         for storage, host in copies:
@@ -206,7 +210,7 @@ class InputOffload:
         ]
         noted = self._noted(Lane.ACTIVATIONS_IN, key, transfers)
         transit = _Transit(self.device.streams, noted, Wait.ACTIVATIONS_UPLOADED)
-        self._arriving.append(_Arrival(transit, copies))
+        self._arriving.append(_Moving(key, transit, copies))
         return transit
 
     def clear(self) -> None:
@@ -216,7 +220,7 @@ class InputOffload:
         self._transfers.clear()
         self._on_host.clear()
         self._copies.clear()
-        self._offloaded.clear()
+        self._departing.clear()
         self._arriving.clear()
         self._pool.take_back()
         self._on_host.begin(self._room)
@@ -231,31 +235,21 @@ class InputOffload:
         """Free a storage's memory, or take some again."""
         storage.resize_(nbytes)
 
-    def _hand_over(self, nbytes: int) -> None:
-        """Keep the copies that are done. The oldest leave host memory once an input of so many bytes has no room."""
-        while self._offloaded:
-            key, departure = self._offloaded[0]
-            if not departure.done() and (len(self._offloaded) <= AHEAD or self._has_room(nbytes)):
-                break
-            self._offloaded.popleft()
-            for transfer in departure.transfers:
-                self.device.streams.wait(transfer.done, Wait.INPUT_OFFLOADED)
-            self._on_host.put(key, [host for _, host in departure.copies])
+    def _ended(self, moving: deque[_Moving], nbytes: int, why: Wait) -> Iterator[_Moving]:
+        """Take out the inputs whose copies are done, oldest first; wait for some if host memory has no room for more.
 
-    def _end_arrivals(self, nbytes: int) -> None:
-        """Give back the host memory of inputs that are on the device again, for one of so many bytes."""
-        while self._arriving:
-            transit, copies = self._arriving[0]
-            if not transit.done() and (len(self._arriving) <= AHEAD or self._has_room(nbytes)):
+        Args:
+            moving: The inputs.
+            nbytes: Bytes that another input needs.
+            why: What a wait is for.
+        """
+        while moving:
+            is_needed = len(moving) > AHEAD and self._pool.used + nbytes > self._room
+            if not (is_needed or moving[0].transit.done()):
                 break
-            self._arriving.popleft()
-            for transfer in transit.transfers:
-                self.device.streams.wait(transfer.done, Wait.INPUT_UPLOADED)
-            for _, host in copies:
-                host.resize_(0)
-
-    def _has_room(self, nbytes: int) -> bool:
-        return self._pool.used + nbytes <= self._room
+            for transfer in moving[0].transit.transfers:
+                self.device.streams.wait(transfer.done, why)
+            yield moving.popleft()
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
