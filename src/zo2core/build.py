@@ -6,6 +6,7 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -85,7 +86,7 @@ class Parts(NamedTuple):
     work_buffer: WorkBuffer
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
-    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory
+    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory; without a plan, any
     update_loss: UpdateLoss
     workers: Workers  # a ``SoloWorker`` in a run of one process
     visits: Visits  # makes the visitor of each sweep
@@ -443,7 +444,7 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
-        waiting_bytes=0 if spec is None else spec.waiting_bytes + max(spec.host_plan.spare, 0),
+        waiting_bytes=sys.maxsize if spec is None else spec.waiting_bytes + max(spec.host_plan.spare, 0),
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,6 +183,16 @@ def test_runs_together_are_the_runs_apart(
             made.close()
         assert losses[number] == before[0]
         assert_equal(learned[number], before[1])
+
+
+def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(bases: Mapping[str, Path]) -> None:
+    base, little = bases["llama-nf4"], MemoryPolicy(activations=1)
+    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device, ExitStack() as opened:
+        shared = opened.enter_context(SharedBase(open_checkpoint(base), device=device, memory=memory(1)))
+        engine = opened.enter_context(adamw(base, 0, shared=shared, memory=little))
+        lanes = engine.step(batch_of(0, 0)).lanes
+    assert lanes[Lane.ACTIVATIONS_OUT].nbytes > 0
+    assert lanes[Lane.WRITE].nbytes == 0
 
 
 @pytest.fixture

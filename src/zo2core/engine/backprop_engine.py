@@ -41,7 +41,8 @@ class BackpropEngine(GradientEngine[TrainedParameters]):
             calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
         spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
-            and backward. None: the system's directory for temporary files. On a GPU they are in host memory instead.
+            and backward; with a GPU, neither in its memory nor in host memory. None: the system's directory for
+            temporary files.
         device, memory, micro_batch_size, overlap, trace: As for ``Replayer``.
         workers: Processes that each compute the gradients of part of a step's rows; None: this process computes all.
         shared: As for ``ZOEngine``.

@@ -59,8 +59,8 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
         gradients: How gradients are clipped, and the loss scaled.
         run: Where the run is kept, which resumes from its last snapshot; None keeps nothing.
         spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
-            and backward. None: the directory of the run, or else the system's for temporary files. On a GPU they are in
-            host memory instead.
+            and backward; with a GPU, neither in its memory nor in host memory. None: the directory of
+            the run, or else the system's for temporary files.
         device, memory, micro_batch_size, overlap, trace: As for ``Replayer``. All blocks have to fit into host memory.
 
     Raises:

@@ -28,7 +28,7 @@ class GradientEngine(PresentRunner[TrainedT]):
         model: The model.
         options: Options of the run.
         trained: As for ``PresentRunner``.
-        spill: Directory for inputs of blocks that have no room in host memory, if forwards run there.
+        spill: Directory for inputs of blocks that have no room in memory.
 
     Raises:
         OptionError: if the model cannot be differentiated segment by segment.
