@@ -121,4 +121,5 @@ def require_same_outcome(
         runs.killed(rng, kills - runs.hits.total())
         assert outcome("run") == expected
         ends += 1
+    assert runs.hits[PHASES[0]] == 0, "each kill waited for a step to begin"
     return f"{runs.hits.total()} kills, {dict(runs.hits)}; {ends} runs ended as the undisturbed one"
