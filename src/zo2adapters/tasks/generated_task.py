@@ -42,10 +42,8 @@ class GeneratedTask(LanguageModelling):
         self._model, self._ends = model, ends
         if not all(row.prompt_length for row in rows):
             option = "objective" if options.rewards is None else "reward"
-            expected, remedy = (
-                "rows with a prompt, after which text is generated",
-                f"pass other rows, or leave `{option}` out",
-            )
+            expected = "rows with a prompt, after which text is generated"
+            remedy = f"pass other rows, or leave `{option}` out"
             raise OptionError(option, found="rows without a prompt", expected=expected, remedy=remedy)
 
     @abstractmethod
