@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.outlook import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2core import HostPlan
+from zo2core.optimizers import OptimizerName
 
 pytest.importorskip("peft")
 
@@ -116,3 +118,17 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
         assert plan.snapshot_bytes == 0
         written.append(plan.written_bytes - plan.spilled_bytes)
     assert written[0] == pytest.approx(2 * written[1], abs=1)
+
+
+def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), steps=4, batching=Batching(batch_size=2))
+    monkeypatch.setattr("zo2adapters.trainers.first_order_plan.measured_forward_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("zo2adapters.trainers.first_order_plan.measured_backward", lambda *_: 3.0)
+    seconds = []
+    cases: list[tuple[OptimizerName, float | None]] = [("adamw", None), ("adamw", 1.0), ("badam", None), ("badam", 1.0)]
+    for method, norm in cases:
+        inputs = RunInputs.read(replace(given, first_order=FirstOrder(method=method, max_grad_norm=norm)))
+        seconds.append(plan_of(inputs).forward_seconds)
+        inputs.model.weights.close()
+    assert seconds[1] == 2 * seconds[0]
+    assert seconds[3] == seconds[2], "one segment has its gradients there at once"

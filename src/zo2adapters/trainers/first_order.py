@@ -95,6 +95,11 @@ class FirstOrder:
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
     @property
+    def measures_gradients(self) -> bool:
+        """Whether a step of all parameters sweeps twice: first to measure the gradients of more than one segment."""
+        return (self.max_grad_norm is not None and self.method != "badam") or self.loss_scaling
+
+    @property
     def _unusual(self) -> dict[str, Any]:
         """All options that belong to one method and were given."""
         given = {name: getattr(self, name) for name in _OF_ADAMW}

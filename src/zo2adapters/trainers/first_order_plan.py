@@ -69,6 +69,7 @@ def plan_first_order_run(
     scratch: Path = Path(),
     streams: bool = False,
     commit_every: int = 1,
+    measures: bool = False,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -82,6 +83,7 @@ def plan_first_order_run(
         scratch: Directory on the disk that snapshots are written to, and inputs of blocks that have no room in memory.
         streams: Whether blocks stream from disk and change there.
         commit_every: Steps between two commits of such blocks, unless the optimizer has turns.
+        measures: Whether each step sweeps twice, first to measure all gradients.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -94,15 +96,17 @@ def plan_first_order_run(
     layouts = spec.layouts
     room = _room(model, shapes, spec, activations)
     forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
-    times = measured_backward(model, shapes.step, shapes.micro_rows) + 1 - room.graphs
+    sweeps = 2 if measures else 1
+    times = sweeps * (measured_backward(model, shapes.step, shapes.micro_rows) + 1 - room.graphs)
+    spilled = sweeps * room.spilled
     moving = room.host_plan.buckets
     if moving is not None and update is not None and update.turn is not None:
         moving -= 1  # that of the block whose turn it is
-    read, evaluated = 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+    read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
     if moving is not None and update is not None and update.turn is None:
-        read, evaluated = read_bytes(layouts, moving, commit_every), streamed_bytes(model.layouts, moving)
+        read, evaluated = read_bytes(layouts, moving, commit_every, measures=measures), streamed_bytes(model.layouts, moving)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    spill_seconds = room.spilled / speeds.reading(layouts) + room.spilled / speeds.writing(scratch) if room.spilled else 0.0
+    spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
     decoding = decoding_seconds(layouts)
     arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
     evaluation = 0.0
@@ -124,9 +128,9 @@ def plan_first_order_run(
         write_back_every=None,
         scratch_bytes=scratch_file,
         spilled_bytes=room.spilled,
-        read_bytes=read + room.spilled,
-        written_bytes=round(written) + room.spilled,
-        terabytes_per_1000_steps=(written + room.spilled) / 1e9,
+        read_bytes=read + spilled,
+        written_bytes=round(written) + spilled,
+        terabytes_per_1000_steps=(written + spilled) / 1e9,
         snapshot_bytes=snapshot,
         forward_seconds=times * forward,
         update_seconds=arithmetic,

@@ -55,6 +55,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
         update = None
         if not options.model_options.trains_adapter:
             update = chosen.block_update(weight_decay=options.optimization.weight_decay)
+            given["measures"] = chosen.measures_gradients
         given |= {"update": update, "scratch": options.output, "streams": chosen.stream_blocks}
         given["commit_every"] = options.storage.snapshot_every or 1
         return plan_first_order_run(inputs.model, inputs.shapes(), **given)

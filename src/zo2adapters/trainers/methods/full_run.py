@@ -32,9 +32,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
     @property
     def forwards(self) -> int:
         """More with a sweep that measures gradients. See the contract."""
-        given = self.options.first_order
-        clips = given.max_grad_norm is not None and given.method != "badam"
-        return _MEASURED_FORWARDS if clips or given.loss_scaling else FORWARDS
+        return _MEASURED_FORWARDS if self.options.first_order.measures_gradients else FORWARDS
 
     @property
     def _gradients(self) -> GradientPolicy:
