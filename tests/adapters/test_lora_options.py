@@ -170,6 +170,7 @@ def test_tune_tries_rates_for_the_adapter(here: Path) -> None:
         (("--lora-targets", "q_proj"), "--lora-targets: found q_proj; expected --lora-rank"),
         (("--lora-alpha", 4), "--lora-alpha: found 4; expected --lora-rank"),
         (("--lora-rank", 2, "--lora-targets", "all-linear", "q_proj"), "--lora-targets: found all-linear q_proj"),
+        (("--lora-rank", 2, "--lora-targets", "q_proj,up_proj"), "spaces between them. What to do: write q_proj up_proj"),
         (("--lora-rank", 2, "--lora-targets", "c_attn"), "Target modules {'c_attn'} not found"),
         (("--lora-rank", 2, "--lora-targets", "lm_head"), "adapter.target_modules: found lm_head, the head"),
         (("--lora-rank", 2, "--snapshot-every", 2), "--lora-rank: found --snapshot-every"),

@@ -76,6 +76,14 @@ class AdapterOptions:
         require_whole("lora_rank", self.lora_rank, 1)
         if self.lora_alpha is not None:
             require_whole("lora_alpha", self.lora_alpha, 1)
+        if any("," in name for name in self.lora_targets):
+            names = " ".join(self.lora_targets).replace(",", " ")
+            raise OptionError(
+                "lora_targets",
+                found=" ".join(self.lora_targets),
+                expected="names with spaces between them",
+                remedy=f"write {' '.join(names.split())}; in a recipe, a list",
+            )
         if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
             raise OptionError(
                 "lora_targets",
