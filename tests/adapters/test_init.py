@@ -154,7 +154,9 @@ def test_an_objective_without_a_gradient_gets_zeroth_order_steps(here: Path) -> 
 
 def test_a_model_without_an_adapter_gets_zeroth_order_steps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe.hands_over_tensors", lambda model: True)
-    assert "method" not in written("labels.csv")
+    told = done("init", "--model", "base", "--data", "labels.csv").out
+    assert "train all parameters: this model's blocks hand tensors to later blocks" in told
+    assert "method" not in yaml.safe_load(Path("recipe.yaml").read_text())
     assert "hand tensors to later blocks" in Path("recipe.yaml").read_text().replace("\n# ", " ")
 
 

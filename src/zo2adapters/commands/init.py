@@ -67,7 +67,7 @@ class Init:
                 file.write(recipe.text().encode())
         except OSError as error:
             raise self._in_use(reason(error)) from error
-        print(f"{recipe.rows}\n{recipe.summary}\nnext: zo2 train {self.output}")
+        print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}"]))
 
     def _in_use(self, found: str) -> OutputError:
         return OutputError(

@@ -84,6 +84,11 @@ class InitialRecipe:
         chosen = [f"{choice.name}: {choice.value}" for choice in self.choices if choice.name in _ROW_OPTIONS]
         return f"{kind.removesuffix('.')}; {', '.join(chosen)}." if chosen else kind
 
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Why what most runs have is left out: an adapter, or rows to evaluate on."""
+        return [choice.reason for choice in self.choices if choice.name is None]
+
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
         lines: list[str] = []
