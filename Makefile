@@ -18,7 +18,7 @@ test-long: .venv/.tools
 
 .venv/.installed: pyproject.toml constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable .
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[peft]'
 	touch $@
 
 .venv/.tools: .venv/.installed
