@@ -47,6 +47,7 @@ from zo2core.methods.loss_scale import LossScale
 from zo2core.optimizers import make_block_update
 from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 PROFILE = settings.default
@@ -375,6 +376,26 @@ def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Pat
         assert [other.step(batch).loss for batch in rows[3:]] == losses
         assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
         assert other.evaluate(rows).losses == evaluated
+
+
+def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, real = make_batch(40, [7, 5]), StoredParameters.set_values
+
+    def interrupted(self: StoredParameters, index: int, *given: Any) -> int:
+        if index == 2:
+            raise KeyboardInterrupt
+        return real(self, index, *given)
+
+    with engine_of(base, "lomo") as engine:
+        engine.step(batch)
+        state = {**engine.state_dict(), "parameters": weights(engine)}
+        monkeypatch.setattr(StoredParameters, "set_values", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_state_dict(state)
+        with pytest.raises(ClosedError, match=r"found weights of version 0: .*; expected version 1"):
+            engine.step(batch)
 
 
 def test_an_export_is_what_transformers_loads(base: Path, tmp_path: Path) -> None:

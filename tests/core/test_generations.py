@@ -13,8 +13,8 @@ import pytest
 import torch
 from counted_weights import BLOCKS, CountingWeights, layouts
 
-from zo2core import BlockLayout, HostDevice, StreamedSource
-from zo2core.io.direct_file import whole_pages
+from zo2core import BlockLayout, HostDevice, ScratchError, StreamedSource
+from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.record_log import RecordFile, to_line
 from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -59,8 +59,8 @@ def test_a_commit_outlives_processes_that_commit_nothing(tmp_path: Path) -> None
 
 
 IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "step 0": lambda record: record.update(step=0),
-    "no number as step": lambda record: record.update(step=str(STEPS)),
+    "step 0": lambda record: record.update(step=0, chain=0, segments=[]),
+    "no number as step": lambda record: record.update(step=True, chain=1, segments=[]),
     "no values": lambda record: record.pop("values"),
     "no segments": lambda record: record.pop("segments"),
     "no object as segment": lambda record: record["segments"].append(3),
@@ -151,3 +151,29 @@ def test_a_segment_is_released_once_no_states_are_read_into_its_memory(
         threading.Timer(0.1, go.set).start()
         source.release(bucket, 1)
         assert ended.is_set()
+
+
+def test_all_that_is_kept_is_written_before_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), Generations.write
+
+    def slow(self: Generations, segment: int, data: torch.Tensor, version: int) -> None:
+        assert go.wait(10)
+        real(self, segment, data, version)
+
+    with source_of_states(tmp_path, 2) as (source, files):
+        monkeypatch.setattr(Generations, "write", slow)
+        source.release(source.acquire(1), 2)
+        threading.Timer(0.1, go.set).start()
+        source.write_kept()
+        assert files.version(1) == 2
+
+
+def test_a_write_that_failed_is_reported_before_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left")
+
+    with source_of_states(tmp_path, 2) as (source, _):
+        monkeypatch.setattr(RangedFile, "write", full)
+        source.release(source.acquire(1), 2)
+        with pytest.raises(ScratchError, match="no space left"):
+            source.write_kept()
