@@ -378,6 +378,18 @@ def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Pat
         assert other.evaluate(rows).losses == evaluated
 
 
+def test_a_loaded_state_is_not_changed_by_the_engine_that_it_is_from(base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with engine_of(base, "adamw") as engine, engine_of(base, "adamw") as other, engine_of(base, "adamw") as alone:
+        engine.step(batch)
+        other.load_state_dict(engine.state_dict())
+        engine.step(batch)
+        other.step(batch)
+        for _ in range(2):
+            alone.step(batch)
+        assert all(torch.equal(value, weights(alone)[name]) for name, value in other.parameters_now())
+
+
 def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a segment twice": lambda record: record["segments"].append(dict(record["segments"][2])),
     "a segment that the model lacks": lambda record: record["segments"][2].update(segment=BLOCKS + 2),
     "two segments in one slot": lambda record: record["segments"][2].update(slot=record["segments"][3]["slot"]),
-    "a slot of another segment": lambda record: record["segments"][2].update(slot=record["segments"][0]["slot"]),
+    "a free slot of another segment": lambda record: record["segments"][2].update(slot=record["segments"][0]["slot"] + 1),
 }
 
 
