@@ -26,6 +26,7 @@ from zo2core.build import request_of
 from zo2core.checkpoint import Snapshots
 from zo2core.engine.streamed_full_engine import options_on_disk
 from zo2core.io.direct_file import whole_pages
+from zo2core.io.record_log import RecordFile
 from zo2core.optimizers import OptimizerName, make_block_update
 from zo2core.sources.loader import laid_out_as_on_disk
 
@@ -513,6 +514,7 @@ def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerNam
     assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
     expected, saved = plain_loop(here, method, clip=0.5), load_file("run/model/model.safetensors")
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    assert [record["step"] for record in RecordFile(Path("run/scratch.jsonl")).loaded[1:]] == [4, STEPS], "and the last step"
     done(*train("longer", *STREAMED, "--snapshot-every", 4, method=method))
     done("train", "--resume", "longer", "--steps", STEPS + 2)
     done(*train("whole", method=method), "--steps", STEPS + 2)
