@@ -383,7 +383,8 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
 def test_verbs_know_first_order_runs(here: Path) -> None:
     done(*train("run", *EVALUATED))
     told = done("journal", "run").out
-    assert '"name": "adamw"' in told
+    assert told.startswith("method ")
+    assert "first-order steps, adamw, lr 0.01" in told.splitlines()[0]
     assert "snapshot of step 6" in told
     assert len(done("journal", "run", "--last", 2).out.splitlines()) < len(told.splitlines())
     done("report", "run", "-o", "page.html")
