@@ -808,7 +808,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
         assert planned["spilled_bytes"] == planned["written_bytes"] == missing + more
         assert planned["read_bytes"] > planned["spilled_bytes"]
-        assert planned["terabytes_per_1000_steps"] == planned["spilled_bytes"] / 1e9
+        assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["spilled_bytes"] / 1e9)
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
     assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
 

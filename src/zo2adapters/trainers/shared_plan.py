@@ -51,7 +51,7 @@ class SharedRunsPlan:
         return [
             f"Memory: {memory_words(self.host_plan)}. {most}.",
             f"Time: about {total}.",
-            self.run.summary()[-1],
+            self.run.disk_writes(self.runs),
         ]
 
     def table(self) -> str:
