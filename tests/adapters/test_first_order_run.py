@@ -779,7 +779,7 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 
 
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2core.planning.host_plan.resident_memory", lambda: 0)
+    monkeypatch.setattr("zo2core.planning.host_plan.memory_in_use", lambda: 0)
     make_place(here, layers=8)
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}

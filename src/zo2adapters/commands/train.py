@@ -300,7 +300,9 @@ class Train(RunOptions):
             opened = Trainer(options, resume=resume, quiet=not first, **given)
         with opened as trainer:
             finished = resume and trainer.engine.version >= options.steps
-            lines = [f"{options.output} is finished after {options.steps} steps"] if finished else trainer.first_lines()
+            lines = trainer.notices() if chooses else trainer.first_lines()
+            if finished:
+                lines = [f"{options.output} is finished after {options.steps} steps"]
             for line in lines if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):

@@ -20,7 +20,7 @@ from zo2adapters.tasks.row_files import format_of, with_labels
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2adapters.trainers.automatic_rate import schedule_of
+from zo2adapters.trainers.automatic_rate import memory_with_trials, schedule_of
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
@@ -141,6 +141,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
         plan,
         steps=options.steps,
         evaluations=options.evaluations(options.steps),
+        host_plan=memory_with_trials(replace(inputs, options=options), plan.host_plan, schedule.trials),
     )
     choices = [
         *_data_choices(options, surveyed),
