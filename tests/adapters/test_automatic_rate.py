@@ -123,6 +123,11 @@ def test_memory_is_told_once_and_is_that_of_the_trials_too(
     assert plan.nbytes > resident_memory() - (100 << 20) + 3 * (200 << 20)
 
 
+def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
+    said = done(*train("run", "--method", "lomo", "--stream-blocks")).err
+    assert "Disk writes: changed blocks with their states, a commit every step, " in said
+
+
 def test_the_report_shows_the_choice_and_its_curves(here: Path) -> None:
     pytest.importorskip("matplotlib")
     done(*train("run"))

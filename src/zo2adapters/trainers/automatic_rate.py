@@ -223,8 +223,8 @@ def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> lis
     seconds = schedule.steps * outlook.plan.seconds
     total = duration(seconds + outlook.plan.run_seconds)
     method = method_of(_with_rate(options, 1.0))
-    writes = method.writes(outlook.plan.write_back_every, inputs.model)
     host_plan = memory_with_trials(inputs, outlook.plan.host_plan, schedule.trials)
+    writes = method.writes(outlook.plan.write_back_every, inputs.model, host_plan)
     memory = storage(host_plan, None, options.storage, writes)
     return [*outlook.lines(memory), f"{trials}, about {duration(seconds)}; about {total} in all.{together}"]
 

@@ -408,12 +408,11 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
 def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:
     trials = schedule.steps * plan.seconds
     evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
-    writes = method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).writes(
-        plan.write_back_every, inputs.model
-    )
-    method = method_words(options.model_options, options.first_order.method)
+    method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))
+    writes = method.writes(plan.write_back_every, inputs.model, plan.host_plan)
+    trained = method_words(options.model_options, options.first_order.method)
     return (
-        f"{method}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
+        f"{trained}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
         f"{schedule.steps} steps to choose the learning rate: about {duration(plan.run_seconds + trials)} in all. "
         + storage(plan.host_plan, None, options.storage, writes)
     )

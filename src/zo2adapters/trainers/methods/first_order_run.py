@@ -84,10 +84,10 @@ class GradientRun(RunMethod[GradientEngineT]):
         return min(steps, default=0)
 
     def storage(self, engine: GradientEngineT, host: HostPlan, model: HFBlockModel) -> str:
-        """Where blocks are, and how often a snapshot is taken. See the contract."""
-        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model))
+        """Where blocks are, and what is written. See the contract."""
+        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model, host))
 
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """How often a snapshot is taken: no block is written. See the contract."""
         every = self._policy.every
         often = ", which take 2 % of the time at most" if every is None else f" every {every} steps"
@@ -192,9 +192,9 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
         )
         return self._with_best_step(engine)
 
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Little: an adapter is small. See the contract."""
-        return f"negligible, {super().writes(every, model)}"
+        return f"negligible, {super().writes(every, model, host)}"
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
