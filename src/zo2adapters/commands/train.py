@@ -80,7 +80,7 @@ class Train(RunOptions):
     DIR.rows, the model is scored, trained with --keep-best, and scored again. zo2 rows lists the benchmarks, and writes the
     rows alone."""
     shots: int | None = None
-    """Number of demonstrations before each prompt in one more score of the model before training, with --task."""
+    """With --task: number of solved examples before each prompt in one more evaluation before training."""
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
     workers on the same host use DIR.worker-1 and so on."""
