@@ -299,6 +299,8 @@ def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch
 def test_fewer_snapshots_are_taken_where_writes_are_limited(here: Path) -> None:
     size = json.loads(done("plan", "--model", "base", "--method", "lomo", "--json").out)["snapshot_bytes"]
     limit = size / 4 / 1e9  # a snapshot every four steps
+    common = ("plan", "--model", "base", "--method", "lomo", "--json", "--write-limit-tb", limit)
+    assert json.loads(done(*common).out)["written_bytes"] == pytest.approx(size / 4)
     done(*train("run", "--write-limit-tb", limit, method="lomo"))
     assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
         "snapshot-4.safetensors",

@@ -260,7 +260,7 @@ class Plan(EvaluationOptions):
         for option in (
             "transfer_dtype",
             "replay",
-            "write_limit_tb",
+            *(("write_limit_tb",) if self.adapter_options.trains_adapter else ()),
             "device_memory",
             "workers",
             "directions",
@@ -280,6 +280,7 @@ class Plan(EvaluationOptions):
             scratch=self.scratch,
             streams=self.stream_blocks,
             commit_every=self.snapshot_every or 1,
+            write_limit_tb=self.write_limit_tb,
         )
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:

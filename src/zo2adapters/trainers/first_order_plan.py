@@ -70,6 +70,7 @@ def plan_first_order_run(
     streams: bool = False,
     commit_every: int = 1,
     measures: bool = False,
+    write_limit_tb: float | None = None,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -84,6 +85,8 @@ def plan_first_order_run(
         streams: Whether blocks stream from disk and change there.
         commit_every: Steps between two commits of such blocks, unless the optimizer has turns.
         measures: Whether each step sweeps twice, first to measure all gradients.
+        write_limit_tb: Terabytes that snapshots may write in 1,000 steps; None: no limit. Streamed blocks have none: a run
+            that would write more of them is refused.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -122,6 +125,7 @@ def plan_first_order_run(
         snapshot = snapshot_bytes(model, update)
         step_seconds = max(times * forward + arithmetic, read_seconds)
         written = LARGEST_SHARE * step_seconds / (1 / speeds.writing(scratch) + 1 / hashing_speed())
+        written = written if write_limit_tb is None else min(written, 1e9 * write_limit_tb)
     return RunPlan(
         host_plan=room.host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
