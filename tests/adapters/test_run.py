@@ -57,6 +57,7 @@ def test_the_command_resumes_and_exports_any_past_step(
     main(["export", "--run", run, "--at", "2", "--output", str(tmp_path / "two")])
     main(["train", "--resume", run])
     main(["export", "--run", run, "--output", str(tmp_path / "last")])
+    capsys.readouterr()
     main(["journal", run, "--last", "2"])
     printed = capsys.readouterr().out
     assert f"{STEPS} steps" in printed
