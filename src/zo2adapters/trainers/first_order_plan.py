@@ -13,9 +13,9 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+from zo2adapters.trainers.methods.first_order_run import adapter_bytes, reserved_bytes
 from zo2adapters.trainers.methods.full_run import snapshot_bytes
-from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
+from zo2adapters.trainers.methods.snapshot_policy import interval
 from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
@@ -116,15 +116,15 @@ def plan_first_order_run(
     if evaluations:
         seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
         evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, seconds)
-    scratch_file, snapshot, written = 0, 0, 0.0
+    scratch_file, snapshot = 0, 0
     if update is not None and streams:
         slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
         scratch_file = slot_bytes(layouts, slots)
         written = written_bytes(layouts, update, room.host_plan.buckets or 0, commit_every)
-    elif update is not None:
-        snapshot = snapshot_bytes(model, update)
+    else:
+        snapshot = adapter_bytes(model) if update is None else snapshot_bytes(model, update)
         step_seconds = max(times * forward + arithmetic, read_seconds)
-        written = LARGEST_SHARE * step_seconds / (1 / speeds.writing(scratch) + 1 / hashing_speed())
+        written = snapshot * step_seconds / interval(snapshot / speeds.writing(scratch) + snapshot / hashing_speed())
         written = written if write_limit_tb is None else min(written, 1e9 * write_limit_tb)
     return RunPlan(
         host_plan=room.host_plan,

@@ -72,7 +72,7 @@ class Storage(Resources):
     finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
-    two snapshots; by default snapshots take 2 % of the time."""
+    two snapshots; by default one a minute is taken, or fewer if they took more than 2 % of the time."""
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
     process as many batches in a pass over the blocks as fit in it. By default it is what a step needs."""

@@ -73,7 +73,7 @@ class RunPlan:
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     evaluation_seconds: float = 0.0  # seconds of one evaluation
-    snapshot_bytes: int = 0  # size of a snapshot of all parameters and the optimizer; 0: nothing of the kind is written
+    snapshot_bytes: int = 0  # size of a snapshot of what is trained and the optimizer; 0: nothing of the kind is written
 
     @property
     def seconds(self) -> float:
@@ -135,7 +135,7 @@ class RunPlan:
             ("expected per step", duration(self.seconds)),
         ]
         if self.snapshot_bytes:
-            rows.insert(3, ("snapshot of all parameters", shown_bytes(self.snapshot_bytes)))
+            rows.insert(3, ("snapshot", shown_bytes(self.snapshot_bytes)))
         count = f"{self.steps} steps"
         if self.evaluations:
             rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
