@@ -450,14 +450,14 @@ def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
 
 
 def test_blocks_keep_their_graphs_where_the_plan_of_all_runs_has_room(bases: Mapping[str, Path]) -> None:
-    forwards = {}
+    forwards, little = {}, MemoryPolicy(activations=1)
     for budget in (0, 1 << 40):
         policy = MemoryPolicy(host=memory(None, budget=budget).host)
         with (
             patch.object(HFBlockModel, "block", autospec=True, side_effect=HFBlockModel.block) as block,
             SharedBase(open_checkpoint(bases["llama"]), memory=policy) as shared,
-            adamw(bases["llama"], 0, shared=shared) as first,
-            adamw(bases["llama"], 1, shared=shared) as second,
+            adamw(bases["llama"], 0, shared=shared, memory=little) as first,
+            adamw(bases["llama"], 1, shared=shared, memory=little) as second,
         ):
             shared.step({first: batch_of(0, 0), second: batch_of(1, 0)})
             forwards[budget] = block.call_count
