@@ -98,7 +98,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How this process executes a run. The result is the same, bit for bit, so a resumed run may change these."""
+    """How this process executes a run. The result has the same bits, so a resumed run may change these."""
 
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev: when the run read, transferred, computed
