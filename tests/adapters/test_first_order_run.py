@@ -814,7 +814,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         [blocks] = [nbytes for name, nbytes in counted.items() if name.endswith("of 8 blocks") and "graphs" not in name]
         more = blocks - blocks // planned["host_plan"]["buckets"]  # buckets to read ahead into come first
         assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
-        assert planned["spilled_bytes"] == missing + more == pytest.approx(planned["written_bytes"], abs=1)
+        assert planned["spilled_bytes"] == missing + more == pytest.approx(planned["written_bytes"], abs=100)
         assert planned["read_bytes"] > planned["spilled_bytes"]
         assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, rel=0.5)
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
