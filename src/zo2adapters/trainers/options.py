@@ -170,8 +170,7 @@ class RunOptions(EvaluationOptions):
     report_to: TrackerName = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
     steps: int = 1000
-    """Training steps. Each takes two forward passes for each of --queries. With --method it takes the time of about three
-    for an adapter, and of about four for all parameters."""
+    """Training steps. Each takes two forward passes per query; with --method the time of three, four for all parameters."""
     seed: int = 0
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
