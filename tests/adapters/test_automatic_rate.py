@@ -111,6 +111,7 @@ def test_memory_is_told_once_and_is_that_of_the_trials_too(
         return run_notices.storage(host, *more)
 
     monkeypatch.setattr(automatic_rate, "storage", noted)
+    monkeypatch.setattr(automatic_rate, "measured_graph_bytes", lambda *_: 100 << 20)  # of each block
     said = done(*train("run", "--activation-memory", "200MiB", *method)).err
     assert said.count("Memory: ") == 1
     assert "precision: " in said, "the other lines are printed"
@@ -120,7 +121,7 @@ def test_memory_is_told_once_and_is_that_of_the_trials_too(
         assert not of_trials, "they run one after the other"
         return
     assert of_trials[0].name.startswith("3 trials")
-    assert plan.nbytes > resident_memory() - (100 << 20) + 3 * (200 << 20)
+    assert plan.nbytes > resident_memory() - (100 << 20) + 3 * ((200 << 20) + (100 << 20))
 
 
 def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:

@@ -147,21 +147,24 @@ class Plan(EvaluationOptions):
 
     def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
         """The plan of several runs that share their base."""
+        from zo2adapters.trainers.first_order_plan import measured_graph_bytes
         from zo2adapters.trainers.methods.first_order_run import reserved_bytes
         from zo2adapters.trainers.run_plan import step_memory
         from zo2adapters.trainers.shared_plan import needs_of, plan_shared_runs
 
-        optimization, is_first_order = Optimization(**vars(self.directions)), self.method is not None
+        optimization, is_first_order, graph_bytes = Optimization(**vars(self.directions)), self.method is not None, 0
         model, directory = self._opened(precision="exact")
         shapes = self._shapes(model, directory)
         if is_first_order:
             activations, least = reserved_bytes(model, shapes.longest.rows, round(shapes.longest.tokens), shapes.micro_rows)
+            graph_bytes = measured_graph_bytes(model, shapes.longest)
         else:
             activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
         needs = needs_of(model, activations, least, None if is_first_order else optimization.perturbation)
         base = self if not self.adapter_options.trains_adapter else replace(self, adapter_options=AdapterOptions())
         base_model, _ = base._opened(precision="exact")
-        return plan_shared_runs(base_model, run, needs, runs=runs, memory=self.memory, passes=2 if is_first_order else 1)
+        given: Any = {"runs": runs, "memory": self.memory, "passes": 2 if is_first_order else 1, "graph_bytes": graph_bytes}
+        return plan_shared_runs(base_model, run, needs, **given)
 
     def _require_consistent(self) -> None:
         """Refuse options that are out of range, or have no effect together."""

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+from zo2adapters.trainers.first_order_plan import measured_graph_bytes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.metrics import align_rows
@@ -178,11 +179,13 @@ def memory_with_trials(inputs: RunInputs, host_plan: HostPlan, trials: int) -> H
     method = method_of(_with_rate(options, 1.0))
     reserved = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
     needs = needs_of(inputs.model, *reserved, None if method.has_gradient else options.optimization.perturbation)
+    graph_bytes = measured_graph_bytes(inputs.model, inputs.shapes().longest) if method.has_gradient else 0
     base = shared_base_model(options)
     with closing(base.weights):
+        planned = memory_together(base, needs, options.storage.memory, graph_bytes=graph_bytes)
         for count in range(trials, 1, -1):
             with suppress(MemoryBudgetError):
-                more = memory_together(base, needs, count, options.storage.memory).nbytes - host_plan.nbytes
+                more = planned(count).nbytes - host_plan.nbytes
                 part = MemoryPart(f"{count} trials together, more than the run", max(more, 0))
                 return replace(host_plan, parts=(*host_plan.parts, part))
     return host_plan

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration, memory_words
 from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.perturbation import Perturbation, factor_bytes
+from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.shared_runs import RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
@@ -101,19 +102,43 @@ def needs_of(model: HFBlockModel, activations: int, least: int, perturbation: Pe
     return RunNeeds(activations=activations, least=least, kept=kept)
 
 
-def memory_together(base: HFBlockModel, needs: RunNeeds, runs: int, memory: int | str) -> HostPlan:
-    """Plan the host memory of equal runs that share their base. See ``plan_shared_runs``.
+def memory_together(
+    base: HFBlockModel, needs: RunNeeds, memory: int | str, *, graph_bytes: int = 0
+) -> Callable[[int], HostPlan]:
+    """Return a function that plans the host memory of so many equal runs, which share their base.
 
-    Raises:
-        MemoryBudgetError: if they do not fit.
+    It raises MemoryBudgetError if they do not fit.
+
+    Args:
+        base: The base without an adapter.
+        needs: What each needs beside the base.
+        memory: Host memory the process may use in total.
+        graph_bytes: Bytes of a block's graph in a run's steps, which is kept where memory is left over; 0: there is none.
     """
-    on_disk = laid_out_as_on_disk(base.layouts, base.weights)
-    request = shared_request(base.layouts, on_disk, MemoryPolicy(host=memory), [needs] * runs)
-    return plan(request, Machine(), MeasuredSpeeds(base.weights)).host_plan
+    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+    blocks = sum(not layout.resident for layout in base.layouts)
+
+    def planned(runs: int) -> HostPlan:
+        request = shared_request(base.layouts, on_disk, MemoryPolicy(host=memory), [needs] * runs)
+        host_plan = plan(request, Machine(), speeds).host_plan
+        if not graph_bytes:
+            return host_plan
+        kept = min(max(host_plan.spare, 0) // runs // graph_bytes, blocks)
+        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run", runs * kept * graph_bytes)
+        return replace(host_plan, parts=(*host_plan.parts, graphs))
+
+    return planned
 
 
 def plan_shared_runs(
-    base: HFBlockModel, run: RunPlan, needs: RunNeeds, *, runs: int, memory: int | str = "auto", passes: int = 1
+    base: HFBlockModel,
+    run: RunPlan,
+    needs: RunNeeds,
+    *,
+    runs: int,
+    memory: int | str = "auto",
+    passes: int = 1,
+    graph_bytes: int = 0,
 ) -> SharedRunsPlan:
     """Plan equal runs on the CPU that share their base.
 
@@ -124,14 +149,16 @@ def plan_shared_runs(
         runs: Number of runs.
         memory: Host memory the process may use in total.
         passes: Passes of a step over the blocks: 2 for a step by gradients.
+        graph_bytes: As for ``memory_together``.
 
     Raises:
         MemoryBudgetError: if they do not fit; the error says how many do.
         CheckpointError: if the checkpoint cannot be read.
     """
-    most = _most(lambda count: memory_together(base, needs, count, memory))
+    planned = memory_together(base, needs, memory, graph_bytes=graph_bytes)
+    most = _most(planned)
     try:
-        host_plan = memory_together(base, needs, runs, memory)
+        host_plan = planned(runs)
     except MemoryBudgetError as error:
         found = f"{error.found} for {runs} runs, of which {most} fit"
         raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
