@@ -223,8 +223,7 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(options: TrainOpt
     assert beside_process(three) - beside_process(one) == pytest.approx(2 * three["memory_a_run"], abs=4 << 20)
     assert three["seconds"] <= three["seconds_apart"] * 1.5
     if "--method" in method:
-        assert of_graphs(one) > 0
-        assert of_graphs(three) == pytest.approx(3 * of_graphs(one)), "there is room for all"
+        assert of_graphs(one) < of_graphs(three) < 3 * of_graphs(one), "there is room for all, and some of it is reserved"
     assert three["nbytes"] <= three["host_plan"]["budget"]
     most = three["most_runs"]
     assert most >= 3

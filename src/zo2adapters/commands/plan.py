@@ -157,7 +157,7 @@ class Plan(EvaluationOptions):
         shapes = self._shapes(model, directory)
         if is_first_order:
             activations, least = reserved_bytes(model, shapes.longest.rows, round(shapes.longest.tokens), shapes.micro_rows)
-            graph_bytes = measured_graph_bytes(model, shapes.longest)
+            graph_bytes = measured_graph_bytes(model, shapes.step)
         else:
             activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
         needs = needs_of(model, activations, least, None if is_first_order else optimization.perturbation)

@@ -179,7 +179,7 @@ def memory_with_trials(inputs: RunInputs, host_plan: HostPlan, trials: int) -> H
     method = method_of(_with_rate(options, 1.0))
     reserved = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
     needs = needs_of(inputs.model, *reserved, None if method.has_gradient else options.optimization.perturbation)
-    graph_bytes = measured_graph_bytes(inputs.model, inputs.shapes().longest) if method.has_gradient else 0
+    graph_bytes = measured_graph_bytes(inputs.model, inputs.shapes().step) if method.has_gradient else 0
     base = shared_base_model(options)
     with closing(base.weights):
         planned = memory_together(base, needs, options.storage.memory, graph_bytes=graph_bytes)

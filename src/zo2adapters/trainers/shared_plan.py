@@ -113,7 +113,7 @@ def memory_together(
         base: The base without an adapter.
         needs: What each needs beside the base.
         memory: Host memory the process may use in total.
-        graph_bytes: Bytes of a block's graph in a run's steps, which is kept where memory is left over; 0: there is none.
+        graph_bytes: Bytes of a block's graph in a usual step, which is kept where memory is left over; 0: there is none.
     """
     speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
     blocks = sum(not layout.resident for layout in base.layouts)
@@ -124,7 +124,9 @@ def memory_together(
         if not graph_bytes:
             return host_plan
         kept = min(max(host_plan.spare, 0) // runs // graph_bytes, blocks)
-        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run", runs * kept * graph_bytes)
+        # One run at a time computes, so that graphs have the others' room for computing.
+        beyond = max(runs * kept * graph_bytes - (runs - 1) * needs.least, 0)
+        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
         return replace(host_plan, parts=(*host_plan.parts, graphs))
 
     return planned
