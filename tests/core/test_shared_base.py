@@ -438,13 +438,18 @@ def test_a_base_may_be_named_by_other_paths(
 def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
     base = bases["llama"]
     with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host="2GiB")) as shared:
-        before = shared.host_plan.nbytes
+
+        def reserved() -> int:  # what the process holds already changes with the tests before this one
+            parts = shared.host_plan.parts
+            return sum(part.nbytes for part in parts if part.name != "this process at present")
+
+        before = reserved()
         with low_rank(base, 0, shared=shared, memory=MemoryPolicy(activations="100MiB")):
-            assert shared.host_plan.nbytes >= before + (90 << 20)  # resident memory varies a little
+            assert reserved() >= before + (100 << 20)
             with pytest.raises(MemoryBudgetError):
                 low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="3GiB"))
             with low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="100MiB")):
-                assert shared.host_plan.nbytes >= before + (190 << 20)
+                assert reserved() >= before + (200 << 20)
         with pytest.raises(OptionError, match="pass it to SharedBase"):
             low_rank(base, 1, shared=shared, memory=MemoryPolicy(host="1GiB"))
 
