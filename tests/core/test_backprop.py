@@ -41,6 +41,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.sweep.block_graph import BlockGraph
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
@@ -287,6 +288,16 @@ class Counted:
     def block(self, index: int, activations: Any) -> Any:
         self.forwards[index] += 1
         return self._model.block(index, activations)
+
+
+def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them() -> None:
+    values = torch.ones(1 << 20, requires_grad=True)
+    graph = BlockGraph({}, [values])
+    with graph.recorded(keep=True):
+        values.exp()  # saves its result
+    assert 1.5 * values.nbytes <= graph.memory() <= 2 * values.nbytes
+    assert graph.memory(1 << 3) == values.nbytes << 3  # so large that it is not from the heap
+    assert graph.memory(1 << 2) == pytest.approx(4 * graph.memory(), abs=4)
 
 
 @pytest.mark.parametrize("buckets", [None, 1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ from zo2core import (
 from zo2core.engine.lockstep import Lockstep
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.sources.loader import SegmentLoader
+from zo2core.sweep.graph_room import GraphRoom
 from zo2core.types import Lane
 
 PROFILE = settings.default
@@ -468,6 +469,27 @@ def test_blocks_keep_their_graphs_where_the_plan_of_all_runs_has_room(bases: Map
             shared.step({first: batch_of(0, 0), second: batch_of(1, 0)})
             forwards[budget] = block.call_count
     assert forwards == {0: 2 * (3 + 3), 1 << 40: 2 * 3}
+
+
+def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Mapping[str, Path]) -> None:
+    base, rooms = bases["llama"], []
+
+    def room(nbytes: int, sizes: Sequence[int]) -> GraphRoom:
+        rooms.append(nbytes)
+        return GraphRoom(nbytes, sizes)
+
+    def run(number: int) -> None:
+        with adamw(base, number, shared=shared, memory=MemoryPolicy(activations="300MiB")) as engine:
+            engine.step(batch_of(0, 0))
+
+    with (
+        patch("zo2core.sweep.gradient_visitor.GraphRoom", side_effect=room),
+        SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(None, budget=1 << 30).host)) as shared,
+    ):
+        ended = shared.together({number: partial(run, number) for number in range(3)})
+    assert ended == dict.fromkeys(range(3))
+    assert len(rooms) == 3
+    assert max(rooms) <= (300 << 20) + (1 << 30) // 3, rooms  # equal shares of what is left
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs a list of the process's threads")

@@ -246,7 +246,7 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
     graph = BlockGraph(weights, [hidden])
     with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
-    return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)
+    return graph.memory(shape.rows * shape.tokens / tokens)
 
 
 def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:

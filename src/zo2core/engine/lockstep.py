@@ -45,17 +45,17 @@ class Lockstep(Generic[RequestT]):
 
     def request(self, request: RequestT) -> None:
         """Wait until a request is served: with those of the other functions, or alone outside of ``run``."""
-        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
+        turn = self._turn
         if turn is None:
             self._serve([request])
-            return
-        if turn.abort is None:
-            turn.request = request
-            end_openmp_team()
-            turn.paused.release()
-            turn.may_run.acquire()
-        if turn.abort is not None:
-            raise turn.abort
+        else:
+            self._pause(turn, request)
+
+    def wait(self) -> None:
+        """Wait until each other function has ended or made a request that is served, without a request of one's own."""
+        turn = self._turn
+        if turn is not None:
+            self._pause(turn, None)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
         """Run functions to their ends.
@@ -95,6 +95,22 @@ class Lockstep(Generic[RequestT]):
                 if turn.has_ended:
                     thread.join()
         return [turn.result for turn in turns]
+
+    @property
+    def _turn(self) -> _Turn[RequestT] | None:
+        """The turn of the present thread, if it runs one of the functions."""
+        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
+        return turn
+
+    def _pause(self, turn: _Turn[RequestT], request: RequestT | None) -> None:
+        """Let the other functions run, until the requests of all are served."""
+        if turn.abort is None:
+            turn.request = request
+            end_openmp_team()
+            turn.paused.release()
+            turn.may_run.acquire()
+        if turn.abort is not None:
+            raise turn.abort
 
     def _run_rounds(self, turns: Sequence[_Turn[RequestT]]) -> None:
         running = list(turns)

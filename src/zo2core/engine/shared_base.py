@@ -206,6 +206,12 @@ class SharedBase:
             needs = needs.with_least()
             self._spec = self._planned([*self._runs.values(), needs])
         self._runs[run] = needs
+        try:
+            # Sweeps that other runs wait for have memory that was planned without this run, which uses none meanwhile.
+            self._lockstep.wait()
+        except BaseException:
+            run.leave()
+            raise
         return Joined(run, needs.activations, self._spare_bytes, self._work_memory, run.leave)
 
     def leave(self, run: _Run) -> None:

@@ -38,8 +38,9 @@ class GraphRoom:
             stream: As for ``has_room``.
             blocks: As for ``has_room``.
         """
-        self._largest = max(self._largest, graph.nbytes / max(self._sizes[stream], 1))
+        nbytes = graph.memory()
+        self._largest = max(self._largest, nbytes / max(self._sizes[stream], 1))
         if self.has_room(stream, blocks):
-            self._left -= graph.nbytes
+            self._left -= nbytes
         else:
             graph.drop()
