@@ -98,10 +98,10 @@ def lora() -> LoraConfig:
 
 def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> BackpropEngine | FullBackpropEngine:
     """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
-    activations, least = reserved_bytes(model, options.rows, options.tokens, options.micro_rows)
+    update = make_block_update(options.method, weight_decay=0.0) if options.full else None
+    activations, least = reserved_bytes(model, options.rows, options.tokens, options.micro_rows, update)
     memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
-    if options.full:
-        update = make_block_update(options.method, weight_decay=0.0)
+    if update is not None:
         if options.stream:
             record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
             return StreamedFullBackpropEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)

@@ -17,6 +17,7 @@ from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2core import Replayer
+from zo2core.optimizers import make_block_update
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -102,3 +103,17 @@ def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(t
     for micro_rows, micro_batches in ((None, 1), (4, 1), (2, 2), (3, 2)):
         tied, untied = (reserved_bytes(model, 4, 8, micro_rows) for model in opened)
         assert (tied[0] - untied[0], tied[1] - untied[1]) == (micro_batches * embedding, micro_batches * embedding)
+
+
+def test_in_the_turn_of_a_block_tied_weights_have_no_gradients(tmp_path: Path) -> None:
+    """Only an embedding whose turn takes more than that of any block needs memory beside it."""
+    update = make_block_update("badam", weight_decay=0.0)
+    sizes: list[list[int]] = []
+    for vocabulary in (64, 4096):
+        config = small_config("llama", tie_word_embeddings=True, vocab_size=vocabulary, intermediate_size=256)
+        model = open_checkpoint(save_model(tmp_path / str(vocabulary), config))
+        sizes.append([reserved_bytes(model, 4, 8, 1, given)[1] for given in (None, update)])
+    embedding = model.layouts[0].nbytes
+    (small, small_in_turns), (large, large_in_turns) = sizes
+    assert small_in_turns < small
+    assert large_in_turns == large > 4 * embedding

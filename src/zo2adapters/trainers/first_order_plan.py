@@ -149,7 +149,7 @@ def _request(
 ) -> RunRequest:
     """The request of a run, as its engine makes it from the same options."""
     longest = shapes.longest
-    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
+    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows, update)
     options = RunOptions(trained_copies=TRAINED_COPIES)
     if update is not None:
         options = options_on_disk(update, model.layouts, Path()) if streams else options_in_memory(update, model.layouts)

@@ -178,15 +178,27 @@ def options_in_memory(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> Ru
         update: The optimizer.
         layouts: Segments in visiting order.
     """
-    nbytes = gradient_bytes(update, layouts)
-    return RunOptions(gradient_bytes=nbytes, optimizer_bytes=state_bytes(update, layouts), stays_in_memory=True)
+    gradients, states = trained_bytes(update, layouts)
+    return RunOptions(gradient_bytes=gradients, optimizer_bytes=states, stays_in_memory=True)
+
+
+def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[int, int]:
+    """Memory for gradients, and for the optimizer's states: of the one segment that takes most, if states last for a turn.
+
+    Args:
+        update: The optimizer.
+        layouts: Segments in visiting order.
+    """
+    if update.turn is None:
+        return gradient_bytes(update, layouts), state_bytes(update, layouts)
+    return max(((gradient_bytes(update, [layout]), state_bytes(update, [layout])) for layout in layouts), key=sum)
 
 
 def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
     """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
 
-    While gradients are summed, converted or clipped, there are two of each. Then the optimizer has its copies of one
-    parameter beside the gradients of the whole segment.
+    While gradients are summed, there are two of each. While they are converted and clipped, there are two of one parameter
+    at a time. Then the optimizer has its copies of one parameter beside the gradients of the whole segment.
 
     Args:
         update: The optimizer.
@@ -198,7 +210,8 @@ def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
         in_float32 = [4 * spec.numel for spec in trained]
         given = sum(spec.nbytes for spec in trained)
         held = max(given, sum(in_float32)) if update.widens_gradients else given
-        most = max(most, held + max(given, update.copies * max(in_float32, default=0)))
+        largest = max((spec.nbytes for spec in trained), default=0)
+        most = max(most, 2 * given, held + max(largest, update.copies * max(in_float32, default=0)))
     return most
 
 

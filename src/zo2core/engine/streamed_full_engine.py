@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zo2core.build import GenerationPolicy, RunOptions
-from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord, gradient_bytes
+from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord, trained_bytes
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.fused_backprop import GradientPolicy
-from zo2core.optimizers import state_bytes
 from zo2core.planning import MemoryPolicy
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.profiling import Trace
@@ -142,10 +141,11 @@ def options_on_disk(update: BlockUpdate, layouts: Sequence[BlockLayout], directo
     changing = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
     # A first step makes the states of one segment before they are in its bucket.
     made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
+    gradients, in_memory = trained_bytes(update, layouts)
     return RunOptions(
         generations=GenerationPolicy(directory=directory, states=states, changing=changing),
-        gradient_bytes=gradient_bytes(update, layouts),
-        optimizer_bytes=made if update.turn is None else state_bytes(update, layouts),
+        gradient_bytes=gradients,
+        optimizer_bytes=made if update.turn is None else in_memory,
     )
 
 

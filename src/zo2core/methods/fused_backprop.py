@@ -26,7 +26,7 @@ from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.objective import batches_of
 from zo2core.sweep.stored_parameters import SegmentStep, StoredParameters
-from zo2core.types import Batch, Commit, GradientStepResult, widened
+from zo2core.types import HALVES, Batch, Commit, GradientStepResult, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +177,19 @@ class _Updating:
 
     def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms, and clip. See the contract."""
-        _convert(gradients, self._update, self._scale)
+        converted = _convert(gradients, self._update, self._scale)
         if self._total is None:
             self._norms.add(gradients, self.changed)
         value, norm, scale = self._policy.clip_value, self._policy.clip_norm, None
         if norm is not None:
             total = self._norms.total(self._names) if self._total is None else self._total
             scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-        for name in gradients:
+        for name, gradient in gradients.items():
+            out = gradient if name in converted else None  # others may share memory
             if value is not None:
-                gradients[name] = gradients[name].clamp(-value, value)
+                gradients[name] = torch.clamp(gradients[name], -value, value, out=out)
             if scale is not None:
-                gradients[name] = gradients[name] * scale
+                gradients[name] = torch.mul(gradients[name], scale, out=out)
 
     def update(
         self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
@@ -200,10 +201,16 @@ class _Updating:
         return True
 
 
-def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: LossScale) -> None:
-    """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss."""
+def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: LossScale) -> set[str]:
+    """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss.
+
+    Returns:
+        The names of those that were converted.
+    """
+    converted = {name for name, gradient in gradients.items() if update.widens_gradients and gradient.dtype in HALVES}
     for name in gradients:
-        gradients[name] = scale.unscaled(widened(gradients[name]) if update.widens_gradients else gradients[name])
+        gradients[name] = scale.unscaled(widened(gradients[name]) if name in converted else gradients[name])
+    return converted
 
 
 class _Batches(NamedTuple):

@@ -26,7 +26,7 @@ class SegmentStep(Protocol):
         Args:
             segment: Index of the segment.
             gradients: The gradients of its own parameters by name, contiguous. They may share memory with other tensors, so
-                they are replaced, not changed in place, one at a time: there is memory for two of each.
+                they are replaced, not changed in place, one at a time: there is memory for two of one parameter.
         """
 
     def update(

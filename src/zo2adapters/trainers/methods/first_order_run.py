@@ -25,6 +25,7 @@ from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
+    BlockUpdate,
     DurableBackpropEngine,
     FullBackpropEngine,
     HostPlan,
@@ -38,6 +39,7 @@ from zo2core import (
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
 from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.engine.full_backprop_engine import trained_bytes
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
@@ -65,6 +67,11 @@ class GradientRun(RunMethod[GradientEngineT]):
         )
         self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
 
+    @property
+    def update(self) -> BlockUpdate | None:
+        """The optimizer of all parameters; None: an adapter is trained."""
+        return None
+
     def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
         """Forwards, as none is saved by a graph that is kept. See the contract."""
         return self.forwards * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
@@ -77,7 +84,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         """Memory for the input of each block, and for one segment's graph. See the contract."""
         batching, given = self.options.batching, self.options.storage.activation_memory
         rows, tokens = batching.shape(batching.batch_size * sequences, longest)
-        kept, least = reserved_bytes(model, rows, tokens, batching.micro_batch_size)
+        kept, least = reserved_bytes(model, rows, tokens, batching.micro_batch_size, self.update)
         return kept if given is None else parse_size(given), least
 
     def first_step(self, journal: Journal) -> int:
@@ -208,14 +215,17 @@ def adapter_bytes(model: HFBlockModel) -> int:
     return (TRAINED_COPIES - 1) * sum(spec.nbytes for spec in trained(model.layouts))
 
 
-def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
+def reserved_bytes(
+    model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None, update: BlockUpdate | None = None
+) -> tuple[int, int]:
     """Memory for the inputs of blocks, for one segment's graph, and for what an adapter or tied weights take beside them.
 
     Args:
-        model: The model, with its adapter; without one, all its parameters are trained.
+        model: The model, with its adapter if one is trained.
         rows: Rows of a batch.
         tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
+        update: The optimizer of all parameters; None: an adapter is trained.
 
     Returns:
         Bytes with the inputs of all blocks in memory, and without them.
@@ -227,6 +237,9 @@ def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int 
     else:  # gradients of tied weights, one for each micro-batch, wait for the last segment that uses the weights
         tied, _ = divide_tied(model.layouts)
         beside = -(-rows // micro_rows) * packed_bytes(tied)
+        if update is not None and update.turn is not None:  # in the turn of another segment they have no gradient
+            most, first = (sum(trained_bytes(update, part)) for part in (model.layouts, model.layouts[:1]))
+            beside = max(beside + first - most, 0)
     held = expected_held_bytes(model.config, rows, tokens)
     running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
     return gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside
