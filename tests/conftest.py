@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 settings.register_profile("short", max_examples=20, **COMMON)
-settings.register_profile("long", max_examples=300, **COMMON)  # all of them end within two hours on two cores
+settings.register_profile("long", max_examples=100, **COMMON)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

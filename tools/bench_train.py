@@ -5,6 +5,7 @@
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
     python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --micro-rows 2
     python tools/bench_train.py /tmp/opt-350m --method lomo --full --rows 4 --tokens 256
+    python tools/bench_train.py /tmp/llama-8b-q4k/model.gguf --dtype bfloat16 --rank 2 --memory 4GB --no-scratch
     python tools/bench_train.py /tmp/opt-13b --method badam --full --stream --memory 8GiB --tokens 64 --steps 2
 
 With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
@@ -79,6 +80,8 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         options.memory,
         *([] if options.method is not None else ["--scratch", str(run)]),
         "--json",
+        "--dtype",
+        options.dtype,
         *batching,
     ]
     done = subprocess.run([sys.executable, "-m", "zo2adapters.cli", *command], check=False, capture_output=True, text=True)
@@ -114,9 +117,9 @@ def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     keep_freed_memory(SMALL)
     plan = planned(options, run)
     if options.full:
-        model = open_checkpoint(options.directory, precision=options.precision)
+        model = open_checkpoint(options.directory, dtype=options.dtype, precision=options.precision)
     else:
-        model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
+        model = open_checkpoint(options.directory, dtype=options.dtype, adapter=Adapter(config=lora(), seed=0))
     with first_order_engine(options, model, run) as engine:
         assert engine.host_plan is not None
         host_plan = engine.host_plan
@@ -160,7 +163,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     imported = resident_memory()
     plan = planned(options, run)
     began = time.perf_counter()
-    model = open_checkpoint(options.directory, precision=options.precision)
+    model = open_checkpoint(options.directory, dtype=options.dtype, precision=options.precision)
     opened = {"seconds": time.perf_counter() - began, "peak_bytes": peak()}
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     noise = Noise(options.noise)
@@ -241,6 +244,7 @@ def main() -> None:
     )
     parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default they are full-rank")
     parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--dtype", default="auto", help="of computation")
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument(
         "--method", choices=get_args(OptimizerName), default=None, help="train a LoRA adapter by this optimizer"

@@ -86,6 +86,7 @@ class Parts(NamedTuple):
     work_buffer: WorkBuffer
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
+    spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
     waiting_bytes: int  # host memory for what has no room there, on a device with its own memory; without a plan, any
     update_loss: UpdateLoss
     workers: Workers  # a ``SoloWorker`` in a run of one process
@@ -96,12 +97,6 @@ class Parts(NamedTuple):
     generations: Generations | None  # segments on disk that change at each step; None: there are none
     host_plan: HostPlan | None  # None if the caller passed the parts
     device_plan: DevicePlan | None  # None if the device computes in host memory, or the caller passed the parts
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that the plan leaves over in the memory in which forwards run; 0 without a plan."""
-        plan = self.host_plan if self.device_plan is None and self.device.in_place else self.device_plan
-        return 0 if plan is None else plan.spare
 
     @property
     def host_limit(self) -> int | None:
@@ -125,6 +120,7 @@ class Joined(NamedTuple):
 
     scheduler: SharedScheduler
     activation_bytes: int
+    spare_bytes: Callable[[], int]  # the run's share of what the present plan leaves over
     work_memory: Callable[[int], torch.Tensor]  # allocates a work buffer, which the runs use in turn
     leave: Callable[[], None]
 
@@ -271,6 +267,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             base_digests=base_digests,
             activations=ActivationOffload(run.device, allowed, spec.waiting_bytes, timeline=run.timeline),
             activation_bytes=spec.activation_bytes,
+            spare_bytes=partial(spec.spare_bytes, in_place=run.device.in_place),
             generations=generations,
         )
 
@@ -334,6 +331,7 @@ def _join(shared: SharedSegments, run: _Run, request: RunRequest, options: RunOp
         base_digests=base_digests,
         activations=ActivationOffload(run.device, None, timeline=run.timeline),
         activation_bytes=joined.activation_bytes,
+        spare_bytes=joined.spare_bytes,
         work_memory=joined.work_memory,
     )
 
@@ -396,6 +394,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options
             base_digests=BaseDigests({}, learns=False),
             activations=ActivationOffload(device, None, timeline=timeline),
             activation_bytes=activation_bytes,
+            spare_bytes=lambda: 0,
         )
 
 
@@ -409,6 +408,7 @@ def _assembled(
     base_digests: BaseDigests,
     activations: ActivationOffload,
     activation_bytes: int,
+    spare_bytes: Callable[[], int],
     generations: Generations | None = None,
     work_memory: Callable[[int], torch.Tensor] | None = None,
 ) -> Parts:
@@ -444,6 +444,7 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
+        spare_bytes=spare_bytes,
         waiting_bytes=sys.maxsize if spec is None else spec.waiting_bytes + max(spec.host_plan.spare, 0),
         update_loss=run.update_loss,
         workers=run.workers,

@@ -12,10 +12,12 @@ import yaml
 from command_lines import done, make_place, refusal, run_here
 
 from zo2adapters.commands.report_page import page, read_run
-from zo2adapters.trainers import automatic_rate, run_directory
+from zo2adapters.trainers import automatic_rate, run_directory, run_notices
 from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
 from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
+from zo2core import HostPlan
+from zo2core.io.process_memory import resident_memory
 
 pytest.importorskip("peft")
 
@@ -92,10 +94,39 @@ def test_what_the_trials_cost_is_told_before_and_counted(here: Path, method: lis
     sums = [len(of_trials), *(sum(row[key] for row in of_trials) for key in ("trial_steps", "trial_forwards"))]
     assert [int(number) for number in told.groups()] == sums
     run = read_run(Path("run"))
-    per_step = 3 if method else 2
+    per_step = 2 if not method else 3 if "--lora-rank" in method else 4
     assert run.forwards[-1] == sums[2] + STEPS * per_step
     of_steps = sum(row["seconds"] for row in run.steps)
     assert run.minutes[-1] * 60 == pytest.approx(of_steps + sum(row["trial_seconds"] for row in of_trials))
+
+
+@each_method
+def test_memory_is_told_once_and_is_that_of_the_trials_too(
+    here: Path, monkeypatch: pytest.MonkeyPatch, method: list[object]
+) -> None:
+    plans: list[HostPlan] = []
+
+    def noted(host: HostPlan, *more: Any) -> str:
+        plans.append(host)
+        return run_notices.storage(host, *more)
+
+    monkeypatch.setattr(automatic_rate, "storage", noted)
+    monkeypatch.setattr(automatic_rate, "measured_graph_bytes", lambda *_: 100 << 20)  # of each block
+    said = done(*train("run", "--activation-memory", "200MiB", *method)).err
+    assert said.count("Memory: ") == 1
+    assert "precision: " in said, "the other lines are printed"
+    [plan] = plans
+    of_trials = [part for part in plan.parts if "trials together" in part.name]
+    if "--lora-rank" not in method:
+        assert not of_trials, "they run one after the other"
+        return
+    assert of_trials[0].name.startswith("3 trials")
+    assert plan.nbytes > resident_memory() - (100 << 20) + 3 * ((200 << 20) + (100 << 20))
+
+
+def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
+    before, _, _ = done(*train("run", "--method", "lomo", "--stream-blocks")).err.partition("round 1 of 2")
+    assert "Disk writes: changed blocks with their states, a commit every step, " in before
 
 
 def test_the_report_shows_the_choice_and_its_curves(here: Path) -> None:

@@ -270,5 +270,5 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
     parts = benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
     assert [len(rows) for rows in parts] == [6, 2, 8]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[trl\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)

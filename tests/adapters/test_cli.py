@@ -468,6 +468,11 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     assert "  --base, --no-base" in run_here("evaluate", "--help").out.splitlines()
 
 
+def test_a_help_of_all_options_begins_with_those_that_most_people_need() -> None:
+    named = [line for line in run_here("train", "--help-all").out.splitlines() if line.startswith("  --")]
+    assert named[:4] == ["  --model TEXT", "  --data PATH", "  --output PATH", "  --steps INT"]
+
+
 def test_every_first_option_is_an_option() -> None:
     for entry in COMMANDS.values():
         options = getattr(importlib.import_module(entry.module), entry.name)

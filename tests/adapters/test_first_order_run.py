@@ -383,7 +383,8 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
 def test_verbs_know_first_order_runs(here: Path) -> None:
     done(*train("run", *EVALUATED))
     told = done("journal", "run").out
-    assert '"name": "adamw"' in told
+    assert told.startswith("method ")
+    assert "first-order steps, adamw, lr 0.01" in told.splitlines()[0]
     assert "snapshot of step 6" in told
     assert len(done("journal", "run", "--last", 2).out.splitlines()) < len(told.splitlines())
     done("report", "run", "-o", "page.html")
@@ -458,20 +459,26 @@ def test_a_snapshot_is_a_safetensors_file(here: Path) -> None:
 
 
 def test_snapshots_cost_a_fiftieth_of_the_time_at_most() -> None:
-    now, cost = [0.0], 0.7
+    now, cost = [0.0], 1.7
     spent: list[float] = []
 
     def write() -> None:
         now[0] += cost
         spent.append(cost)
 
-    policy = SnapshotPolicy(None, lambda: now[0])
-    for step in range(1, 1001):
-        now[0] += 1.0
-        if policy.is_due(step):
-            policy.take(write)
-    _, *others = spent  # the first one tells what it costs
-    assert 0.9 * LARGEST_SHARE * now[0] <= sum(others) <= LARGEST_SHARE * now[0]
+    def taken(steps: int) -> list[float]:
+        spent.clear()
+        policy = SnapshotPolicy(None, lambda: now[0])
+        for step in range(1, steps + 1):
+            now[0] += 1.0
+            if policy.is_due(step):
+                policy.take(write)
+        return spent[1:]  # the first one tells what it costs
+
+    began = now[0]
+    assert 0.9 * LARGEST_SHARE <= sum(taken(2000)) / (now[0] - began) <= LARGEST_SHARE
+    cost = 0.01
+    assert len(taken(600)) == 9, "a disk wears out by what is written: one a minute is enough"
     assert [step for step in range(1, 9) if SnapshotPolicy(3, lambda: 0.0).is_due(step)] == [3, 6]
 
 
@@ -719,7 +726,7 @@ def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.Monke
 
     done(*train("run"))
     monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
-    said = "blocks are streamed from disk, 1 at a time. Disk writes: negligible, snapshots of adapter and optimizer"
+    said = "blocks are streamed from disk, 1 at a time. Disk writes: snapshots of adapter and optimizer, "
     assert said in done(*train("other")).err
     assert outcome("run")["adapter"] == outcome("other")["adapter"]
 
@@ -772,13 +779,15 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
     trained = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters if not spec.frozen)
     assert parts["trained parameters, gradients, optimizer"] == 4 * trained
     assert parts["graphs of 2 of 2 blocks"] > 0
-    assert planned["read_bytes"] == planned["written_bytes"] == 0
+    assert planned["read_bytes"] == 0
+    assert planned["snapshot_bytes"] == 3 * trained, "parameters and two moments"
+    assert 0 < planned["written_bytes"] < planned["snapshot_bytes"]
     told = done(*common[:-1]).out
     assert "all in memory" in told
 
 
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2core.planning.host_plan.resident_memory", lambda: 0)
+    monkeypatch.setattr("zo2core.planning.host_plan.memory_in_use", lambda: 0)
     make_place(here, layers=8)
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
@@ -805,9 +814,9 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         [blocks] = [nbytes for name, nbytes in counted.items() if name.endswith("of 8 blocks") and "graphs" not in name]
         more = blocks - blocks // planned["host_plan"]["buckets"]  # buckets to read ahead into come first
         assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
-        assert planned["spilled_bytes"] == planned["written_bytes"] == missing + more
+        assert planned["spilled_bytes"] == missing + more == pytest.approx(planned["written_bytes"], abs=100)
         assert planned["read_bytes"] > planned["spilled_bytes"]
-        assert planned["terabytes_per_1000_steps"] == planned["spilled_bytes"] / 1e9
+        assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, rel=0.5)
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
     assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
 

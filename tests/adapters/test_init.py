@@ -110,7 +110,7 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
     line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
     assert said[0] == "The rows are prompts with one of 2 labels: 'no', 'yes'; label_column: completion."
-    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: negligible", said[1])
+    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: snapshots of adapter", said[1])
     assert said[2:] == ["next: zo2 train other.yaml"]
 
 

@@ -133,7 +133,8 @@ def test_the_directory_has_the_tokenizer_and_a_card(here: Path) -> None:
     assert "with the adapter `first` merged into them" in Path("merged/README.md").read_text()
     done("merge", "--run", "first", "--output", "of-run")
     card = Path("of-run/README.md").read_text()
-    assert "after 4 first-order steps" in card
+    assert "after 4 first-order steps, block by block (adamw)" in card
+    assert '"name": "adamw"' in card
     assert "an adapter, which is merged into these weights" in card
     assert "library_name: transformers" in card
 

@@ -42,6 +42,7 @@ def test_a_run_exports_a_card_with_a_header_that_the_hub_reads(run_directory: Pa
         "`base` after 3 zeroth-order steps",
         "## Results",
         "## How to load it",
+        '"lr": 0.01,',
         '"zo_eps": 0.001',
         '"batch size": 3',
     ):

@@ -120,7 +120,8 @@ def test_a_plan_refuses_what_it_cannot_count_by_name(here: Path, line: str) -> N
 def test_a_plan_says_what_a_run_takes_beside_it(here: Path) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("lr: 1e-2", "lr: auto") + "samples: 2\ndevice: cuda\n")
     told = done("plan", "recipe.yaml", "--device-memory", "1GiB")
-    assert told.err == "not in the plan: the short runs that choose lr, the answers to 2 samples\n"
+    beside = "the short runs that choose lr (those of an adapter or with --rank run together: --runs 3 plans three)"
+    assert told.err == f"not in the plan: {beside}, the answers to 2 samples\n"
     assert "device memory" in told.out
 
 

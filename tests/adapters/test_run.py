@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +19,13 @@ from runs import STEPS, finish, interrupt_after, outcome, resumable_run
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
+from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DataError, JournalError, OptionError, OutputError
+from zo2core import DataError, Journal, JournalError, OptionError, OutputError
 
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 
@@ -55,9 +57,19 @@ def test_the_command_resumes_and_exports_any_past_step(
     main(["export", "--run", run, "--at", "2", "--output", str(tmp_path / "two")])
     main(["train", "--resume", run])
     main(["export", "--run", run, "--output", str(tmp_path / "last")])
+    capsys.readouterr()
     main(["journal", run, "--last", "2"])
     printed = capsys.readouterr().out
     assert f"{STEPS} steps" in printed
+    method, *identity = printed.partition(f"\n{STEPS} steps")[0].splitlines()
+    assert re.fullmatch(r"method +zeroth-order steps, [a-z-]+, lr [0-9.e-]+, zo_eps 0.001, .*", method)
+    told = dict(re.split(r" {2,}", line, maxsplit=1) for line in identity)
+    header = Journal(options.output / "journal.jsonl").header
+    assert header is not None
+    assert told["base fingerprint"] == header["base"]
+    assert told["data sha256"] == data_sha256(options.data)
+    assert (told["seed"], told["batch size"]) == (str(options.seed), str(options.batching.batch_size))
+    assert "{" not in printed
     assert printed.splitlines()[-1].split()[0] == str(STEPS - 1)
     weights = "model.safetensors"
     assert (tmp_path / "last" / weights).read_bytes() == (options.output / "model" / weights).read_bytes()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,28 +117,52 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
     assert empty == ""
 
 
+SLOW = RunPlan(
+    HostPlan((MemoryPart("all", 1000),), 2000, 3, keep_noise=False),
+    model_bytes=0,
+    write_back_every=1,
+    scratch_bytes=0,
+    read_bytes=0,
+    written_bytes=2_000_000.0,
+    forward_seconds=1.0,
+    update_seconds=0.5,
+    disk_seconds=2.0,
+    steps=30,
+    evaluations=2,
+    evaluation_seconds=5.0,
+)
+
+
 def test_the_lines_on_disk_writes_and_time_are_those_of_all_steps() -> None:
-    plan = RunPlan(
-        HostPlan((MemoryPart("all", 1000),), 2000, 3, keep_noise=False),
-        model_bytes=0,
-        write_back_every=1,
-        scratch_bytes=0,
-        read_bytes=0,
-        written_bytes=1_000_000,
-        terabytes_per_1000_steps=0.002,
-        forward_seconds=1.0,
-        update_seconds=0.5,
-        disk_seconds=2.0,
-        steps=30,
-        evaluations=2,
-        evaluation_seconds=5.0,
-        spilled_bytes=7_000_000,
-    )
+    plan = replace(SLOW, spilled_bytes=7_000_000)
     assert plan.summary() == [
         "Memory: it fits, with 1.00 kB of 2.00 kB; blocks are streamed from disk, 3 at a time.",
         "Time: about 70 s in all, 2 s a step.",
-        "Disk writes: 60.0 MB in all, and a temporary file of 7.00 MB.",
+        "Disk writes: 60.0 MB in all, those of a temporary file of 7.00 MB included.",
     ]
+
+
+def test_lines_and_table_have_one_count_of_disk_writes() -> None:
+    long = replace(SLOW, steps=1000)
+    assert long.disk_writes() == "Disk writes: 2.00 GB in all."
+    assert re.findall(r"written per .*", long.table()) == ["written per 1,000 steps    2.00 GB"]
+    assert json.loads(long.to_json())["terabytes_per_1000_steps"] == 0.002
+    assert long.disk_writes(3) == "Disk writes: 6.00 GB in all.", "of three runs"
+
+
+@pytest.mark.parametrize(("steps", "told"), [(1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")])
+def test_the_first_and_the_last_step_have_a_snapshot_in_a_short_run_too(steps: int, told: str) -> None:
+    plan = replace(SLOW, steps=steps, snapshot_bytes=1_000_000_000)
+    assert plan.disk_writes() == f"Disk writes: {told} in all, in snapshots of 1.00 GB each."
+
+
+@pytest.mark.parametrize("more", [(), ("--rank", "2")])
+def test_a_zeroth_order_plan_counts_the_pages_that_a_step_writes(
+    options: TrainOptions, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    plan = planned(capsys, options, *more)
+    assert plan["written_bytes"] > 0
+    assert plan["terabytes_per_1000_steps"] == pytest.approx(plan["written_bytes"] / 1e9)
 
 
 def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,8 +44,10 @@ from zo2core import (
 )
 from zo2core.engine.full_backprop_engine import gradient_bytes
 from zo2core.methods.loss_scale import LossScale
+from zo2core.optimizers import make_block_update
 from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 PROFILE = settings.default
@@ -376,6 +378,38 @@ def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Pat
         assert other.evaluate(rows).losses == evaluated
 
 
+def test_a_loaded_state_is_not_changed_by_the_engine_that_it_is_from(base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with engine_of(base, "adamw") as engine, engine_of(base, "adamw") as other, engine_of(base, "adamw") as alone:
+        engine.step(batch)
+        other.load_state_dict(engine.state_dict())
+        engine.step(batch)
+        other.step(batch)
+        for _ in range(2):
+            alone.step(batch)
+        assert all(torch.equal(value, weights(alone)[name]) for name, value in other.parameters_now())
+
+
+def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, real = make_batch(40, [7, 5]), StoredParameters.set_values
+
+    def interrupted(self: StoredParameters, index: int, *given: Any) -> int:
+        if index == 2:
+            raise KeyboardInterrupt
+        return real(self, index, *given)
+
+    with engine_of(base, "lomo") as engine:
+        engine.step(batch)
+        state = {**engine.state_dict(), "parameters": weights(engine)}
+        monkeypatch.setattr(StoredParameters, "set_values", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_state_dict(state)
+        with pytest.raises(ClosedError, match=r"found weights of version 0: .*; expected version 1"):
+            engine.step(batch)
+
+
 def test_an_export_is_what_transformers_loads(base: Path, tmp_path: Path) -> None:
     batch = make_batch(40, [7, 5])
     with engine_of(base, "adamw") as engine:
@@ -616,6 +650,21 @@ def test_the_scale_changes_as_torch_changes_it(overflows: list[bool], interval: 
         assert ours.values()["good_steps"] == tracker.item()
 
 
+def test_a_state_has_the_scale_of_the_loss(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.float16)
+    told: Any = {"memory": memory(), "gradients": GradientPolicy(loss_scaling=LossScaling(initial=2.0**40))}
+    precision = Precision(stored=torch.float32, computed=torch.float16)
+
+    def scaled() -> FullBackpropEngine:
+        return FullBackpropEngine(open_checkpoint(base, precision=precision), LOMO(), lr=rate("lomo"), **told)
+
+    with scaled() as engine, scaled() as other:
+        for _ in range(2):
+            assert engine.step(make_batch(40, [7, 5])).grad_norm == 0.0, "its gradients overflow"
+        other.load_state_dict(engine.state_dict())
+        assert other.state_dict()["values"] == {"loss_scale": 2.0**38, "good_steps": 0}
+
+
 def test_gradients_that_stay_in_float16_are_not_scaled(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), torch.float16)
     policy = GradientPolicy(loss_scaling=LossScaling())
@@ -714,6 +763,37 @@ def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monke
             engine.step(make_batch(40, [7, 5]))
     assert made
     assert all(name.endswith(".has_state") for name in made)
+
+
+def test_adalomo_has_the_options_that_it_was_given() -> None:
+    """A second step by hand: the moment is (6 + (1 + 1)) / 2, the update 1 / 2, which is halved, and its rate 1 / 4."""
+    update = AdaLOMO(eps=(1.0, 0.25), clip_threshold=0.25, decay_rate=-1.0)
+    weight, states = torch.zeros(2), {"w.squares": torch.full((2,), 6.0)}
+    update.apply(UpdateInputs(0, {"w": weight}, {"w": torch.ones(2)}, states, step=1, lr=1.0))
+    assert states["w.squares"].tolist() == [4.0, 4.0]
+    assert weight.tolist() == [-0.0625, -0.0625]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "make"),
+    [
+        ("adamw", {"betas": (0.8, 0.95), "eps": 1e-3}, torch.optim.AdamW),
+        ("badam", {"betas": (0.8, 0.95), "eps": 1e-3}, torch.optim.AdamW),
+        ("sgd", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ],
+)
+def test_an_optimizer_that_is_named_has_the_options_that_it_was_given(name: Any, options: Any, make: Any) -> None:
+    update = make_block_update(name, weight_decay=0.1, options=options)
+    specs = (ParameterSpec("w", (4, 3), torch.float32, 0, decays=True),)
+    states = _Zeros(update.states(BlockLayout("block", SegmentKind.BLOCK, specs)))
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    whole = torch.nn.Parameter(weight.clone())
+    optimizer = make([whole], lr=0.25, weight_decay=0.1, fused=True, **options)
+    for step in range(3):
+        whole.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        update.apply(UpdateInputs(0, {"w": weight}, {"w": whole.grad}, states, step=step, lr=0.25))
+        assert torch.equal(weight, whole.detach())
 
 
 class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -329,6 +329,7 @@ class Computed:
                 tensors[block, stream] = tensor = torch.full((NBYTES,), 3, dtype=torch.uint8)
                 self.streams.compute(partial(self.make, tensor, 10 * block + stream))
                 inputs.put(InputKey(block, stream), [tensor.untyped_storage()])
+        inputs.end_departures()
         for block in range(blocks, 0, -1):
             for stream in range(streams):
                 inputs.take(InputKey(block, stream))

@@ -38,3 +38,26 @@ def test_freed_memory_is_returned_if_the_process_would_exceed_its_limit() -> Non
     assert done.returncode == 0, done.stderr
     returned = [int(line) > BYTES * 3 // 4 for line in done.stdout.splitlines()]
     assert returned == list(LIMITS.values()), done.stdout
+
+
+PLANNING = f"""
+import ctypes
+import torch
+from zo2core import BlockLayout, SegmentKind
+from zo2core.planning.host_plan import plan_host
+
+libc = ctypes.CDLL(None)
+assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
+layouts = [BlockLayout(kind.value, kind, ()) for kind in SegmentKind]
+before = plan_host(layouts, layouts, activation_bytes=0).nbytes
+blocks = [torch.ones(1 << 18) for _ in range({BYTES} >> 20)]
+del blocks[1::2], blocks[:-1]
+print(plan_host(layouts, layouts, activation_bytes=0).nbytes - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems have no such call")
+def test_what_an_earlier_run_has_freed_is_not_counted_beside_a_later_one() -> None:
+    done = subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < BYTES // 4

@@ -120,6 +120,25 @@ def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
     assert sum(written) >= sum(sizes[segment] for [segment] in turns[:-1])
 
 
+def test_within_a_turn_nothing_is_committed(base: Path, tmp_path: Path) -> None:
+    """The states of the turn are in memory alone."""
+    with streamed(base, tmp_path / "run") as engine:
+        for batch in BATCHES[: EVERY + 1]:
+            engine.step(batch)
+            engine.commit()
+        assert (engine.steps, engine.committed) == (EVERY + 1, EVERY)
+
+
+def test_the_version_of_a_segment_is_the_step_after_its_last_update(base: Path, tmp_path: Path) -> None:
+    with streamed(base, tmp_path / "run") as engine:
+        expected = {}
+        for step in range(4 * EVERY):
+            [segment] = engine._update.segments(step, engine._trained.segments)
+            expected[segment] = engine.step(BATCHES[step]).step + 1
+        written = {segment: engine._generations.version(segment) for segment in engine._trained.segments}
+    assert {segment: version for segment, version in written.items() if version} == expected
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 12, 16])
 def test_a_run_resumes_at_the_end_of_a_turn_with_the_same_bits(steps: int, base: Path, tmp_path: Path) -> None:
     losses, expected = resident(base)

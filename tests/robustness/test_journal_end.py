@@ -11,6 +11,7 @@ from command_lines import Ended, assert_typed, run_here
 from runs import small_run
 
 from zo2adapters.trainers.trainer import Trainer
+from zo2core import Journal
 
 STEPS = 3
 COMMANDS = ("export", "evaluate", "generate", "report")
@@ -97,3 +98,14 @@ def test_a_journal_without_its_run_says_that_its_end_is_damaged(finished: Path, 
     ended = run_here("export", "--model", base, "--journal", journal, "--output", tmp_path / "model")
     assert ended.status == 0, ended
     assert "the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err
+
+
+def test_a_header_of_a_stranger_cannot_change_a_terminal(tmp_path: Path) -> None:
+    values = {"note": "\x1b[31m", "\x1b[2J": [{"a": "\r"}], "nothing": None, "model": {"model_type": "\x07"}}
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.begin({"base": "0", "seed": 0, **values})
+    journal.close()
+    ended = run_here("journal", tmp_path)
+    assert ended.status == 0, ended
+    assert all(line.isprintable() for line in ended.out.splitlines())
+    assert "nothing" not in ended.out

@@ -16,8 +16,8 @@ class Convert:
     output: Path
     """Directory to write; it must not exist, or be empty."""
     quantize: Literal["int8", "nf4", "fp8"] | None = None
-    """Format in which the layers' linear weights are stored. Such a model is trained with --rank; its own weights do not
-    change."""
+    """Format in which the layers' linear weights are stored. Such a model is trained with --rank or an adapter;
+    its own weights do not change."""
 
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""

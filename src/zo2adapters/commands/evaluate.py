@@ -65,7 +65,7 @@ class Evaluate(AtStep):
     key_file: Path | None = None
     """File with a secret that authenticates the workers of torchrun to each other; all of them need the same one."""
     trace: Path | None = None
-    """File for a trace of every sweep, to be opened in ui.perfetto.dev; it must not exist."""
+    """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
 
     def run(self) -> None:
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for rows with answers."""

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,9 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """
     listed = list(option_fields(options))
     first = getattr(options, "first_options", None)
-    shown = sorted(listed, key=lambda option: option.owner is not options)  # the command's own options come first
+    order = {field: index for index, field in enumerate(first or ())}
+    # The command's own options come first, and of these the ones that most people need.
+    shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
     if first is not None and not lists_all:
         shown = [option for field in first for option in listed if option.field == field]
     lines = [f"usage: {_usage(name, options, listed)}", "", *_wrapped(inspect.getdoc(options) or "", 0)]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from zo2adapters.commands.run_journal import read_journal
+from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core import Journal
 from zo2core.checkpoint import Snapshots
 from zo2core.ranges import require_whole
+
+_TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}  # of a header's keys; others are their own title
+_CONFIG = ("model_type", "num_hidden_layers", "n_layer", "hidden_size", "n_embd", "d_model", "vocab_size", "attention")
+_WIDTH = 110  # columns of a value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +32,13 @@ class ShowJournal:
     """Number of steps to print, counted from the end; by default all."""
 
     def run(self) -> None:
-        """Print the journal's header and steps."""
+        """Print what identifies the run, and its steps."""
         if self.last is not None:
             require_whole("last", self.last, 1)
         journal = read_journal(self.run_directory / JOURNAL)
         assert journal.header is not None, "read_journal refuses a journal without a header"
-        for key, value in journal.header.items():
-            print(f"{key:12s} {json.dumps(value)}")
+        for line in _header_lines(journal.header):
+            print(line)
         if not journal.is_replayable:
             self._print_commits(journal)
             return
@@ -50,3 +57,57 @@ class ShowJournal:
         for commit in commits:
             mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""
             print(f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} {commit.lr:10.3g}{mark}")
+
+
+def _header_lines(header: Mapping[str, Any]) -> Iterator[str]:
+    """What a journal's header says of its run: a title and a value, which may take several lines."""
+    rows = {_printable(title): _words(value) for title, value in _titled(header) if value is not None}
+    width = max(map(len, rows))
+    for title, text in rows.items():
+        for line in textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False):
+            yield f"{title:{width}s}  {line}"
+            title = ""
+
+
+def _titled(header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of a header that tell a reader something, by title."""
+    left = {key: value for key, value in header.items() if key != "format"}
+    optimizer, estimator = left.pop("method", None), left.pop("estimator", None)
+    if optimizer or estimator:
+        yield "method", f"{'first' if optimizer else 'zeroth'}-order steps, {_words(with_peak_rate(optimizer or estimator))}"
+    if directions := left.pop("perturbation", None):
+        yield "directions", f"low rank, {_words({key: directions[key] for key in directions if key != 'kind'})}"
+    if config := left.pop("model", None):
+        text = config.get("text_config")
+        config = {**(text if isinstance(text, dict) else {}), **config}
+        yield "model", {key: config[key] for key in _CONFIG if key in config}
+    provenance = left.pop("provenance", {})
+    for key, value in left.items():
+        yield _TITLES.get(key, key), value
+    yield from provenance.items()
+
+
+def _words(value: object) -> str:
+    """A JSON value as a reader would write it, without what is null or false."""
+    if isinstance(value, dict):
+        return ", ".join(_named(key, item) for key, item in value.items() if item is not None and item is not False)
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else _printable(str(value))
+
+
+def _named(name: str, value: object) -> str:
+    """An entry of an object: its name and its value; the value alone where that is a name itself."""
+    if name == "name":
+        return _words(value)
+    if value is True:
+        return _printable(name)
+    text = f"({_words(value)})" if isinstance(value, (dict, list)) else _words(value)
+    return f"{_printable(name)} {text}"
+
+
+def _printable(text: str) -> str:
+    """Replace characters that would do something to a terminal."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

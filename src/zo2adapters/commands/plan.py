@@ -147,27 +147,24 @@ class Plan(EvaluationOptions):
 
     def _shared(self, run: RunPlan, runs: int) -> SharedRunsPlan:
         """The plan of several runs that share their base."""
+        from zo2adapters.trainers.first_order_plan import measured_graph_bytes
         from zo2adapters.trainers.methods.first_order_run import reserved_bytes
         from zo2adapters.trainers.run_plan import step_memory
-        from zo2adapters.trainers.shared_plan import plan_shared_runs
-        from zo2core.engine.backprop_engine import TRAINED_COPIES
-        from zo2core.perturbation import factor_bytes
-        from zo2core.planning.shared_runs import RunNeeds
-        from zo2core.types import trained
+        from zo2adapters.trainers.shared_plan import needs_of, plan_shared_runs
 
-        optimization, is_first_order = Optimization(**vars(self.directions)), self.method is not None
+        optimization, is_first_order, graph_bytes = Optimization(**vars(self.directions)), self.method is not None, 0
         model, directory = self._opened(precision="exact")
         shapes = self._shapes(model, directory)
         if is_first_order:
             activations, least = reserved_bytes(model, shapes.longest.rows, round(shapes.longest.tokens), shapes.micro_rows)
-            kept = TRAINED_COPIES * sum(spec.nbytes for spec in trained(model.layouts))
+            graph_bytes = measured_graph_bytes(model, shapes.step)
         else:
             activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
-            kept = factor_bytes(optimization.perturbation, model.layouts)
-        needs = RunNeeds(activations=activations, least=least, kept=kept)
+        needs = needs_of(model, activations, least, None if is_first_order else optimization.perturbation)
         base = self if not self.adapter_options.trains_adapter else replace(self, adapter_options=AdapterOptions())
         base_model, _ = base._opened(precision="exact")
-        return plan_shared_runs(base_model, run, needs, runs=runs, memory=self.memory, passes=2 if is_first_order else 1)
+        given: Any = {"runs": runs, "memory": self.memory, "passes": 2 if is_first_order else 1, "graph_bytes": graph_bytes}
+        return plan_shared_runs(base_model, run, needs, **given)
 
     def _require_consistent(self) -> None:
         """Refuse options that are out of range, or have no effect together."""
@@ -266,7 +263,7 @@ class Plan(EvaluationOptions):
         for option in (
             "transfer_dtype",
             "replay",
-            "write_limit_tb",
+            *(("write_limit_tb",) if self.adapter_options.trains_adapter else ()),
             "device_memory",
             "workers",
             "directions",
@@ -286,6 +283,7 @@ class Plan(EvaluationOptions):
             scratch=self.scratch,
             streams=self.stream_blocks,
             commit_every=self.snapshot_every or 1,
+            write_limit_tb=self.write_limit_tb,
         )
 
     def _opened(self, **options: Any) -> tuple[HFBlockModel, Path]:
@@ -355,7 +353,7 @@ def _unplanned(run: Train, *, names_device: bool) -> Iterator[tuple[str, object,
 def _beside_plan(run: Train) -> Iterator[str]:
     """What a run takes that its plan does not count, in words."""
     if run.optimization.lr == "auto":
-        yield "the short runs that choose lr"
+        yield "the short runs that choose lr (those of an adapter or with --rank run together: --runs 3 plans three)"
     if run.samples:
         yield f"the answers to {run.samples} samples"
     if run.first_order.max_grad_norm is not None and not run.model_options.trains_adapter:

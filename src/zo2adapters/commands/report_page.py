@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
 from zo2adapters.trainers.first_order import used_options
+from zo2adapters.trainers.methods.choice import method_of
+from zo2adapters.trainers.methods.first_order_run import FORWARDS
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples, read_trials
-from zo2core import JournalError, MissingPackageError, OptionError, Update
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
+from zo2core import JournalError, MissingPackageError, OptionError, Update, ZO2Error
 from zo2core.errors import reason
 from zo2core.estimators.run_health import is_refused
 from zo2core.io.durable import read_regular
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # keys of a step's row that are not in the journal
-_GRADIENT_FORWARDS = 3  # work of a first-order step in forward passes: forward, recomputation and backward
 _RARE = ("steps of unknown time and memory", "steps rejected by the guard")  # left out of the table where there are none
 _LARGEST = 1e300  # largest number that is drawn
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
@@ -52,6 +53,7 @@ class Run(NamedTuple):
     steps: list[dict[str, Any]]  # rows of metrics.jsonl that describe steps, in order
     evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
     samples: list[dict[str, Any]]  # rows of samples.jsonl, in order
+    gradient_forwards: int  # work of a first-order step, in forward passes
     trials: list[dict[str, Any]]  # short runs with which the learning rate was chosen, the best one first. See read_trials
 
     @property
@@ -62,7 +64,7 @@ class Run(NamedTuple):
     @property
     def forwards(self) -> list[int]:
         """Forward passes, or equivalent work, taken by the end of each step, those of the trials included."""
-        of_steps = [_GRADIENT_FORWARDS if isinstance(step, Commit) else len(step.evaluations) for step in self.taken]
+        of_steps = [self.gradient_forwards if isinstance(step, Commit) else len(step.evaluations) for step in self.taken]
         return _running(of_steps, sum(trial["forwards"] for trial in self.trials))
 
     @property
@@ -111,8 +113,17 @@ def read_run(directory: Path) -> Run:
         steps,
         evaluations,
         read_samples(directory),
+        _gradient_forwards(directory),
         read_trials(directory),
     )
+
+
+def _gradient_forwards(directory: Path) -> int:
+    """Work of a run's first-order step, in forward passes: that of an adapter, if the options do not say."""
+    try:
+        return method_of(RunDirectory.options(directory)).forwards
+    except ZO2Error:
+        return FORWARDS
 
 
 def _printable(name: str) -> str:

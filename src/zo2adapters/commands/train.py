@@ -80,7 +80,7 @@ class Train(RunOptions):
     DIR.rows, the model is scored, trained with --keep-best, and scored again. zo2 rows lists the benchmarks, and writes the
     rows alone."""
     shots: int | None = None
-    """Number of demonstrations before each prompt in one more score of the model before training, with --task."""
+    """With --task: number of solved examples before each prompt in one more evaluation before training."""
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
     workers on the same host use DIR.worker-1 and so on."""
@@ -300,7 +300,9 @@ class Train(RunOptions):
             opened = Trainer(options, resume=resume, quiet=not first, **given)
         with opened as trainer:
             finished = resume and trainer.engine.version >= options.steps
-            lines = [f"{options.output} is finished after {options.steps} steps"] if finished else trainer.first_lines()
+            lines = trainer.notices() if chooses else trainer.first_lines()
+            if finished:
+                lines = [f"{options.output} is finished after {options.steps} steps"]
             for line in lines if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):

@@ -41,10 +41,11 @@ class Tune(RunOptions):
     output: Path
     """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
     forwards: int = 2000
-    """Forward passes of a batch that all trials together may take. With --method, a step counts as three."""
+    """Forward passes of a batch that all trials together may take. With --method, a step counts as three for an adapter,
+    and as four or eight for all parameters."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five from 3e-5 to 3e-3. --lr has no effect
-    here and is refused."""
+    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five: from 3e-5 to 3e-3 for an adapter,
+    and on the optimizer's own scale for all parameters. --lr has no effect here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
     key_file: Path | None = None

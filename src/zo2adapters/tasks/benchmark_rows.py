@@ -131,7 +131,7 @@ def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
 
 def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, dict[str, Any]]]:
     path, configuration = benchmark.hub
-    load = optional_package("datasets", install="zo2core[trl]").load_dataset
+    load = optional_package("datasets", install="zo2core[data]").load_dataset
     try:
         rows = load(path, configuration, split=split)
     except Exception as error:  # errors of the network, the hub or the data set's own code

@@ -13,14 +13,14 @@ from zo2core.ranges import require_number, require_whole
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """Rewards, and how the completions are generated that they judge."""
+    """Rewards, and how the completions that they judge are generated."""
 
     reward: tuple[str, ...] = ()
     """Learn from a number that says how good each completion is that the model writes, instead of from the rows' own
     completions. exact-match, arithmetic, json-schema, regex and length are ready; FILE.py:function is a function of the
-    prompt, the completion and the row. Several are added; NAME=0.5 gives one a weight. With --estimator es."""
+    prompt, the completion and the row. Several are added; NAME=0.5 gives one a weight. Use it with --estimator es."""
     max_new_tokens: int = 32
-    """With --reward: most tokens of a completion. Each takes one sweep over the blocks, for all rows together."""
+    """With --reward: most tokens of a completion. Each takes a pass over the blocks, for all rows together."""
     temperature: float = 0.0
     """With --reward: temperature at which completions are sampled; 0 takes the likeliest token."""
     top_p: float = 1.0

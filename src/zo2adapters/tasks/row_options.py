@@ -39,7 +39,7 @@ class RowFormat(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How the rows of a data file become rows to train on."""
+    """How the rows of a data file are read."""
 
     prompt_template: str | None = None
     r"""Prompt of each row, with names of columns between braces, such as "Tweet: {text}\nSentiment:", where \n is a line

@@ -11,10 +11,11 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+from zo2adapters.trainers.first_order_plan import measured_graph_bytes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.metrics import align_rows
@@ -33,10 +34,12 @@ from zo2adapters.trainers.run_directory import (
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import duration
-from zo2adapters.trainers.shared_runs import can_share
+from zo2adapters.trainers.shared_plan import memory_together, needs_of
+from zo2adapters.trainers.shared_runs import can_share, shared_base_model
 from zo2adapters.trainers.tuning import Schedule, Trial, least_forwards, planned_rounds, tune
-from zo2core import DivergenceError, Journal
+from zo2core import DivergenceError, HostPlan, Journal, MemoryBudgetError
 from zo2core.io.durable import read_regular
+from zo2core.planning.memory_plan import MemoryPart
 
 _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
 
@@ -156,6 +159,38 @@ def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     return rates, Schedule(len(rates), tuple(planned_rounds(len(rates), budget, forwards, continues=False)), forwards)
 
 
+def memory_with_trials(inputs: RunInputs, host_plan: HostPlan, trials: int) -> HostPlan:
+    """The memory of a run and of its trials, which run together if they only read the base.
+
+    Args:
+        inputs: Model and rows of the run.
+        host_plan: Plan of the run's memory.
+        trials: Number of trials. If not all fit in memory, as many as fit run at a time.
+
+    Returns:
+        The plan, with what the trials take more than the run.
+
+    Raises:
+        ZO2Error: of the kind that fits, if the base cannot be read.
+    """
+    options = inputs.options
+    if not can_share(options):
+        return host_plan
+    method = method_of(_with_rate(options, 1.0))
+    reserved = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
+    needs = needs_of(inputs.model, *reserved, None if method.has_gradient else options.optimization.perturbation)
+    graph_bytes = measured_graph_bytes(inputs.model, inputs.shapes().step) if method.has_gradient else 0
+    base = shared_base_model(options)
+    with closing(base.weights):
+        planned = memory_together(base, needs, options.storage.memory, graph_bytes=graph_bytes)
+        for count in range(trials, 1, -1):
+            with suppress(MemoryBudgetError):
+                more = planned(count).nbytes - host_plan.nbytes
+                part = MemoryPart(f"{count} trials together, more than the run", max(more, 0))
+                return replace(host_plan, parts=(*host_plan.parts, part))
+    return host_plan
+
+
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     """A trial's result, with the loss of each step, as JSON values."""
     with closing(Journal(trial.directory / JOURNAL)) as journal:
@@ -191,8 +226,9 @@ def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> lis
     seconds = schedule.steps * outlook.plan.seconds
     total = duration(seconds + outlook.plan.run_seconds)
     method = method_of(_with_rate(options, 1.0))
-    writes = method.writes(outlook.plan.write_back_every, inputs.model)
-    memory = storage(outlook.plan.host_plan, None, options.storage, writes)
+    host_plan = memory_with_trials(inputs, outlook.plan.host_plan, schedule.trials)
+    writes = method.writes(outlook.plan.write_back_every, inputs.model, host_plan)
+    memory = storage(host_plan, None, options.storage, writes)
     return [*outlook.lines(memory), f"{trials}, about {duration(seconds)}; about {total} in all.{together}"]
 
 

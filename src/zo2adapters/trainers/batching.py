@@ -22,7 +22,7 @@ class Batching:
     batch_size: int = 16
     """Rows per batch."""
     micro_batch_size: int | None = None
-    """Rows that run at a time, if a whole batch does not fit in memory. Each block is still read once a sweep."""
+    """Rows that run at a time, if a whole batch does not fit in memory. Each block is still read once for all rows."""
     loss_chunk: int | None = None
     """Labelled tokens whose logits are in memory at a time. By default all tokens of a batch in exact precision, and as many
     as fit in the CPU's cache in mixed precision. It changes only the order in which the loss is summed."""

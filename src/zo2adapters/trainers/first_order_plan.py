@@ -13,9 +13,9 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.methods.first_order_run import reserved_bytes
+from zo2adapters.trainers.methods.first_order_run import adapter_bytes, reserved_bytes
 from zo2adapters.trainers.methods.full_run import snapshot_bytes
-from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE
+from zo2adapters.trainers.methods.snapshot_policy import interval
 from zo2adapters.trainers.methods.streamed_full_run import written_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
@@ -70,6 +70,7 @@ def plan_first_order_run(
     streams: bool = False,
     commit_every: int = 1,
     measures: bool = False,
+    write_limit_tb: float | None = None,
 ) -> RunPlan:
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
@@ -84,6 +85,8 @@ def plan_first_order_run(
         streams: Whether blocks stream from disk and change there.
         commit_every: Steps between two commits of such blocks, unless the optimizer has turns.
         measures: Whether each step sweeps twice, first to measure all gradients.
+        write_limit_tb: Terabytes that snapshots may write in 1,000 steps; None: no limit. Streamed blocks have none: a run
+            that would write more of them is refused.
 
     Raises:
         MemoryBudgetError: if no plan fits.
@@ -113,15 +116,16 @@ def plan_first_order_run(
     if evaluations:
         seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
         evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, seconds)
-    scratch_file, snapshot, written = 0, 0, 0.0
+    scratch_file, snapshot = 0, 0
     if update is not None and streams:
         slots = 1 if update.turn is not None else sum(not layout.resident for layout in layouts)
         scratch_file = slot_bytes(layouts, slots)
         written = written_bytes(layouts, update, room.host_plan.buckets or 0, commit_every)
-    elif update is not None:
-        snapshot = snapshot_bytes(model, update)
+    else:
+        snapshot = adapter_bytes(model) if update is None else snapshot_bytes(model, update)
         step_seconds = max(times * forward + arithmetic, read_seconds)
-        written = LARGEST_SHARE * step_seconds / (1 / speeds.writing(scratch) + 1 / hashing_speed())
+        written = snapshot * step_seconds / interval(snapshot / speeds.writing(scratch) + snapshot / hashing_speed())
+        written = written if write_limit_tb is None else min(written, 1e9 * write_limit_tb)
     return RunPlan(
         host_plan=room.host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
@@ -129,8 +133,7 @@ def plan_first_order_run(
         scratch_bytes=scratch_file,
         spilled_bytes=room.spilled,
         read_bytes=read + spilled,
-        written_bytes=round(written) + spilled,
-        terabytes_per_1000_steps=(written + spilled) / 1e9,
+        written_bytes=written + spilled,
         snapshot_bytes=snapshot,
         forward_seconds=times * forward,
         update_seconds=arithmetic,

@@ -20,7 +20,7 @@ from zo2adapters.tasks.row_files import format_of, with_labels
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2adapters.trainers.automatic_rate import schedule_of
+from zo2adapters.trainers.automatic_rate import memory_with_trials, schedule_of
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
@@ -141,6 +141,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
         plan,
         steps=options.steps,
         evaluations=options.evaluations(options.steps),
+        host_plan=memory_with_trials(replace(inputs, options=options), plan.host_plan, schedule.trials),
     )
     choices = [
         *_data_choices(options, surveyed),
@@ -407,12 +408,11 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
 def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:
     trials = schedule.steps * plan.seconds
     evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
-    writes = method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).writes(
-        plan.write_back_every, inputs.model
-    )
-    method = method_words(options.model_options, options.first_order.method)
+    method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))
+    writes = method.writes(plan.write_back_every, inputs.model, plan.host_plan)
+    trained = method_words(options.model_options, options.first_order.method)
     return (
-        f"{method}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
+        f"{trained}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
         f"{schedule.steps} steps to choose the learning rate: about {duration(plan.run_seconds + trials)} in all. "
         + storage(plan.host_plan, None, options.storage, writes)
     )

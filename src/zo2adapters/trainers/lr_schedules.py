@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from zo2core import OptionError
 
@@ -55,3 +58,13 @@ class LearningRate:
         if self.decay is Decay.COSINE:
             return self.peak * 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.peak
+
+
+def with_peak_rate(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An estimator's options from a journal, for a reader: the peak in place of the text that stands for a schedule.
+
+    Args:
+        options: The options; a schedule's other values are also in the run's provenance.
+    """
+    schedule = re.match(rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(options.get("lr")))
+    return options if schedule is None else {**options, "lr": float(schedule[1])}

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from zo2adapters.trainers.evaluations import best_step, criteria_of
+from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.metrics import row_of
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
@@ -154,8 +155,8 @@ def _plain(name: str) -> str:
 def _summary(header: Mapping[str, Any], version: int, name: str, *, is_adapter: bool, first_order: bool) -> Iterator[str]:
     kind = "An adapter for" if is_adapter else "The weights of"
     method = "first-order steps, block by block" if first_order else "zeroth-order steps, which take forward passes only"
-    estimator = header.get("estimator", {})
-    called = f" ({estimator['name']})" if isinstance(estimator, dict) and "name" in estimator else ""
+    options = header.get("method") or header.get("estimator") or {}
+    called = f" ({options['name']})" if "name" in options else ""
     yield f"{kind} `{name}` after {version} {method}{called}. They were trained with zo2core."
     if "base" in header:
         yield ""
@@ -230,5 +231,8 @@ def _llama_cpp(base: str, name: str, *, is_adapter: bool) -> Iterator[str]:
 def _options(header: Mapping[str, Any]) -> dict[str, Any]:
     provenance = header.get("provenance", {})
     kept = {name: provenance[name] for name in _PROVENANCE if provenance.get(name) is not None}
-    shared = {name: header[name] for name in ("estimator", "noise", "perturbation", "seed") if header.get(name) is not None}
+    names = ("method", "estimator", "noise", "perturbation", "seed")
+    shared = {name: header[name] for name in names if header.get(name) is not None}
+    if "estimator" in shared:
+        shared["estimator"] = with_peak_rate(shared["estimator"])
     return {**shared, **kept}

@@ -156,7 +156,7 @@ class Optimization(StepSize, Directions):
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
     clip_grad: float | None = None
-    """Clip projected gradients to this absolute value."""
+    """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
     clip_median: float | None = None
     """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute values."""
     guard: bool = True

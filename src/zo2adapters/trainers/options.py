@@ -72,10 +72,10 @@ class Storage(Resources):
     finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
-    two snapshots; by default snapshots take 2 % of the time."""
+    two snapshots; by default one a minute is taken, or fewer if they took more than 2 % of the time."""
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
-    process as many batches per sweep as fit in it. By default it is what a step needs."""
+    process as many batches in a pass over the blocks as fit in it. By default it is what a step needs."""
 
     def require_valid(self) -> None:
         """Check numbers of steps and sizes of memory."""
@@ -98,10 +98,11 @@ class Order(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How this process executes a run. No bit of the result depends on it, so a resumed run may change it."""
+    """How this process executes a run. The result has the same bits, so a resumed run may change these."""
 
     trace: Path | None = None
-    """New file to write a timeline of every sweep to, for ui.perfetto.dev: busy times and bytes moved of each lane."""
+    """New file for a timeline of every pass over the blocks, for ui.perfetto.dev: when the run read, transferred, computed
+    and wrote, and how many bytes."""
     verify_base: bool = False
     """Read the whole base checkpoint before the first step, and compare it with the digests in the journal."""
     replay: Replay = "auto"
@@ -154,7 +155,8 @@ class RunOptions(EvaluationOptions):
 
     samples: int = 0
     """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
-    these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a sweep."""
+    these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a pass over the
+    blocks."""
     objective: str = AUTO
     """Objective to minimize. loss is the model's own loss, for rows with candidates that of the right one. For these, too:
     choice-loss is MeZO's loss over the candidates, accuracy and f1 have no gradient. For rows with chosen and rejected
@@ -168,9 +170,9 @@ class RunOptions(EvaluationOptions):
     report_to: TrackerName = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
     steps: int = 1000
-    """Training steps. Each takes two forward passes per query, and with --method the time of about three."""
+    """Training steps. Each takes two forward passes per query; with --method the time of three, four for all parameters."""
     seed: int = 0
-    """Seed of the order of rows and of the directions."""
+    """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)

@@ -58,6 +58,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
             given["measures"] = chosen.measures_gradients
         given |= {"update": update, "scratch": options.output, "streams": chosen.stream_blocks}
         given["commit_every"] = options.storage.snapshot_every or 1
+        given["write_limit_tb"] = options.storage.write_limit_tb
         return plan_first_order_run(inputs.model, inputs.shapes(), **given)
     return plan_run(
         inputs.model,

@@ -66,15 +66,14 @@ class RunPlan:
     scratch_bytes: int  # size of the scratch file once all blocks are written back
     spilled_bytes: int = field(default=0, kw_only=True)  # size of the temporary file for inputs of blocks
     read_bytes: int  # bytes read per step
-    written_bytes: int  # bytes written per step, on average
-    terabytes_per_1000_steps: float  # terabytes that 1,000 steps write, by which disks wear out
+    written_bytes: float  # bytes written per step, on average over many steps
     forward_seconds: float  # seconds of a step's forward passes
     update_seconds: float  # seconds of a step's noise and arithmetic
     disk_seconds: float  # seconds of a step's reads and writes, which overlap the other two
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     evaluation_seconds: float = 0.0  # seconds of one evaluation
-    snapshot_bytes: int = 0  # size of a snapshot of all parameters and the optimizer; 0: nothing of the kind is written
+    snapshot_bytes: int = 0  # size of a snapshot of what is trained and the optimizer; 0: nothing of the kind is written
 
     @property
     def seconds(self) -> float:
@@ -88,22 +87,35 @@ class RunPlan:
 
     def to_json(self) -> str:
         """The plan as JSON, with total bytes and seconds."""
-        sums = {"nbytes": self.host_plan.nbytes, "seconds": self.seconds, "run_seconds": self.run_seconds}
+        sums = {
+            "nbytes": self.host_plan.nbytes,
+            "seconds": self.seconds,
+            "run_seconds": self.run_seconds,
+            "terabytes_per_1000_steps": self.written(1000) / 1e12,
+        }
         return json.dumps({**asdict(self), **sums})
 
-    def summary(self) -> list[str]:
-        """Lines that say whether the run fits, how long it takes, and how much it writes."""
-        written = 1e9 * self.terabytes_per_1000_steps * self.steps
+    def written(self, steps: int) -> float:
+        """Bytes that so many steps write. The first and the last step have a snapshot, however few steps there are."""
+        return max(self.written_bytes * steps, self.snapshot_bytes * min(steps, 2))
+
+    def disk_writes(self, runs: int = 1) -> str:
+        """A line that says how much so many equal runs write."""
+        written = runs * self.written(self.steps)
         writes = "negligible" if written < _NEGLIGIBLE_BYTES else f"{shown_bytes(written)} in all"
         if self.snapshot_bytes:
             writes = f"{writes}, in snapshots of {shown_bytes(self.snapshot_bytes)} each"
         if self.spilled_bytes:
-            writes = f"{writes}, and a temporary file of {shown_bytes(self.spilled_bytes)}"
+            writes = f"{writes}, those of a temporary file of {shown_bytes(self.spilled_bytes)} included"
+        return f"Disk writes: {writes}."
+
+    def summary(self) -> list[str]:
+        """Lines that say whether the run fits, how long it takes, and how much it writes."""
         each = f"{duration(self.seconds)} a step"
         return [
             f"Memory: {memory_words(self.host_plan)}.",
             f"Time: about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}.",
-            f"Disk writes: {writes}.",
+            self.disk_writes(),
         ]
 
     def table(self) -> str:
@@ -116,15 +128,14 @@ class RunPlan:
             ("scratch file, at most", shown_bytes(self.scratch_bytes)),
             *([("temporary file of inputs", shown_bytes(self.spilled_bytes))] if self.spilled_bytes else []),
             ("read per step", shown_bytes(self.read_bytes)),
-            ("written per step", shown_bytes(self.written_bytes)),
-            ("written per 1,000 steps", shown_bytes(1e12 * self.terabytes_per_1000_steps)),
+            ("written per 1,000 steps", shown_bytes(self.written(1000))),
             ("forward passes", duration(self.forward_seconds)),
             ("noise and arithmetic", duration(self.update_seconds)),
             ("disk, overlapped", duration(self.disk_seconds)),
             ("expected per step", duration(self.seconds)),
         ]
         if self.snapshot_bytes:
-            rows.insert(3, ("snapshot of all parameters", shown_bytes(self.snapshot_bytes)))
+            rows.insert(3, ("snapshot", shown_bytes(self.snapshot_bytes)))
         count = f"{self.steps} steps"
         if self.evaluations:
             rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
@@ -196,10 +207,10 @@ def plan_run(
     model_bytes = sum(layout.nbytes for layout in layouts)
     if isinstance(perturbation, LowRankPerturbation):
         written = kept_bytes_a_step(perturbation, layouts, write_back.bytes_a_step)
-        written_tb, write_seconds, lag = written / 1e9, 0.0, 0.0
+        write_seconds, lag = 0.0, 0.0
     else:
         is_streamed = host_plan.buckets is not None and every is not None
-        written, written_tb = 0 if every is None else model_bytes // every, terabytes_written(layouts, every)
+        written = 1e9 * terabytes_written(layouts, every)
         write_seconds = written / speeds.writing(Path(write_back.directory)) if is_streamed and written else 0.0
         lag = (every + 1) / 2 if every is not None and is_streamed else 1.0
     replay = speeds.replay(noise, layouts, in_place=request.perturb_in_place) * optimization.queries * lag
@@ -209,8 +220,7 @@ def plan_run(
         write_back_every=every,
         scratch_bytes=0 if every is None else slot_bytes(layouts),
         read_bytes=read,
-        written_bytes=round(written),
-        terabytes_per_1000_steps=written_tb,
+        written_bytes=written,
         forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows, generated),
         update_seconds=(generated or 1)
         * _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise),

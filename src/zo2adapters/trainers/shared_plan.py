@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration, memory_words
 from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
+from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.perturbation import Perturbation, factor_bytes
+from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.shared_runs import RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.types import shown_bytes
+from zo2core.types import shown_bytes, trained
 
 MOST_RUNS = 1024
 
@@ -51,7 +54,7 @@ class SharedRunsPlan:
         return [
             f"Memory: {memory_words(self.host_plan)}. {most}.",
             f"Time: about {total}.",
-            self.run.summary()[-1],
+            self.run.disk_writes(self.runs),
         ]
 
     def table(self) -> str:
@@ -83,8 +86,61 @@ class SharedRunsPlan:
         return "\n".join([title, self.host_plan.table(), "", *(f"{name:26s} {value}" for name, value in rows)])
 
 
+def needs_of(model: HFBlockModel, activations: int, least: int, perturbation: Perturbation | None) -> RunNeeds:
+    """What a run needs beside its base.
+
+    Args:
+        model: The model, with the run's adapter.
+        activations: Bytes for activations.
+        least: Bytes for activations with which the run could do.
+        perturbation: Perturbation of zeroth-order steps; None: steps by gradients.
+    """
+    if perturbation is None:
+        kept = TRAINED_COPIES * sum(spec.nbytes for spec in trained(model.layouts))
+    else:
+        kept = factor_bytes(perturbation, model.layouts)
+    return RunNeeds(activations=activations, least=least, kept=kept)
+
+
+def memory_together(
+    base: HFBlockModel, needs: RunNeeds, memory: int | str, *, graph_bytes: int = 0
+) -> Callable[[int], HostPlan]:
+    """Return a function that plans the host memory of so many equal runs, which share their base.
+
+    It raises MemoryBudgetError if they do not fit.
+
+    Args:
+        base: The base without an adapter.
+        needs: What each needs beside the base.
+        memory: Host memory the process may use in total.
+        graph_bytes: Bytes of a block's graph in a usual step, which is kept where memory is left over; 0: there is none.
+    """
+    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+    blocks = sum(not layout.resident for layout in base.layouts)
+
+    def planned(runs: int) -> HostPlan:
+        request = shared_request(base.layouts, on_disk, MemoryPolicy(host=memory), [needs] * runs)
+        host_plan = plan(request, Machine(), speeds).host_plan
+        if not graph_bytes:
+            return host_plan
+        kept = min(max(host_plan.spare, 0) // runs // graph_bytes, blocks)
+        # One run at a time computes, so that graphs have the others' room for computing.
+        beyond = max(runs * kept * graph_bytes - (runs - 1) * needs.least, 0)
+        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
+        return replace(host_plan, parts=(*host_plan.parts, graphs))
+
+    return planned
+
+
 def plan_shared_runs(
-    base: HFBlockModel, run: RunPlan, needs: RunNeeds, *, runs: int, memory: int | str = "auto", passes: int = 1
+    base: HFBlockModel,
+    run: RunPlan,
+    needs: RunNeeds,
+    *,
+    runs: int,
+    memory: int | str = "auto",
+    passes: int = 1,
+    graph_bytes: int = 0,
 ) -> SharedRunsPlan:
     """Plan equal runs on the CPU that share their base.
 
@@ -95,24 +151,21 @@ def plan_shared_runs(
         runs: Number of runs.
         memory: Host memory the process may use in total.
         passes: Passes of a step over the blocks: 2 for a step by gradients.
+        graph_bytes: As for ``memory_together``.
 
     Raises:
         MemoryBudgetError: if they do not fit; the error says how many do.
         CheckpointError: if the checkpoint cannot be read.
     """
-    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
-
-    def planned(all_needs: Sequence[RunNeeds]) -> HostPlan:
-        request = shared_request(base.layouts, on_disk, MemoryPolicy(host=memory), all_needs)
-        return plan(request, Machine(), speeds).host_plan
-
-    most = _most(lambda count: planned([needs] * count))
+    planned = memory_together(base, needs, memory, graph_bytes=graph_bytes)
+    most = _most(planned)
     try:
-        host_plan = planned([needs] * runs)
+        host_plan = planned(runs)
     except MemoryBudgetError as error:
         found = f"{error.found} for {runs} runs, of which {most} fit"
         raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
-    layouts = base.layouts if host_plan.buckets is None else on_disk
+    speeds = MeasuredSpeeds(base.weights)
+    layouts = base.layouts if host_plan.buckets is None else laid_out_as_on_disk(base.layouts, base.weights)
     read = passes * streamed_bytes(layouts, host_plan.buckets)
     disk = read / speeds.reading(layouts) if read else 0.0
     decoding = passes * decoding_seconds(base.layouts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import MemoryPolicy, OptionError, SharedBase
 
@@ -31,8 +32,8 @@ def require_shareable(options: TrainOptions) -> None:
         )
 
 
-def open_shared_base(options: TrainOptions) -> SharedBase:
-    """Open the base of runs with these options.
+def shared_base_model(options: TrainOptions) -> HFBlockModel:
+    """Open the model of a base, without an adapter.
 
     Args:
         options: Options of one of the runs; all have the same model, dtype, device and memory.
@@ -40,7 +41,6 @@ def open_shared_base(options: TrainOptions) -> SharedBase:
     Raises:
         ZO2Error: of the kind that fits, if the model cannot be read.
     """
-    require_shareable(options)
     base = replace(
         options.model_options,
         precision=options.precision_asked(),
@@ -50,9 +50,15 @@ def open_shared_base(options: TrainOptions) -> SharedBase:
         lora_targets=(),
         lora_alpha=None,
     )
+    return base.opened(resolve_directory(options.model), seed=options.seed)
+
+
+def open_shared_base(options: TrainOptions) -> SharedBase:
+    """Open the base of runs with these options. See ``shared_base_model``."""
+    require_shareable(options)
     storage = options.storage
     return SharedBase(
-        base.opened(resolve_directory(options.model), seed=options.seed),
+        shared_base_model(options),
         device=storage.device,
         memory=MemoryPolicy(host=storage.memory, device=storage.device_memory),
     )

@@ -206,7 +206,7 @@ class SharedBase:
             needs = needs.with_least()
             self._spec = self._planned([*self._runs.values(), needs])
         self._runs[run] = needs
-        return Joined(run, needs.activations, self._work_memory, run.leave)
+        return Joined(run, needs.activations, self._spare_bytes, self._work_memory, run.leave)
 
     def leave(self, run: _Run) -> None:
         """Remove a run. Its engine calls it when it is closed."""
@@ -234,6 +234,10 @@ class SharedBase:
         with self._use.locked(), self._segments().scheduler.replayed(RunReplay(segments, visitor), index) as bucket:
             views = tuple(view.cpu() for view in segments.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
+
+    def _spare_bytes(self) -> int:
+        """What the plan of all runs leaves over to each of them, in equal shares."""
+        return self._spec.spare_bytes(in_place=self.device.in_place) // len(self._runs)
 
     def _work_memory(self, nbytes: int) -> torch.Tensor:
         """Memory in which runs take turns: what is in it is not needed after a visit."""

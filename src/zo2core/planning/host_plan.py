@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.io.process_memory import memory_in_use
 from zo2core.kernels.low_bit import low_bit_bytes
 from zo2core.noise.sizes import noise_bytes
-from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
+from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
@@ -64,7 +65,7 @@ def plan_host(
         MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
         OptionError: if ``memory`` is not a size.
     """
-    process = resident_memory()
+    process = memory_in_use()
     budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if machine.on_host else (0, 0)

@@ -112,6 +112,11 @@ class RunSpec:
         """Blocks that stay on the device."""
         return 0 if self.device_plan is None else self.device_plan.kept
 
+    def spare_bytes(self, *, in_place: bool) -> int:
+        """Bytes that the plan leaves over in the memory in which forwards run, which is that of the host if ``in_place``."""
+        plan = self.host_plan if self.device_plan is None and in_place else self.device_plan
+        return 0 if plan is None else max(plan.spare, 0)
+
 
 def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
     """Plan a run.

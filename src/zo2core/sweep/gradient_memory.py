@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class GradientMemory:
     """Decides how many micro-batches pass the blocks together, and how much memory is left for what blocks keep."""
 
     budget: int  # bytes; a single micro-batch may exceed them
-    spare: int  # further bytes, which the plan of the run leaves over
+    spare: Callable[[], int]  # further bytes, which the present plan leaves over
 
     def groups(self, forward: Forward, batches: Sequence[Batch], *, together: bool) -> Iterator[Group]:
         """Divide micro-batches into groups, in order.
@@ -50,7 +50,7 @@ class GradientMemory:
             batches: Prepared micro-batches.
             together: Whether all have to pass the blocks together.
         """
-        allowed = self.budget + self.spare
+        allowed = self.budget + self.spare()
         start, held, running = 0, 0, 0
         for index, batch in enumerate(batches):
             nbytes, forward_bytes = forward.held_bytes(batch), forward.forward_bytes(batch)

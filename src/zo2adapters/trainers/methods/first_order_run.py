@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
@@ -36,10 +37,11 @@ from zo2core import (
 )
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
+from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
-from zo2core.types import divide_tied, packed_bytes
+from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 
 FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
@@ -84,14 +86,18 @@ class GradientRun(RunMethod[GradientEngineT]):
         return min(steps, default=0)
 
     def storage(self, engine: GradientEngineT, host: HostPlan, model: HFBlockModel) -> str:
-        """Where blocks are, and how often a snapshot is taken. See the contract."""
-        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model))
+        """Where blocks are, and what is written. See the contract."""
+        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model, host))
 
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
-        """How often a snapshot is taken: no block is written. See the contract."""
-        every = self._policy.every
-        often = ", which take 2 % of the time at most" if every is None else f" every {every} steps"
-        return f"snapshots of {self.snapshot_of}{often}"
+    @abstractmethod
+    def snapshot_bytes(self, model: HFBlockModel) -> int:
+        """Size of a snapshot."""
+
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
+        """How large snapshots are, and how often they are taken: no block is written. See the contract."""
+        every, size = self._policy.every, shown_bytes(self.snapshot_bytes(model))
+        often = "at most one a minute" if every is None else f"one every {every} steps"
+        return f"snapshots of {self.snapshot_of}, {size} each, {often}"
 
     def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
@@ -192,9 +198,14 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
         )
         return self._with_best_step(engine)
 
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
-        """Little: an adapter is small. See the contract."""
-        return f"negligible, {super().writes(every, model)}"
+    def snapshot_bytes(self, model: HFBlockModel) -> int:
+        """See ``adapter_bytes``."""
+        return adapter_bytes(model)
+
+
+def adapter_bytes(model: HFBlockModel) -> int:
+    """Largest size of a snapshot of an adapter: all that is kept of it but its gradients."""
+    return (TRAINED_COPIES - 1) * sum(spec.nbytes for spec in trained(model.layouts))
 
 
 def reserved_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:

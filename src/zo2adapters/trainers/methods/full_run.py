@@ -68,6 +68,10 @@ class FullRun(GradientRun[FullBackpropEngine]):
         )
         return self._with_best_step(engine)
 
+    def snapshot_bytes(self, model: HFBlockModel) -> int:
+        """Of the weights as they are stored, and the optimizer's state. See the contract."""
+        return snapshot_bytes(model, self.update)
+
     def _require_alone(self, opening: Opening) -> None:
         """Refuse other workers, and a replay.
 

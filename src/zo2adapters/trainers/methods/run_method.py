@@ -89,8 +89,14 @@ class RunMethod(ABC, Generic[EngineT]):
         """A line that says where the weights are kept and what the run writes."""
 
     @abstractmethod
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
-        """What the run writes, in words, if each block is written back every so many steps; None: never."""
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
+        """What the run writes, in words.
+
+        Args:
+            every: Steps after which a zeroth-order run writes a block back; None: never.
+            model: The model.
+            host: Plan of the run's memory.
+        """
 
     @abstractmethod
     def after_step(self, engine: EngineT, report: StepReport) -> list[str]:

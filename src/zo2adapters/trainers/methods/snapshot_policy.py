@@ -1,8 +1,10 @@
-"""When a first-order run takes snapshots: every so many steps, or so often that they cost 2 % of its time."""
+"""When a first-order run takes snapshots: every so many steps, or one a minute if that costs at most 2 % of its time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from zo2core.planning.write_interval import RESUME_SECONDS
 
 LARGEST_SHARE = 0.02  # cost of a snapshot, at most, as a share of the time since the last one
 
@@ -11,8 +13,8 @@ class SnapshotPolicy:
     """Says when a snapshot is due.
 
     Args:
-        every: Steps between two snapshots. None: a snapshot is due once the cost of the last one is at most
-            ``LARGEST_SHARE`` of the time since then; the first is due after the first step, to measure its cost.
+        every: Steps between two snapshots. None: a snapshot is due after ``interval``; the first is due after the first
+            step, to measure its cost.
         clock: Returns seconds, as ``time.perf_counter`` does.
     """
 
@@ -29,7 +31,7 @@ class SnapshotPolicy:
             return step % self.every == 0
         if step % self.least:
             return False
-        return self._cost is None or self._cost <= LARGEST_SHARE * (self._clock() - self._taken)
+        return self._cost is None or self._clock() - self._taken >= interval(self._cost)
 
     def take(self, write: Callable[[], None]) -> None:
         """Write a snapshot, and measure its cost."""
@@ -37,3 +39,14 @@ class SnapshotPolicy:
         write()
         self._taken = self._clock()
         self._cost = self._taken - began
+
+
+def interval(cost: float) -> float:
+    """Seconds between two snapshots, each of which takes so many: a resumed run repeats no more than that.
+
+    Fewer seconds would write more to the disk: without this limit small snapshots were taken at almost every step.
+
+    Args:
+        cost: Seconds that a snapshot takes.
+    """
+    return max(RESUME_SECONDS, cost / LARGEST_SHARE)

@@ -11,7 +11,6 @@ from zo2adapters.trainers.methods.full_run import FullRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.worker_options import worker_trace
 from zo2core import (
     BlockLayout,
@@ -69,8 +68,8 @@ class StreamedFullRun(FullRun):
         """The first step: which one was committed is known only when the files are open. See the contract."""
         return 0
 
-    def storage(self, engine: FullBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
-        """Where blocks are, and how much a step writes. See the contract."""
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
+        """Blocks that change. See the contract."""
         update = self.update
         written = shown_bytes(1000 * self._written(model, update, host.buckets or 0))
         often = self._commit_every
@@ -79,7 +78,7 @@ class StreamedFullRun(FullRun):
             if update.turn is not None
             else f"changed blocks with their states, a commit every {'step' if often == 1 else f'{often} steps'}"
         )
-        return storage(host, engine.device_plan, self.options.storage, f"{what}, {written} in 1,000 steps")
+        return f"{what}, {written} in 1,000 steps"
 
     def after_step(self, engine: FullBackpropEngine, report: StepReport) -> list[str]:
         """Commit the last step. See the contract."""

@@ -99,9 +99,10 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def storage(self, engine: ZOEngine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are kept, and how often they are written. See the contract."""
-        return storage(host, engine.device_plan, self.options.storage, self.writes(engine.write_back_every, model))
+        writes = self.writes(engine.write_back_every, model, host)
+        return storage(host, engine.device_plan, self.options.storage, writes)
 
-    def writes(self, every: int | None, model: HFBlockModel) -> str:
+    def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Blocks, or factors of finished periods. See the contract."""
         return disk_writes(self.options, every, model.layouts)
 
