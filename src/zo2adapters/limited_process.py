@@ -20,18 +20,20 @@ import math
 import os
 import queue
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
 
 _TIME = "it takes longer than allowed"
 _MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
+_LONGEST_WAIT = (1 << 31) - 1  # milliseconds that the system's poll can wait: 24 days
 
 
 class LimitedProcessError(Exception):
@@ -106,15 +108,18 @@ class LimitedProcess:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        with _after(wall_seconds, lambda: _end_session(process)) as is_late:
-            with contextlib.suppress(BrokenPipeError):  # the child is dead, and there will be no answer
-                process.stdin.write(line)
-                process.stdin.flush()
-            answer = process.stdout.readline()  # or the end of the file, at the latest when the system ends the child
+        with contextlib.suppress(BrokenPipeError):  # the child is dead, and there will be no answer
+            process.stdin.write(line)
+            process.stdin.flush()
+        waiting = select.poll()
+        waiting.register(process.stdout, select.POLLIN)
+        is_late = not waiting.poll(None if wall_seconds is None else min(wall_seconds * 1000, _LONGEST_WAIT))
+        # Or the end of the file, at the latest when the system ends the child.
+        answer = b"" if is_late else process.stdout.readline()
         if not answer.endswith(b"\n"):
             _end_session(process)  # what the child has started may outlive it
             status = process.wait()
-            raise LimitedProcessError(_TIME if is_late.is_set() else _cause_of(status))
+            raise LimitedProcessError(_TIME if is_late else _cause_of(status))
         result: dict[str, Any] = json.loads(answer)
         return result
 
@@ -129,25 +134,6 @@ class LimitedProcess:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-
-
-@contextlib.contextmanager
-def _after(seconds: float | None, action: Callable[[], None]) -> Iterator[threading.Event]:
-    """Call a function if the body takes longer, of which the event tells; None: never."""
-    is_late = threading.Event()
-
-    def call() -> None:
-        is_late.set()
-        action()
-
-    timer = threading.Timer(0.0 if seconds is None else seconds, call)
-    timer.daemon = True
-    if seconds is not None:
-        timer.start()
-    try:
-        yield is_late
-    finally:
-        timer.cancel()
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
@@ -167,6 +153,7 @@ def _cause_of(status: int) -> str:
 def _serve(task_file: str) -> None:
     """The child: answer requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.register_at_fork(after_in_child=answers.close)  # a fork of the task answers nothing, and keeps no answer from ending
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the task reads no requests
     os.dup2(2, 1)  # what a library prints is no answer
@@ -181,12 +168,16 @@ def _serve(task_file: str) -> None:
     threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
     while True:
         result = _limited(task.answer, **json.loads(lines.get()))
-        answers.write(json.dumps(result).encode() + b"\n")
-        answers.flush()
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended, and the thread ends the session
+            answers.write(json.dumps(result).encode() + b"\n")
+            answers.flush()
 
 
 def _read(requests: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Read requests beside the one that is answered, so as to end when the parent has ended, whatever the task does."""
+    """Read requests in a thread, so as to notice the parent's end while a request is answered.
+
+    Code in C that keeps the interpreter's lock delays it, until the limit of processor time at the latest.
+    """
     for line in requests:
         lines.put(line)
     os.killpg(0, signal.SIGKILL)

@@ -60,8 +60,11 @@ PLACED: dict[str, tuple[str, tuple[object, ...]]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_long = metafunc.config.getoption("--long")
     if "kills" in metafunc.fixturenames:  # 102 in the long profile
-        metafunc.parametrize("kills", [34 if metafunc.config.getoption("--long") else 1])
+        metafunc.parametrize("kills", [34 if is_long else 1])
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", PLACES if is_long else list(PLACES)[::3])
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,6 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
