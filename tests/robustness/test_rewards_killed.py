@@ -62,7 +62,8 @@ PLACED: dict[str, tuple[str, tuple[object, ...]]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("--long")
     if "kills" in metafunc.fixturenames:  # 102 in the long profile
-        metafunc.parametrize("kills", [34 if is_long else 1])
+        placed = [(name, 34) for name in PLACED] if is_long else [(list(PLACED)[-1], 1)]
+        metafunc.parametrize(("placed", "kills"), placed)
     if "place" in metafunc.fixturenames:
         metafunc.parametrize("place", PLACES if is_long else list(PLACES)[::3])
 
@@ -117,7 +118,6 @@ def ended(run: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("placed", PLACED)
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     placed: str, kills: int, here: Path, apart: Apart
 ) -> None:
