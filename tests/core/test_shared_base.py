@@ -46,6 +46,7 @@ from zo2core import (
     SharedBase,
     ZOEngine,
 )
+from zo2core.engine.lockstep import Lockstep
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.sources.loader import SegmentLoader
 from zo2core.types import Lane
@@ -466,6 +467,33 @@ def test_blocks_keep_their_graphs_where_the_plan_of_all_runs_has_room(bases: Map
             shared.step({first: batch_of(0, 0), second: batch_of(1, 0)})
             forwards[budget] = block.call_count
     assert forwards == {0: 2 * (3 + 3), 1 << 40: 2 * 3}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs a list of the process's threads")
+def test_runs_that_wait_have_no_threads_of_openmp() -> None:
+    """Otherwise there are more of them than processors, and each operation waits for some to wake up."""
+    values = torch.ones(1 << 20)
+    counts: list[int] = []
+
+    def count(requests: object) -> None:
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+
+    lockstep: Lockstep[int] = Lockstep(count)
+
+    def compute() -> None:
+        for number in range(2):
+            values.mul(2.0)
+            lockstep.request(number)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values.mul(2.0)  # the threads of this thread itself
+        before = len(list(Path("/proc/self/task").iterdir()))
+        lockstep.run([compute] * 3)
+    finally:
+        torch.set_num_threads(threads)
+    assert max(counts) <= before + 3
 
 
 def test_uses_that_exclude_each_other_are_refused(bases: Mapping[str, Path]) -> None:

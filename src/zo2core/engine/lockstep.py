@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from zo2core.engine.openmp_team import end_openmp_team
 from zo2core.errors import BusyError
 
 RequestT = TypeVar("RequestT")
@@ -50,6 +51,7 @@ class Lockstep(Generic[RequestT]):
             return
         if turn.abort is None:
             turn.request = request
+            end_openmp_team()
             turn.paused.release()
             turn.may_run.acquire()
         if turn.abort is not None:
