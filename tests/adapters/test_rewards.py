@@ -244,7 +244,7 @@ def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Pat
         ("def cats(*_): return 1\nexit(3)", "SystemExit: 3"),
         ("def cats(*_): return 1\nwhile True: pass", "TimeoutError: it takes longer than 1 s"),
         ("def cats(*_): return 1\nwhole = bytearray(10**10)", "it takes more memory than allowed"),
-        ("from os import *", "module 'zo2_reward' has no attribute 'cats'"),
+        ("from os import *", "AttributeError: module 'zo2_reward' has no attribute 'cats'"),
         ("cats = 3", "TypeError: cats is not a function"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_file_that_does_not_run_is_told_before_anything_is_generated(source: s
         judge.close()
     base_of(tmp_path)
     if "while" not in source:
-        assert why in refusal(*map(str, asked(tmp_path, f"{path}:cats")))
+        assert f"--reward: found {path}: {why}" in refusal(*map(str, asked(tmp_path, f"{path}:cats")))
         assert not (tmp_path / "run").exists()
 
 
@@ -530,6 +530,14 @@ def dies(*call):
         assert died.exists()
         journals.append((tmp_path / output / "journal.jsonl").read_bytes())
     assert journals[0] == journals[1]
+
+
+def test_a_reward_that_fails_in_an_evaluation_is_told_by_its_row(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 1}) + "\n")
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 3}) + "\n")
+    command = asked(tmp_path, f"{functions}:divides", batch_size=1, evaluation=tmp_path / "eval.jsonl")
+    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in refusal(*command)
 
 
 def test_prompts_that_leave_no_room_are_told_by_their_row(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, A
             value = reward(prompt, completion, row)
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:  # the user's program may raise anything
+    except Exception as error:  # the user's program may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     try:
         if isinstance(value, (str, bytes)):  # which float() would parse
