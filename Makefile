@@ -12,7 +12,7 @@ test: .venv/.tools
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# The same tests with many more drawn examples.
+# All cases of these tests, and many more drawn examples.
 test-long: .venv/.tools
 	$(BIN)/pytest -n 2 --dist worksteal --long
 

@@ -1,9 +1,10 @@
 """Profiles: fixed examples by default, many more behind --long. And what many tests begin with."""
 
+import gc
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,14 @@ settings.register_profile("long", max_examples=100, **COMMON)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="draw many more examples")
+    parser.addoption("--long", action="store_true", help="run all cases, and draw many more examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long_profile: a case that only the long profile runs")
     settings.load_profile("long" if config.getoption("--long") else "short")
+    if config.getoption("numprocesses", None):
+        return  # the processes that run the tests import the rest
     import torch
     from transformers.utils import logging
 
@@ -46,6 +50,24 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector leaves out what was imported: to go through it takes half a second, time and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        others = [item for item in items if item.get_closest_marker("long_profile") is not None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("long_profile") is None]
+
+
 @pytest.fixture
 def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the directory that the module prepares once, to work in."""
@@ -56,11 +78,12 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _disks_are_measured_quickly() -> Iterator[None]:
-    from command_lines import PROBED_BYTES
+def _disks_and_options_are_read_quickly() -> Iterator[None]:
+    from command_lines import PROBED_BYTES, keep_docstrings
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zo2core.planning.speeds._BYTES", PROBED_BYTES)
+        keep_docstrings(patch)
         yield
 
 

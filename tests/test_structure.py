@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from profiles import each_choice
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
@@ -130,3 +132,12 @@ def test_a_star_import_brings_what_the_package_exports_and_no_modules(package: s
     assert all(name.endswith("LightningModule") for name in left_out), "only these need an extra"
     assert brought.keys() <= exported
     assert len(brought) > 20
+
+
+@pytest.mark.parametrize("axes", [([1, 2, 3], ["a", "b"], [True, False]), ([1], [2, 3, 4, 5], [6, 7, 8]), ([1, 2], [3, 4])])
+def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[object], ...]) -> None:
+    cases = each_choice(*axes)
+    assert len({case.values for case in cases}) == len(cases) == math.prod(map(len, axes))
+    short = [case.values for case in cases if not case.marks]
+    assert len(short) == max(map(len, axes))
+    assert [set(values) for values in zip(*short, strict=True)] == [set(axis) for axis in axes]

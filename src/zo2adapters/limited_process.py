@@ -7,7 +7,8 @@ a key, crash the interpreter or are hashed for ever. None of them runs code; eac
 
 This file is both sides. The parent imports it; the child is run by its path, with the path of a task's file as argument,
 and imports nothing of this package but the task. A request is a line of JSON on standard input, {"request", "memory",
-"seconds"}; the answer is a line on standard output, {"answer"} or {"failure"}.
+"seconds"}; the answer is a line on standard output, {"answer"} or {"failure"}. The child leads a session of its own, whose
+processes all end when the parent has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -25,11 +28,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 _TIME = "it takes longer than allowed"
 _MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
+_LONGEST_WAIT = (1 << 31) - 1  # milliseconds that the system's poll can wait: 24 days
 
 
 class LimitedProcessError(Exception):
@@ -49,12 +53,13 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: object, *, seconds: float, memory: int) -> Any:
+    def ask(self, request: object, *, seconds: float, memory: int, wall_seconds: float | None = None) -> Any:
         """Send a request and wait for the answer.
 
         Args:
             request: A JSON value.
             seconds: Processor time that the child may take.
+            wall_seconds: Time after which the child is ended, even if it only waits; None: no limit.
             memory: Bytes of address space that the child may take beside what it has. Not limited where the system has no
                 /proc/self/statm.
 
@@ -67,7 +72,7 @@ class LimitedProcess:
         line = json.dumps({"request": request, "memory": memory, "seconds": seconds}).encode() + b"\n"
         with self._lock:
             try:
-                result = self._exchange(line)
+                result = self._exchange(line, wall_seconds)
             except BaseException:
                 self._end()
                 raise
@@ -86,7 +91,7 @@ class LimitedProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _exchange(self, line: bytes) -> dict[str, Any]:
+    def _exchange(self, line: bytes, wall_seconds: float | None) -> dict[str, Any]:
         if self._process is None:
             try:
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter and files of this package
@@ -106,9 +111,15 @@ class LimitedProcess:
         with contextlib.suppress(BrokenPipeError):  # the child is dead, and there will be no answer
             process.stdin.write(line)
             process.stdin.flush()
-        answer = process.stdout.readline()  # or the end of the file, at the latest when the system ends the child
+        waiting = select.poll()
+        waiting.register(process.stdout, select.POLLIN)
+        is_late = not waiting.poll(None if wall_seconds is None else min(wall_seconds * 1000, _LONGEST_WAIT))
+        # Or the end of the file, at the latest when the system ends the child.
+        answer = b"" if is_late else process.stdout.readline()
         if not answer.endswith(b"\n"):
-            raise LimitedProcessError(_cause_of(process.wait()))
+            _end_session(process)  # what the child has started may outlive it
+            status = process.wait()
+            raise LimitedProcessError(_TIME if is_late else _cause_of(status))
         result: dict[str, Any] = json.loads(answer)
         return result
 
@@ -116,12 +127,19 @@ class LimitedProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
-        process.wait()
+        if process.returncode is None:
+            _end_session(process)
+            process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """End the child, which leads its session, and the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cause_of(status: int) -> str:
@@ -134,7 +152,10 @@ def _cause_of(status: int) -> str:
 
 def _serve(task_file: str) -> None:
     """The child: answer requests until standard input ends."""
-    answers = os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.register_at_fork(after_in_child=answers.close)  # a fork of the task answers nothing, and keeps no answer from ending
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # the task reads no requests
     os.dup2(2, 1)  # what a library prints is no answer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = importlib.util.spec_from_file_location("task", task_file)
@@ -143,10 +164,23 @@ def _serve(task_file: str) -> None:
     task = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = task
     spec.loader.exec_module(task)
-    for line in sys.stdin.buffer:
-        result = _limited(task.answer, **json.loads(line))
-        answers.write(json.dumps(result).encode() + b"\n")
-        answers.flush()
+    lines = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
+    while True:
+        result = _limited(task.answer, **json.loads(lines.get()))
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended, and the thread ends the session
+            answers.write(json.dumps(result).encode() + b"\n")
+            answers.flush()
+
+
+def _read(requests: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    """Read requests in a thread, so as to notice the parent's end while a request is answered.
+
+    Code in C that keeps the interpreter's lock delays it, until the limit of processor time at the latest.
+    """
+    for line in requests:
+        lines.put(line)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds: float) -> dict[str, Any]:
@@ -160,7 +194,7 @@ def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds
         return {"answer": answer(request)}
     except MemoryError:
         return {"failure": _MEMORY}
-    except Exception as error:  # any: the parent raises it
+    except (Exception, SystemExit) as error:  # any: the parent raises it
         text = " ".join(str(error).split())[:_TEXT]
         return {"failure": _MEMORY if "allocate memory" in text else f"{type(error).__name__}: {text}"}
     finally:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from command_lines import done, make_place, refusal, run_here
+from command_lines import Ended, done, make_place, refusal, run_here
+from profiles import short_first
 
 from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.trainers import automatic_rate, run_directory, run_notices
@@ -43,14 +46,33 @@ def train(output: str, *more: object, lr: object = "auto") -> list[object]:
     return [*where, "--lr", lr, *more]
 
 
+@pytest.fixture(scope="module")
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Puts a run with some options into the present directory, and returns what its command said. Each is run once."""
+    runs: dict[tuple[object, ...], tuple[Path, Ended]] = {}
+
+    def copied(output: str, *more: object) -> Ended:
+        if more not in runs:
+            folder = tmp_path_factory.mktemp("finished") / "here"
+            shutil.copytree(prepared, folder)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                runs[more] = folder / "run", done(*train("run", *more))
+        run, ended = runs[more]
+        shutil.copytree(run, output)
+        return ended
+
+    return copied
+
+
 def outcome(run: str) -> dict[str, Any]:
-    """What a run came to, without its times."""
+    """What a run came to, without its times and its directory."""
     [weights] = Path(run, "model").glob("*.safetensors")
     recipe = yaml.safe_load(Path(run, "recipe.yaml").read_text())
     return {
         "journal": Path(run, "journal.jsonl").read_bytes(),
         "weights": weights.read_bytes(),
-        "recipe": {**recipe, "output": None},
+        "recipe": {**recipe, "output": None, **{key: Path(recipe[key]).name for key in ("model", "data")}},
     }
 
 
@@ -60,8 +82,9 @@ def trials(run: str) -> list[dict[str, Any]]:
 
 
 @each_method
-def test_the_run_is_that_of_the_rate_that_was_chosen(here: Path, method: list[object]) -> None:
-    done(*train("run", *method, *DECAYED))
+@pytest.mark.usefixtures("here")
+def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., Ended], method: list[object]) -> None:
+    finished("run", *method, *DECAYED)
     [best, *_] = trials("run")
     done(*train("given", *method, *DECAYED, lr=best["lr"]))
     assert outcome("run") == outcome("given")
@@ -71,8 +94,11 @@ def test_the_run_is_that_of_the_rate_that_was_chosen(here: Path, method: list[ob
 
 
 @each_method
-def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(here: Path, method: list[object]) -> None:
-    done(*train("run", *method))
+@pytest.mark.usefixtures("here")
+def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
+    finished: Callable[..., Ended], method: list[object]
+) -> None:
+    finished("run", *method)
     done(*train("again", *method))
     assert trials("run") == trials("again")
     [best, *others] = trials("run")
@@ -82,8 +108,9 @@ def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(here: Path,
 
 
 @each_method
-def test_what_the_trials_cost_is_told_before_and_counted(here: Path, method: list[object]) -> None:
-    said = done(*train("run", *method)).err
+@pytest.mark.usefixtures("here")
+def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[..., Ended], method: list[object]) -> None:
+    said = finished("run", *method).err
     told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
     assert told is not None
     assert said.index("rates are tried first") < said.index("round 1 of 2")
@@ -129,9 +156,10 @@ def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Pa
     assert "Disk writes: changed blocks with their states, a commit every step, " in before
 
 
-def test_the_report_shows_the_choice_and_its_curves(here: Path) -> None:
+@pytest.mark.usefixtures("here")
+def test_the_report_shows_the_choice_and_its_curves(finished: Callable[..., Ended]) -> None:
     pytest.importorskip("matplotlib")
-    done(*train("run"))
+    finished("run")
     done(*train("plain", lr=1e-3))
     [best, *_] = trials("run")
     text = page([read_run(Path("run"))])
@@ -142,13 +170,12 @@ def test_the_report_shows_the_choice_and_its_curves(here: Path) -> None:
 
 
 @each_method
-@pytest.mark.parametrize("trial", [0, 1, 3, 4])
+@pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))  # the second round's first trial, and others
+@pytest.mark.usefixtures("here")
 def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
-    here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, method: list[object], trial: int
+    monkeypatch: pytest.MonkeyPatch, finished: Callable[..., Ended], method: list[object], trial: int
 ) -> None:
-    if trial != 3 and not request.config.getoption("--long"):  # the second round's first trial
-        pytest.skip("other trials are for the long profile")
-    done(*train("whole", *method, *DECAYED))
+    finished("whole", *method, *DECAYED)
     begun = 0
     take = Trainer.train
 
@@ -219,8 +246,9 @@ def test_one_line_says_if_every_rate_diverges(here: Path, monkeypatch: pytest.Mo
     assert "pass a smaller --lr" in refusal(*train("run"))
 
 
-def test_a_damaged_choice_stops_nothing(here: Path) -> None:
-    done(*train("run"))
+@pytest.mark.usefixtures("here")
+def test_a_damaged_choice_stops_nothing(finished: Callable[..., Ended]) -> None:
+    finished("run")
     weights = outcome("run")["weights"]
     for damage in ("", "[1]", '{"trials": [{"lr": 1}]}', '{"trials": 3}'):
         Path("run/tune.json").write_text(damage)

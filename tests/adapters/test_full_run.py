@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
+from profiles import LONG
 from random_kills import KilledRuns, require_same_outcome
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -134,8 +135,14 @@ APPLY = ("zo2core.optimizers.torch_optimizer", "TorchOptimizer", "apply")
 PROBES = 4  # calls of apply by which the plan of a run measures the optimizer, before its first step
 
 
-@pytest.mark.parametrize("at", [1, 5, 9, 14])  # calls, four a step
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    ("at", "moment"),  # calls, four a step
+    [
+        *((1, "before"), (14, "after")),
+        *(pytest.param(at, moment, marks=LONG) for at in (5, 9) for moment in ("before", "after")),
+        *(pytest.param(at, moment, marks=LONG) for at, moment in ((1, "after"), (14, "before"))),
+    ],
+)
 def test_a_run_killed_between_two_updates_of_a_step_ends_as_the_undisturbed_one(
     at: int, moment: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
@@ -362,7 +369,7 @@ def test_a_streamed_run_killed_at_every_call_that_writes_ends_as_one_in_memory(
 ) -> None:
     kills = 0
     command = train("run", "--evaluation", "rows.jsonl", "--evaluate-every", 2, *STREAMED, method="badam")
-    for at in range(1, 60) if request.config.getoption("--long") else (9, 17, 21):
+    for at in range(1, 60) if request.config.getoption("--long") else (9, 21):
         shutil.rmtree("run", ignore_errors=True)
         ended = apart.run(*command, patch=strike(here, "os", "", "fsync", at, "after"))
         kills += ended.status == -9
@@ -456,7 +463,7 @@ def test_a_run_with_states_on_disk_killed_at_every_call_that_writes_ends_as_one_
     call: str, here: Path, apart: Apart, states_in_memory: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
     kills, command = 0, train("run", *STREAMED_RUN)
-    for at in range(1, 60) if request.config.getoption("--long") else (9, 14):
+    for at in range(1, 60) if request.config.getoption("--long") else (9,):
         shutil.rmtree("run", ignore_errors=True)
         ended = apart.run(*command, patch=strike(here, "os", "", call, at, "after"))
         kills += ended.status == -9

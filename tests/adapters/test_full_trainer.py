@@ -9,6 +9,7 @@ import pytest
 import torch
 from full_loops import adalomo_loop, lomo_loop
 from models import make_batch, save_model, save_tokenizer, small_config
+from profiles import each_choice
 from trainer_options import trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -24,7 +25,10 @@ class FullTrainer(FullBackpropTrainerMixin, Trainer):
     pass
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+FAMILIES = ["llama", "opt"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config(request.param))
     save_tokenizer(directory)
@@ -68,16 +72,15 @@ def assert_alike(trainer: Any, other: Any) -> None:
             assert [row[key] for row in rows[0]] == pytest.approx(expected, rel=1e-6), key
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"optim": "adamw_torch", "max_grad_norm": 0.05},
-        {"optim": "sgd", "max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 3},
-        {"optim": "adamw_torch_fused", "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
-    ],
-    ids=str,
-)
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"optim": "adamw_torch", "max_grad_norm": 0.05},
+    {"optim": "sgd", "max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 3},
+    {"optim": "adamw_torch_fused", "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
+]
+
+
+@pytest.mark.parametrize(("base", "changes"), each_choice(FAMILIES, CHANGES), indirect=["base"], ids=str)
 def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer, other = ours(base, tmp_path / "run", **changes), stock(base, tmp_path / "stock", **changes)
     trainer.train()
@@ -89,8 +92,11 @@ def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, changes:
     assert all(torch.equal(value, saved[name]) for name, value in trainer.engine.parameters_now())
 
 
-@pytest.mark.parametrize(("optim", "loop"), [("lomo", lomo_loop), ("adalomo", adalomo_loop)])
-def test_fused_optimizers_have_the_bits_of_their_loops(optim: str, loop: Any, base: Path, tmp_path: Path) -> None:
+LOOPS = {"lomo": lomo_loop, "adalomo": adalomo_loop}
+
+
+@pytest.mark.parametrize(("base", "optim"), each_choice(FAMILIES, list(LOOPS)), indirect=["base"])
+def test_fused_optimizers_have_the_bits_of_their_loops(base: Path, optim: str, tmp_path: Path) -> None:
     trainer = ours(base, tmp_path / "run", optim=optim, max_grad_norm=0.5)
     other = stock(base, tmp_path / "stock", max_grad_norm=0.0)
 
@@ -103,7 +109,7 @@ def test_fused_optimizers_have_the_bits_of_their_loops(optim: str, loop: Any, ba
         def gradients(self) -> dict[str, torch.Tensor]:
             return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
-    written_out = loop(Whole(), 0.1, None, 0.5)
+    written_out = LOOPS[optim](Whole(), 0.1, None, 0.5)  # type: ignore[arg-type]
 
     class Written(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

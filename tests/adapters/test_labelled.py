@@ -13,6 +13,7 @@ import torch
 from command_lines import refusal, run_here
 from models import WORDS, save_tokenizer, small_config
 from parity import assert_same_bits
+from profiles import each_choice
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PretrainedConfig
 
 from zo2adapters import MonolithicMeZO
@@ -76,8 +77,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(("family", "case"), each_choice(list(SIZES), list(CASES)))
 def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> None:
     rows, changes = CASES[case]
     config = made(tmp_path, family, rows, **changes)

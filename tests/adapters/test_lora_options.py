@@ -11,6 +11,7 @@ import torch
 import yaml
 from command_lines import Ended, done, make_place, refusal, run_here, write_rows
 from models import WORDS, save_tokenizer, small_config
+from profiles import each_choice
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -43,22 +44,22 @@ def files(run: str) -> tuple[bytes, bytes, dict[str, Any]]:
     return (folder / "journal.jsonl").read_bytes(), (folder / "model" / "adapter_model.safetensors").read_bytes(), config
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        ({"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}, ("--lora-rank", 2)),
-        ({"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}, ("--lora-rank", 2, "--lora-targets", "all-linear")),
-        (
-            {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]},
-            ("--lora-rank", 3, "--lora-targets", "q_proj", "up_proj", "--lora-alpha", 5),
-        ),
-    ],
-    ids=["defaults", "all-linear", "names"],
-)
-def test_a_run_is_that_of_the_same_config_in_a_file(
-    method: str, config: dict[str, Any], options: tuple[object, ...], here: Path
-) -> None:
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
+    "defaults": ({"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}, ("--lora-rank", 2)),
+    "all-linear": (
+        {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
+        ("--lora-rank", 2, "--lora-targets", "all-linear"),
+    ),
+    "names": (
+        {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]},
+        ("--lora-rank", 3, "--lora-targets", "q_proj", "up_proj", "--lora-alpha", 5),
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "name"), each_choice(list(METHODS), list(CONFIGS)))
+def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here: Path) -> None:
+    config, options = CONFIGS[name]
     peft.LoraConfig(**config, task_type="CAUSAL_LM").save_pretrained("lora")
     train("filed", *METHODS[method], "--adapter", "lora/adapter_config.json")
     train("named", *METHODS[method], *options)

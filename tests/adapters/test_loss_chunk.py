@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import BLOOM, BLOOM_CONFIG, CONFIGS, batches, make_batch, save_model, small_config
+from profiles import examples
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
@@ -20,7 +21,7 @@ MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=30)
+@examples(short=10, long=100)
 @given(data=st.data(), chunk=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_the_loss_is_hugging_faces_within_summation(
     model_type: str, data: st.DataObject, chunk: int, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, plans, storages
 from peft_models import TARGETS, lora, monolithic, steps, values_of
+from profiles import examples
 from runs import small_run
 from safetensors.torch import load_file, save_file
 from stacked_loop import StackedLoop
@@ -44,13 +45,11 @@ from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
-PROFILE = settings.default
-assert PROFILE is not None
 FA = ("lora_A",)  # LoRA-FA
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=PROFILE.max_examples // 2)
+@examples(short=4, long=50)
 @given(
     data=st.data(),
     plan=plans(),

@@ -14,11 +14,12 @@ import pytest
 import torch
 from command_lines import refusal
 from footprints import check
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, plans, storages
 from peft_models import steps
+from profiles import each_choice, examples
 from runs import small_run
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -45,8 +46,6 @@ from zo2core import (
 )
 
 peft: Any = pytest.importorskip("peft")
-PROFILE = settings.default
-assert PROFILE is not None
 TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"]}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
@@ -177,7 +176,7 @@ def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tup
         *(pytest.param(KINDS["prefix"], model_type, id=f"prefix-{model_type}") for model_type in ("qwen2", "qwen3")),
     ],
 )
-@settings(max_examples=max(4, PROFILE.max_examples // 6))
+@examples(short=2, long=16)
 @given(
     data=st.data(),
     plan=plans(),
@@ -212,9 +211,9 @@ def test_every_kind_in_the_weights_is_monolithic_mezo(
     assert_parity(make, whole, plan, batch).close()
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_goes_to_peft_and_back(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), each_choice(list(KINDS), [torch.float32, torch.bfloat16]))
+def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    kind = KINDS[name]
     base = save_model(tmp_path / "base", small_config("llama"), dtype)
     batch = make_batch(40, [7, 5])
     adapter = Adapter(config=kind.config("llama"))
@@ -231,8 +230,8 @@ def test_every_kind_goes_to_peft_and_back(kind: Kind, dtype: torch.dtype, tmp_pa
             assert replayer.evaluate([batch]).loss == loss
             replayer.export(tmp_path / f"{saved} again")
         again = load_file(tmp_path / f"{saved} again" / "adapter_model.safetensors")
-        for name, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
-            assert torch.equal(again[name], value)
+        for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
+            assert torch.equal(again[key], value)
 
 
 @every_kind
@@ -251,11 +250,12 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_pa
     assert begun + steps(opened(), 2, journal=journal) == expected
 
 
-@every_kind
 @pytest.mark.parametrize(
-    "damage", ["another base", "a tensor less", "a tensor more", "another shape", "cut short", "no file"]
+    ("name", "damage"),
+    each_choice(list(KINDS), ["another base", "a tensor less", "a tensor more", "another shape", "cut short", "no file"]),
 )
-def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(kind: Kind, damage: str, tmp_path: Path) -> None:
+def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(name: str, damage: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
     base, adapter = save_model(tmp_path / "base", small_config("llama")), tmp_path / "adapter"
     with Replayer(open_checkpoint(base, adapter=Adapter(config=kind.config("llama")))) as replayer:
         replayer.export(adapter)
@@ -304,17 +304,16 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
     assert not (tmp_path / "journal.jsonl").exists()
 
 
-@every_kind
-@pytest.mark.parametrize("method", ["int8", "nf4"])
-def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(kind: Kind, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "method"), each_choice(list(KINDS), ["int8", "nf4"]))
+def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str, method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
     quantize(tmp_path / "base", tmp_path / method, method)
     with Replayer(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
-    adapter = Adapter(config=kind.config("llama"), seed=2)
+    adapter = Adapter(config=KINDS[name].config("llama"), seed=2)
     streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
-    plain, encoded = (open_checkpoint(tmp_path / name, adapter=adapter) for name in ("plain", method))
+    plain, encoded = (open_checkpoint(tmp_path / folder, adapter=adapter) for folder in ("plain", method))
     assert steps(encoded, memory=streamed) == steps(plain)
 
 
@@ -504,7 +503,9 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_kind_on_the_command_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     options = small_run(tmp_path)
     run, config = tmp_path / "run", KINDS[kind].config("llama")
     config.save_pretrained(tmp_path / "kind")
@@ -525,6 +526,8 @@ def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, capsys: pytest.
     of_run = capsys.readouterr().out
     main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data), "--no-base"])
     assert capsys.readouterr().out == of_run
+    if kind != "prefix" and not request.config.getoption("--long"):
+        return
     main(["export", "--run", str(run), "--output", str(tmp_path / "first"), "--at", "0"])
     main([*train[:-1], str(tmp_path / "first"), "--output", str(tmp_path / "again"), "--steps", "4"])
     again = load_file(tmp_path / "again" / "model" / "adapter_model.safetensors")

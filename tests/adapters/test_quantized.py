@@ -18,6 +18,7 @@ from command_lines import refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
+from profiles import each_choice
 from runs import small_run
 from safetensors.torch import load_file, save_file
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -208,8 +209,7 @@ def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
     return folder / "dequantised"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "qwen3"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "model_type"), each_choice(list(METHODS), ["llama", "opt", "qwen3"]))
 def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(method: str, model_type: str, tmp_path: Path) -> None:
     path = make(tmp_path, method, model_type)
     plain = dequantised(path, tmp_path)

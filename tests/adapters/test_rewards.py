@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from command_lines import refusal, run_here
@@ -17,8 +22,9 @@ from parity import assert_same_bits
 from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters import open_checkpoint
+from zo2adapters import limited_process, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.tasks import reward_program
 from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, Rewards
@@ -44,7 +50,7 @@ ROWS = [
     {"prompt": "cat dog cat", "completion": " the", "weight": 1},
 ]
 FUNCTIONS = """
-import time
+import ctypes, os, signal, subprocess, sys, time
 
 def cats(prompt, completion, row):
     return row["weight"] * completion.split().count("cat") + len(prompt) / 100
@@ -67,6 +73,50 @@ def computes(prompt, completion, row):
 
 def allocates(prompt, completion, row):
     return len(bytearray(10**10)) if row["weight"] == 3 else 0.5
+
+def number(prompt, completion, row):
+    return {"0": 0.5, "1": float("nan"), "2": None, "3": "0.5", "4": [1]}[completion]
+
+def prints(prompt, completion, row):
+    if os.fork() == 0:
+        return 7.0
+    print("found", file=sys.stderr)
+    print('{"answer": [7.0]}', flush=True)
+    os.write(1, b'{"answer": [7.0]}\\n')
+    return float(sys.stdin.read() == "")
+
+def leaves(prompt, completion, row):
+    return sys.exit(3) if row["weight"] == 3 else 0.5
+
+def exits(prompt, completion, row):
+    if row["weight"] == 3:
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(3)
+    return 0.5
+
+def kills(prompt, completion, row):
+    return os.kill(os.getpid(), signal.SIGKILL) if row["weight"] == 3 else 0.5
+
+def goes_on(prompt, completion, row):
+    while row["weight"] == 3:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+    return 0.5
+
+def waits(prompt, completion, row):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(row["weight"] == 3 and 600)
+    return 0.5
+
+def starts(prompt, completion, row):
+    started = subprocess.Popen(["sleep", "600"])
+    with open(row["file"], "w") as file:
+        file.write(f"{os.getpid()} {started.pid} ")
+    goes_on(prompt, completion, row)
+    return 1
 """
 
 
@@ -112,7 +162,7 @@ def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], valu
 
 
 def test_rewards_are_added_by_their_weights(functions: Path) -> None:
-    judge = rewards(f"{functions}:cats=0.5", "length=2")
+    judge = rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)  # a third of a year
     try:
         each = judge.of(completions("cat cat", "no", weight=3))
         assert each == [[6.08, 0.08], [-0.07, -0.02]]
@@ -130,19 +180,129 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
         ("sleeps", "longer than 0.3 s"),
         ("computes", "longer than"),
         ("allocates", "more memory than allowed"),
+        ("leaves", "SystemExit: 3"),
+        ("exits", "its process ended with status 3"),
+        ("kills", "it ends its process by SIGKILL"),
+        ("goes_on", "it takes longer than allowed"),
     ],
 )
 def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
-    judge = rewards(f"{functions}:{function}", seconds=0.3)
+    # Code in C ends at the limit of a whole request, which nothing else has to wait for.
+    judge = rewards(f"{functions}:{function}", seconds=0.3, start_seconds=1 if function == "computes" else 600)
     rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
     line = 4 if function in ("infinite", "text") else 5
     try:
-        with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line}: found .*{why}"):
+        with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line} of --data: found .*{why}"):
             judge.of(rows)
         if line == 5 and function != "divides":
             assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
     finally:
         judge.close()
+
+
+def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
+    judge = rewards(f"{functions}:number")
+    found = {
+        "1": "nan, which is not finite",
+        "2": "NoneType 'None'",
+        "3": "str '0.5'",
+        "4": "list '[1]', which is not a number",
+    }
+    try:
+        assert judge.of(completions("0")) == [[0.5]]
+        for text, why in found.items():
+            with pytest.raises(DataError, match=f"line 2 of --evaluation: found {re.escape(why)}"):
+                judge.of(completions("0", text), option="evaluation")
+    finally:
+        judge.close()
+
+
+def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(
+    functions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge = rewards(f"{functions}:prints")
+    try:
+        assert judge.of(completions("a", "b")) == judge.of(completions("c", "d")) == [[1.0, 1.0]]
+    finally:
+        judge.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Path) -> None:
+    judge = rewards(f"{functions}:waits", seconds=0.2, start_seconds=0.5)
+    try:
+        with pytest.raises(DataError, match=r"waits, row on line 1 of --data: found it takes longer than allowed"):
+            judge.of(completions("text", weight=3))
+    finally:
+        judge.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def cats(*_): return 1\nraise RuntimeError('not\\ntoday')", "RuntimeError: not today"),
+        ("def cats(*_): return 1\nexit(3)", "SystemExit: 3"),
+        ("def cats(*_): return 1\nwhile True: pass", "TimeoutError: it takes longer than 1 s"),
+        ("def cats(*_): return 1\nwhole = bytearray(10**10)", "it takes more memory than allowed"),
+        ("from os import *", "AttributeError: module 'zo2_reward' has no attribute 'cats'"),
+        ("cats = 3", "TypeError: cats is not a function"),
+    ],
+)
+def test_a_file_that_does_not_run_is_told_before_anything_is_generated(source: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(source)
+    judge = rewards("length", f"{path}:cats")
+    try:
+        with pytest.raises(OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"):
+            judge.start()
+    finally:
+        judge.close()
+    base_of(tmp_path)
+    if "while" not in source:
+        assert f"--reward: found {path}: {why}" in refusal(*map(str, asked(tmp_path, f"{path}:cats")))
+        assert not (tmp_path / "run").exists()
+
+
+PARENT = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("limited", sys.argv[1])
+limited = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(limited)
+functions = pathlib.Path(sys.argv[3])
+request = {"name": "starts", "file": str(functions), "source": functions.read_text(), "seconds": 600, "start_seconds": 600}
+calls = [["a prompt", "a completion", {"weight": 3, "file": sys.argv[4]}]]
+limited.LimitedProcess(pathlib.Path(sys.argv[2])).ask({**request, "calls": calls}, seconds=600, memory=1 << 28)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_rewards_process_ends_with_its_parent_and_with_all_that_it_has_started(
+    is_killed: bool, functions: Path, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    if is_killed:
+        program = (limited_process.__file__, reward_program.__file__, str(functions), str(started))
+        parent = subprocess.Popen([sys.executable, "-c", PARENT, *program])
+        while not (started.exists() and started.read_text().endswith(" ")):
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+        parent.wait()
+    else:
+        judge = rewards(f"{functions}:starts")
+        assert judge.of(completions("text", weight=1, file=str(started))) == [[1.0]]
+        judge.close()
+    end = time.monotonic() + 100
+    while any(map(is_running, map(int, started.read_text().split()))):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("text", ["exact", "exact-match=", "exact-match=nan", "f.py", "f.py:", "f.txt:g", "f.py:a-b", ""])
@@ -322,6 +482,100 @@ def test_a_function_of_a_run_from_elsewhere_is_named_again(functions: Path, tmp_
     assert "other digests" in refusal(*resumed, "--reward", f"{moved}:cats")
     moved.write_text(FUNCTIONS)
     assert run_here(*resumed, "--reward", f"{moved}:cats").status == 0
+
+
+PAUSES = """
+import pathlib, time
+
+def pauses(prompt, completion, row):
+    calls = pathlib.Path(__file__).with_name("calls")
+    with calls.open("ab") as file:
+        file.write(b".")
+    time.sleep(calls.stat().st_size == 40 and 1)
+    return completion.split().count("cat")
+"""
+
+
+def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(tmp_path: Path) -> None:
+    base_of(tmp_path)
+    path = tmp_path / "pauses.py"
+    path.write_text(PAUSES)
+    told = refusal(*map(str, asked(tmp_path, f"{path}:pauses", reward_seconds=0.5)))
+    assert "of --data: found TimeoutError: it takes longer than 0.5 s" in told
+    assert "resume with more --reward-seconds" in told
+    taken = (tmp_path / "run/journal.jsonl").read_bytes().count(b"projected_grads")
+    assert taken == 2, "18 calls a step"
+    assert run_here("train", "--resume", tmp_path / "run", "--reward-seconds", 5).status == 0
+    assert run_here(*asked(tmp_path, f"{path}:pauses", output=tmp_path / "whole")).status == 0
+    journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("run", "whole")]
+    assert journals[0] == journals[1]
+
+
+def test_a_rewards_process_that_dies_once_costs_nothing(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    died = tmp_path / "died"
+    dies = f"""
+import pathlib
+
+def dies(*call):
+    if not pathlib.Path({str(died)!r}).exists():
+        pathlib.Path({str(died)!r}).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cats(*call)
+"""
+    functions.write_text(FUNCTIONS + dies)
+    journals = []
+    for output in ("run", "whole"):
+        assert run_here(*asked(tmp_path, f"{functions}:dies", output=tmp_path / output)).status == 0
+        assert died.exists()
+        journals.append((tmp_path / output / "journal.jsonl").read_bytes())
+    assert journals[0] == journals[1]
+
+
+def test_a_reward_that_fails_in_an_evaluation_is_told_by_its_row(functions: Path, tmp_path: Path) -> None:
+    base_of(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 1}) + "\n")
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 3}) + "\n")
+    command = asked(tmp_path, f"{functions}:divides", batch_size=1, evaluation=tmp_path / "eval.jsonl")
+    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in refusal(*command)
+
+
+def test_prompts_that_leave_no_room_are_told_by_their_row(tmp_path: Path) -> None:
+    base_of(tmp_path)
+    for tokens, rows in ((40, "rows.jsonl"), (30, "rows.jsonl"), (30, "eval.jsonl")):
+        (tmp_path / "eval.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+        kept = (tmp_path / rows).read_text()
+        (tmp_path / rows).write_text(kept + json.dumps({"prompt": "cat " * tokens}) + "\n")
+        told = refusal(*map(str, asked(tmp_path, "length", evaluation=tmp_path / "eval.jsonl")))
+        where = "--data" if rows == "rows.jsonl" else "--evaluation"
+        if tokens == 40:
+            assert f"{tmp_path / rows}, line 5: found a prompt of 40 tokens, which leaves no token" in told
+        else:
+            assert f"--max-new-tokens: found 5 after a prompt of 30 tokens, in the row on line 5 of {where}" in told
+            assert "expected at most 2" in told
+        assert not (tmp_path / "run").exists()
+        (tmp_path / rows).write_text(kept)
+
+
+def test_workers_whose_population_does_not_divide_and_whose_rewards_fail_end_alike(
+    functions: Path, tmp_path: Path, crew: Crew
+) -> None:
+    base_of(tmp_path)
+    assert run_here(*asked(tmp_path, f"{functions}:cats", steps=2, queries=1, output=tmp_path / "alone")).status == 0
+    ended = crew.run(*asked(tmp_path, f"{functions}:cats", steps=2, queries=1))
+    assert all(own.status == 0 for own in ended), ended
+    names = ("alone", "run", "run.worker-1")
+    records = [
+        [line for line in (tmp_path / name / "journal.jsonl").read_text().splitlines() if "seeds" in line] for name in names
+    ]
+    assert [json.loads(line)["losses"] for line in records[0]] == [json.loads(line)["losses"] for line in records[1]]
+    assert records[1] == records[2]
+    for own in crew.run(*asked(tmp_path, f"{functions}:divides", output=tmp_path / "failed")):
+        assert own.status == 2, own
+        assert own.line.startswith("zo2")
+        assert "row on line 3 of --data: found ZeroDivisionError" in own.line
+        assert "Traceback" not in own.err
+    assert not list(tmp_path.glob("failed*"))
 
 
 @pytest.fixture

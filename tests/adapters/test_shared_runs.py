@@ -37,13 +37,14 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> TrainOptions:
-    made = small_run(tmp_path, layers=2)
-    quantize(tmp_path / "base", tmp_path / "nf4", "nf4")
-    for file in (tmp_path / "base").glob("token*"):
-        shutil.copy(file, tmp_path / "nf4")
-    return replace(made, model=str(tmp_path / "nf4"))
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
+    folder = tmp_path_factory.mktemp("shared")
+    made = small_run(folder, layers=2)
+    quantize(folder / "base", folder / "nf4", "nf4")
+    for file in (folder / "base").glob("token*"):
+        shutil.copy(file, folder / "nf4")
+    return replace(made, model=str(folder / "nf4"))
 
 
 def arguments(options: TrainOptions, *more: object) -> list[str]:
@@ -69,14 +70,21 @@ def results(run: Path) -> dict[str, bytes]:
     return {"journal": (run / "journal.jsonl").read_bytes(), "weights": weights.read_bytes()}
 
 
-def assert_equal_to_alone(options: TrainOptions, folder: Path, together: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """What each run comes to by itself."""
+    folder = tmp_path_factory.mktemp("alone")
     for name, values in RUNS.items():
         assert run_here(*arguments(options, "--output", folder / name, *flags(values))).status == 0
-        assert results(together / name) == results(folder / name), name
+    return {name: results(folder / name) for name in RUNS}
+
+
+def results_of(together: Path) -> dict[str, dict[str, bytes]]:
+    return {name: results(together / name) for name in RUNS}
 
 
 def test_runs_of_one_command_are_the_runs_apart(
-    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
     sweeps, counting = counted_sweeps()
     with counting:
@@ -89,10 +97,12 @@ def test_runs_of_one_command_are_the_runs_apart(
     assert [line.split()[1] for line in table[1:5]] == ["4", "4", "6", "4"]
     outcomes = json.loads((tmp_path / "all" / "runs.json").read_text())
     assert [outcome["error"] for outcome in outcomes] == [None] * 4
-    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+    assert results_of(tmp_path / "all") == alone
 
 
-def test_an_interrupted_command_continues_all_and_one_can_continue_alone(options: TrainOptions, tmp_path: Path) -> None:
+def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
+    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     step, taken = ZOEngine.step, 0
 
@@ -107,16 +117,18 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(options
         assert run_here(*command).status != 0
     assert run_here("train", "--resume", tmp_path / "all" / "zo-lora").status == 0
     assert run_here(*command).status == 0
-    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+    assert results_of(tmp_path / "all") == alone
 
 
-def test_killed_processes_lose_nothing(options: TrainOptions, tmp_path: Path, apart: Apart) -> None:
+def test_killed_processes_lose_nothing(
+    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path, apart: Apart
+) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
         struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
         assert struck.status != 0
     assert run_here(*command).status == 0
-    assert_equal_to_alone(options, tmp_path / "apart", tmp_path / "all")
+    assert results_of(tmp_path / "all") == alone
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(options: TrainOptions, tmp_path: Path) -> None:
@@ -227,7 +239,10 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(options: TrainOpt
     assert three["nbytes"] <= three["host_plan"]["budget"]
     most = three["most_runs"]
     assert most >= 3
-    assert f"of which {most} fit" in refusal_of_plan(options, *method, "--memory", memory, "--runs", most + 5)
+    # The process itself may have become a little smaller or larger in the meantime.
+    told = re.search(r"of which (\d+) fit", refusal_of_plan(options, *method, "--memory", memory, "--runs", 2 * most))
+    assert told is not None
+    assert int(told[1]) == pytest.approx(most, rel=0.05)
 
 
 def refusal_of_plan(options: TrainOptions, *more: object) -> str:
@@ -238,13 +253,14 @@ def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> N
     assert "only read the weights" in refusal_of_plan(options, "--runs", 2)
 
 
-@pytest.fixture
-def trained(options: TrainOptions, tmp_path: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def trained(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three runs of one base, and an exported adapter."""
+    folder = tmp_path_factory.mktemp("trained")
     runs = {name: RUNS[name] for name in ("low-rank", "lora", "zo-lora")}
-    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
+    ran = run_here(*arguments(options, "--output", folder / "all", "--runs", written(folder, runs)))
     assert ran.status == 0, ran.err
-    return {**{name: tmp_path / "all" / name for name in runs}, "model": tmp_path / "all" / "lora" / "model"}
+    return {**{name: folder / "all" / name for name in runs}, "model": folder / "all" / "lora" / "model"}
 
 
 def counted_sweeps() -> tuple[list[int], Any]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
+from profiles import each_choice, examples
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import (
     AutoModelForCausalLM,
@@ -45,8 +46,6 @@ from zo2core.sweep.block_graph import BlockGraph
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
-PROFILE = settings.default
-assert PROFILE is not None
 TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "gate_proj"], "qwen3": ["k_proj"]}
 SIZES: Mapping[str, Any] = {
     "vocab_size": 40,
@@ -124,7 +123,7 @@ def assert_equal(engine: BackpropEngine, resident: Resident) -> None:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=PROFILE.max_examples // 3)
+@examples(short=4, long=33)
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -177,9 +176,7 @@ KINDS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("room", [1, 1 << 28])
+@pytest.mark.parametrize(("kind", "dtype", "room"), each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28]))
 def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
     for model_type in ("opt", "llama"):
         base = save_model(tmp_path / model_type, small_config(model_type), dtype)
@@ -247,9 +244,7 @@ def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
         assert offloaded == 0, "a base that is only read never comes back"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rows", [None, 1])
-@pytest.mark.parametrize("buckets", [1, 2, 3, 5])
+@pytest.mark.parametrize(("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5]))
 def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
     base: Path, overlap: bool, rows: int | None, buckets: int
 ) -> None:
@@ -350,10 +345,15 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
         assert engine.steps == 0
 
 
-@pytest.mark.parametrize("model_type", ["opt", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("room", [1, 1 << 28])
-@pytest.mark.parametrize("kind", ["lora", *(kind for kind in KINDS if kind not in ("dora", "loha"))])
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "room", "kind"),
+    each_choice(
+        ["opt", "llama"],
+        [torch.float32, torch.bfloat16],
+        [1, 1 << 28],
+        ["lora", *(kind for kind in KINDS if kind not in ("dora", "loha"))],
+    ),
+)
 def test_mixed_precision_is_that_of_autocast(
     model_type: str, dtype: torch.dtype, room: int, kind: str, tmp_path: Path
 ) -> None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
+from profiles import each_choice, examples
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,8 +51,6 @@ from zo2core.planning.device_plan import DevicePlan
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
-PROFILE = settings.default
-assert PROFILE is not None
 ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
 FUSED: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1, fused=True)
 SGD: Any = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
@@ -110,7 +109,7 @@ def assert_equal_runs(engine: FullBackpropEngine, whole: WholeModel, loop: Any, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=PROFILE.max_examples // 3)
+@examples(short=4, long=33)
 @given(
     data=st.data(),
     model_type=st.sampled_from(sorted(CONFIGS)),
@@ -145,9 +144,7 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], list(CASES)))
 def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)

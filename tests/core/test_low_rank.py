@@ -11,10 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import refusal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import assert_same_bits
+from profiles import examples
 from runs import small_run
 from stacked_loop import EPS, LR, StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -64,9 +65,6 @@ from zo2core.perturbation import Factors, PerturbedParameter, factor_store
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
-PROFILE = settings.default
-assert PROFILE is not None
-
 
 def load_whole(base: Path) -> PreTrainedModel:
     whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")  # which is in evaluation mode
@@ -74,7 +72,7 @@ def load_whole(base: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=PROFILE.max_examples // 3)
+@examples(short=4, long=33)
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, make_batch, save_model, small_config
+from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
@@ -88,8 +89,7 @@ def test_losses_count_by_their_labelled_tokens() -> None:
     assert combined_loss(losses[:1], [3]) is losses[0]
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("model_type", "left"), each_choice(list(CONFIGS), [False, True]))
 def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
     batch = make_batch(40, [9, 3, 12, 2, 7], left=left)

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, DTYPES, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, assert_same_bits, assert_same_parameters, fzoo_plans, plans, storages
+from profiles import examples
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -24,8 +25,6 @@ from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, MeZOSGD, ZOEngine
 from zo2core.sources.scratch import Scratch
 
-PROFILE = settings.default
-assert PROFILE is not None
 THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
 
 
@@ -48,6 +47,7 @@ def load_whole(directory: Path, dtype: torch.dtype | str = "auto") -> PreTrained
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
+@examples(short=9, long=100)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), storage=storages, threads_from=THREADS_FROM)
 def test_trajectory_is_monolithic_mezo(
     model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan, storage: Storage, threads_from: int
@@ -71,7 +71,7 @@ def test_trajectory_is_monolithic_mezo(
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=PROFILE.max_examples // 3)
+@examples(short=4, long=33)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
@@ -103,18 +103,17 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_trajectory_of_fzoo_is_its_papers_loop(model_type: str, request: pytest.FixtureRequest) -> None:
-    @settings(max_examples=300 if request.config.getoption("--long") else 8)
-    @given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)
-    def check(data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int) -> None:
-        config, plan = data.draw(CONFIGS[model_type]), data.draw(fzoo_plans())
-        batch = data.draw(batches(config.vocab_size))
-        with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
-            base, run = save_model(Path(folder, "base"), config, dtype), Path(folder, "run")
-            whole = load_whole(base)
-            assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch).close()
-
-    check()
+@examples(short=4, long=300)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)
+def test_trajectory_of_fzoo_is_its_papers_loop(
+    model_type: str, data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int
+) -> None:
+    config, plan = data.draw(CONFIGS[model_type]), data.draw(fzoo_plans())
+    batch = data.draw(batches(config.vocab_size))
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+        base, run = save_model(Path(folder, "base"), config, dtype), Path(folder, "run")
+        whole = load_whole(base)
+        assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch).close()
 
 
 def test_fzoo_resumed_after_every_step_is_its_papers_loop(tmp_path: Path) -> None:

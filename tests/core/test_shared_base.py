@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from peft_models import lora
+from profiles import examples
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import Adapter, open_checkpoint
@@ -51,8 +52,6 @@ from zo2core.sources.loader import SegmentLoader
 from zo2core.sweep.graph_room import GraphRoom
 from zo2core.types import Lane
 
-PROFILE = settings.default
-assert PROFILE is not None
 BUCKETS = (None, 1, 2)
 BASES = ("opt", "llama", "llama-nf4")
 
@@ -144,7 +143,7 @@ def device_of(name: str) -> Device | str:
     return "cpu" if name == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
 
 
-@settings(max_examples=PROFILE.max_examples // 2)
+@examples(short=5, long=50)
 @given(
     runs=st.lists(
         st.builds(Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=4

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import make_batch, save_model, small_config
+from profiles import each_choice, short_first
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.precision import Precision
@@ -72,10 +73,11 @@ def weights(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
 
 
+@cache
 def resident(
     base: Path, precision: Any = "exact", case: str = "badam", steps: int = STEPS, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of a run in memory."""
+    """Losses and weights of a run in memory, which nobody changes."""
     model, told = open_checkpoint(base, precision=precision), {"lr": lambda step: 1e-2 / (step + 1), **options}
     with FullBackpropEngine(model, UPDATES[case](), memory=memory(None), **told) as engine:
         return [engine.step(batch).loss for batch in BATCHES[:steps]], weights(engine)
@@ -85,17 +87,20 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return set(ours) == set(theirs) and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=5, tie_word_embeddings=True))
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=True)
+    return save_model(tmp_path_factory.mktemp("streamed") / "base", config)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("buckets", [2, 3])
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "mixed")])
+@pytest.mark.parametrize(
+    ("numbers", "buckets", "overlap"),
+    each_choice([("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "mixed")], [2, 3], [False, True]),
+)
 def test_blocks_on_disk_give_the_bits_of_blocks_in_memory(
-    dtype: str, precision: str, buckets: int, overlap: bool, tmp_path: Path
+    numbers: tuple[str, str], buckets: int, overlap: bool, tmp_path: Path
 ) -> None:
+    dtype, precision = numbers
     config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 2)
     base = save_model(tmp_path / "base", config, getattr(torch, dtype))
     losses, expected = resident(base, precision)
@@ -139,7 +144,7 @@ def test_the_version_of_a_segment_is_the_step_after_its_last_update(base: Path, 
     assert {segment: version for segment, version in written.items() if version} == expected
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 12, 16])
+@pytest.mark.parametrize("steps", short_first([1, 4, 7, 16], [2, 3, 12]))
 def test_a_run_resumes_at_the_end_of_a_turn_with_the_same_bits(steps: int, base: Path, tmp_path: Path) -> None:
     losses, expected = resident(base)
     with streamed(base, tmp_path / "run") as engine:
@@ -209,19 +214,19 @@ def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_p
 OTHERS = [case for case in UPDATES if case != "badam"]
 
 
-@pytest.mark.parametrize(
-    ("commit_every", "buckets", "overlap", "dtype", "precision"),
-    [
-        (1, 2, True, "bfloat16", "mixed"),
-        (1, 3, False, "float32", "exact"),
-        (3, 4, True, "bfloat16", "exact"),
-        (2, 3, True, "bfloat16", "mixed"),
-    ],
-)
-@pytest.mark.parametrize("case", OTHERS)
+PLACES = [  # steps between commits, buckets, whether transfers overlap, dtype and precision
+    (1, 2, True, "bfloat16", "mixed"),
+    (1, 3, False, "float32", "exact"),
+    (3, 4, True, "bfloat16", "exact"),
+    (2, 3, True, "bfloat16", "mixed"),
+]
+
+
+@pytest.mark.parametrize(("case", "place"), each_choice(OTHERS, PLACES))
 def test_states_on_disk_give_the_bits_of_states_in_memory(
-    case: str, commit_every: int, buckets: int, overlap: bool, dtype: str, precision: str, tmp_path: Path
+    case: str, place: tuple[int, int, bool, str, str], tmp_path: Path
 ) -> None:
+    commit_every, buckets, overlap, dtype, precision = place
     config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 3)
     base = save_model(tmp_path / "base", config, getattr(torch, dtype))
     losses, expected = resident(base, precision, case, 5)
@@ -239,11 +244,13 @@ def test_states_on_disk_give_the_bits_of_states_in_memory(
         assert engine.evaluate(BATCHES[:2]).loss == evaluated
 
 
-@pytest.mark.parametrize(("commit_every", "steps"), [(1, 1), (1, 3), (3, 2), (3, 4), (2, 5)])
-@pytest.mark.parametrize("case", ["lomo", "adamw", "adalomo"])
+@pytest.mark.parametrize(
+    ("case", "stopped"), each_choice(["lomo", "adamw", "adalomo"], [(1, 1), (1, 3), (3, 2), (3, 4), (2, 5)])
+)
 def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
-    case: str, commit_every: int, steps: int, base: Path, tmp_path: Path
+    case: str, stopped: tuple[int, int], base: Path, tmp_path: Path
 ) -> None:
+    commit_every, steps = stopped
     losses, expected = resident(base, case=case, steps=7)
     with streamed(base, tmp_path / "run", 4, case, commit_every=commit_every) as engine:
         for batch in BATCHES[:steps]:
@@ -323,12 +330,13 @@ def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, swee
     return reads
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize(("buckets", "commit_every"), [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)])
-@pytest.mark.parametrize("case", ["lomo", "adamw"])
+@pytest.mark.parametrize(
+    ("case", "place", "clip"), each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0])
+)
 def test_states_are_read_on_the_way_back_alone(
-    case: str, buckets: int, commit_every: int, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, place: tuple[int, int], clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    buckets, commit_every = place
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True))
     reads, real = [0], Generations.read
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from profiles import each_choice
 from threaded_device import ThreadedDevice, ThreadedStreams
 from visitors import TwoStepVisitor
 from waits import BLOCKS, FOR_ACTIVATIONS, FOR_INPUTS, SLOW, CheckingSource, nothing, slow
@@ -125,9 +126,7 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
     assert run(Case(some, some, some, some), without=[], kept=kept) == []
 
 
-@pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize("capacity", [1, 2, BLOCKS])
-@pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])
+@pytest.mark.parametrize(("kept", "capacity", "replays"), each_choice([0, 1, 3, BLOCKS], [1, 2, BLOCKS], [False, True]))
 def test_a_sweep_may_turn_back(kept: int, capacity: int, replays: bool) -> None:
     """Forward over all segments and back, as a first-order step does; at the turn a block comes back that has just left."""
     rng = random.Random(kept)

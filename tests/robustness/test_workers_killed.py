@@ -66,7 +66,7 @@ def run_with_kills(folder: Path, rng: random.Random, kills: int) -> list[bytes]:
 def test_killed_workers_lose_the_step_under_way_and_nothing_else(
     tmp_path: Path, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    kills = 200 if request.config.getoption("--long") else 2
+    kills = 200 if request.config.getoption("--long") else 1
     rng = random.Random(seed)
     alone = b"".join(worker_program.trained(tmp_path, 99, STEPS, None))
     done = runs = 0

@@ -13,29 +13,45 @@ from pathlib import Path
 
 from command_lines import Apart
 
-PHASES = ("start-up", "outside of a step", "step", "record", "snapshot or commit", "evaluation")
+MARKED = {  # phases of a process, with the functions during which it is in them
+    "snapshot or commit": (
+        ("zo2core.checkpoint.snapshots", "Snapshots", "write"),
+        ("zo2core", "StreamedFullBackpropEngine", "commit"),
+        ("zo2core.perturbation.factor_file", "FactorFile", "keep"),
+    ),
+    "evaluation": (("zo2core", "Runner", "evaluate"), ("zo2adapters.tasks.reward_task", "RewardTask", "evaluate")),
+    "step": (
+        ("zo2core", "BackpropEngine", "step"),
+        ("zo2core", "FullBackpropEngine", "step"),
+        ("zo2adapters.tasks.reward_task", "RewardTask", "step"),
+    ),
+    "record": (("zo2core.journal", "Journal", "append"),),
+    "generation": (("zo2adapters.tasks.generation", "Generation", "continuations"),),
+    "rewards": (("zo2adapters.tasks.rewards", "Rewards", "of"),),
+}
+PHASES = ("start-up", "outside of a step", *MARKED)
+STEP = PHASES.index("step")
+WITHIN_A_STEP = PHASES[STEP:]  # those after the step itself are parts of one, and are told apart nowhere else
 MOST_KILLS = 6  # of one run, which then goes on to its end
 
-_MARKED = """
+_MARKS = """
 import importlib, mmap, os
 os.chdir({folder!r})
 file = open("phase", "r+b")
 phase = mmap.mmap(file.fileno(), 1)
-def mark(module, owner, name, number):
+def mark(number, module, owner, name):
     owner = getattr(importlib.import_module(module), owner)
     real = getattr(owner, name)
     def marked(*args, **kwargs):
-        before, phase[0] = phase[0], number
+        before = phase[0]
+        phase[0] = number if number <= {step} or before == {step} else before
         result = real(*args, **kwargs)
-        phase[0] = max(before, 1)
+        phase[0] = before if number > {step} else max(before, 1)
         return result
     setattr(owner, name, marked)
-mark("zo2core", "BackpropEngine", "step", 2)
-mark("zo2core", "FullBackpropEngine", "step", 2)
-mark("zo2core.journal", "Journal", "append", 3)
-mark("zo2core.checkpoint.snapshots", "Snapshots", "write", 4)
-mark("zo2core", "StreamedFullBackpropEngine", "commit", 4)
-mark("zo2core.engine.runner", "Runner", "evaluate", 5)
+for number, name in enumerate({phases!r}):
+    for place in {marked!r}.get(name, ()):
+        mark(number, *place)
 """
 
 
@@ -52,7 +68,8 @@ class KilledRuns:
 
     def __init__(self, folder: Path, apart: Apart, command: Sequence[object], steps: int, patch: str = "") -> None:
         self._apart, self._command, self._steps = apart, command, steps
-        self._patch = _MARKED.format(folder=str(folder)) + patch
+        marks = _MARKS.format(folder=str(folder), step=STEP, phases=PHASES, marked=MARKED)
+        self._patch = marks + patch
         Path("phase").write_bytes(b"\0")
         with Path("phase").open("r+b") as file:
             self._phase = mmap.mmap(file.fileno(), 1)
@@ -109,7 +126,8 @@ class KilledRuns:
 def _recorded() -> int:
     """Steps in the journal."""
     path = Path("run/journal.jsonl")
-    return path.read_bytes().count(b'"commit"') if path.exists() else 0
+    raw = path.read_bytes() if path.exists() else b""
+    return raw.count(b'"commit"') + raw.count(b'"projected_grads"')
 
 
 def require_same_outcome(
@@ -119,7 +137,8 @@ def require_same_outcome(
     expected, ends = runs.undisturbed(outcome), 0
     while runs.hits.total() < kills:
         runs.killed(rng, kills - runs.hits.total())
-        assert outcome("run") == expected
+        found = outcome("run")
+        assert found == expected, [name for name, value in expected.items() if found[name] != value]
         ends += 1
     assert runs.hits[PHASES[0]] == 0, "each kill waited for a step to begin"
     return f"{runs.hits.total()} kills, {dict(runs.hits)}; {ends} runs ended as the undisturbed one"

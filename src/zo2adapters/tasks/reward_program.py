@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 Reward = Callable[[Any, str, Mapping[str, Any]], Any]
 
+_UNWINDING_SECONDS = 1.0  # in which code that is interrupted has to end
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _loaded: dict[tuple[str, str], types.ModuleType] = {}  # modules of the user, by path and source
 
@@ -72,7 +74,8 @@ def answer(request: dict[str, Any]) -> list[float | str]:
 
     Args:
         request: ``name`` of a ready reward or function; ``file``, the path of its file, and ``source``, its text, or None;
-            ``calls``, each [prompt, completion, row]; and ``seconds``, the most that a call may take.
+            ``calls``, each [prompt, completion, row]; ``seconds``, the most that a call may take; and ``start_seconds``,
+            the most that running the file may take. Without calls the file is run, unless an earlier request did.
 
     Returns:
         The reward of each call; up to the first call that has none, for which it is a text that says why.
@@ -86,15 +89,18 @@ def answer(request: dict[str, Any]) -> list[float | str]:
     return values
 
 
-def _function(*, name: str, file: str, source: str, **_: object) -> Reward:
+def _function(*, name: str, file: str, source: str, start_seconds: float, **_: object) -> Reward:
     """The user's function. The source is the text that the parent read, whose digest it has recorded."""
     if (file, source) not in _loaded:
         module = types.ModuleType("zo2_reward")
         module.__file__ = file
         sys.modules[module.__name__] = module  # classes of the module look it up there
-        exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - the user named this program
+        with _at_most(start_seconds):
+            exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - the user named this program
         _loaded[file, source] = module
     function: Reward = getattr(_loaded[file, source], name)
+    if not callable(function):
+        raise TypeError(f"{name} is not a function")
     return function
 
 
@@ -107,6 +113,8 @@ def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, A
     except Exception as error:  # the user's program may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     try:
+        if isinstance(value, (str, bytes)):  # which float() would parse
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return f"{type(value).__name__} {str(value)[:40]!r}, which is not a number"
@@ -115,13 +123,18 @@ def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, A
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Interrupt Python code after a time; code in C is ended by the process's limit of computing time."""
+    """Interrupt Python code after a time, and end the process if it goes on; the parent ends code in C."""
+    is_told = False
 
     def interrupt(number: int, frame: object) -> None:
+        nonlocal is_told
+        if is_told:
+            os.kill(os.getpid(), signal.SIGXCPU)
+        is_told = True
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _UNWINDING_SECONDS)
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ class RewardTask(GeneratedTask):
         eos = self._tokenizer.eos_token_id
         super().__init__(model, rows, options, ends=() if eos is None else (eos,))
         self._seed, self._rows = options.seed, rows
-        self._require_room(rows)
+        self._require_room(rows, "data")
         self._sampling(0)  # refuses numbers out of range
         names, settings = self._settings.names, self._settings
         self._rewards = Rewards(
@@ -70,20 +70,23 @@ class RewardTask(GeneratedTask):
         self._kept: _Kept | None = None
         self._seen: dict[str, float] = {}  # of the last step
 
-    def _require_room(self, rows: Dataset) -> None:
-        longest, limit = max(row.prompt_length for row in rows), self._model.longest_row
-        if limit is not None and longest + self._settings.max_new_tokens > limit:
+    def _require_room(self, rows: Dataset, option: str) -> None:
+        """Refuse rows of an option's file whose prompt leaves no room for a completion."""
+        longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
+        if limit is not None and longest.prompt_length + self._settings.max_new_tokens > limit:
+            prompt = f"a prompt of {longest.prompt_length} tokens, in the row on line {longest.line} of --{option}"
             raise OptionError(
                 "max_new_tokens",
-                found=f"{self._settings.max_new_tokens} after a prompt of {longest} tokens",
-                expected=f"at most {limit - longest}, with which prompts reach the model's limit of {limit}",
-                remedy="lower it, or shorten the prompts",
+                found=f"{self._settings.max_new_tokens} after {prompt}",
+                expected=f"at most {limit - longest.prompt_length}, with which it reaches the model's limit of {limit}",
+                remedy="lower it, or shorten the prompt",
             )
 
     def prepare(
         self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Any]]
     ) -> None:
         """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""
+        self._rewards.start()
         with open_base() as base:
             first = [self._rows[index] for index in range(min(_KEPT_ROWS, len(self._rows)))]
             continued = self._continued(base, first, [None], None)[0]
@@ -137,13 +140,14 @@ class RewardTask(GeneratedTask):
 
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
         """Compute the mean reward of greedy completions, of each reward if there are several, their length and the drift."""
+        self._require_room(rows, "evaluation")
         parts, continued = self._evaluated(engine, rows)
         counts = list(map(len, parts))
 
         def mean(values: Sequence[float]) -> float:
             return math.fsum(gather_in_order(engine, values, counts, rows.rows)) / len(rows)
 
-        each = self._rewards.of(self._completions(continued))
+        each = self._rewards.of(self._completions(continued), option="evaluation")
         total = mean(self._rewards.total(each) if continued else [])
         results = {"loss": 0.0 - total, "reward": total}
         for name, values in zip(self._rewards.names, each, strict=True):

@@ -79,15 +79,15 @@ class Rewards:
         names: The rewards, at least one; their weighted sum counts.
         seconds: Most seconds of a call.
         memory: Most bytes that the process may take beside what it has.
-        start_seconds: Processor time in which the process may import packages. A call in C, which nothing can interrupt,
-            is ended after this time and that of all calls of its request.
+        start_seconds: Seconds in which the process may run a file and import packages. A call in C, which nothing can
+            interrupt, is ended after this time and that of all calls of its request, or twice as long if it only waits.
 
     Raises:
         OptionError: if a file cannot be read.
         MissingPackageError: if a reward needs a package that is not installed.
     """
 
-    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int, start_seconds: float = 10.0) -> None:
+    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int, start_seconds: float = 60.0) -> None:
         if any(name.file is None and name.name == "json-schema" for name in names):
             optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
         self.names = names
@@ -101,8 +101,31 @@ class Rewards:
         pairs = zip(self.names, self._sources, strict=True)
         return [[n.name, n.weight, None if s is None else hashlib.sha256(s.encode()).hexdigest()] for n, s in pairs]
 
-    def of(self, completions: Sequence[Completion]) -> list[list[float]]:
+    def start(self) -> None:
+        """Run the files of functions in the child process, so that they are known to run before anything is generated.
+
+        Raises:
+            OptionError: naming the file, if it raises an error, takes too long or too much memory, or has no such function.
+        """
+        for index, name in enumerate(self.names):
+            if name.file is None:
+                continue
+            try:
+                self._ask(index, [])
+            except LimitedProcessError as error:
+                raise OptionError(
+                    "reward",
+                    found=f"{name.file}: {error}",
+                    expected=f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}",
+                    remedy="correct the file, or raise --reward-memory if it needs more",
+                ) from error
+
+    def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
         """Compute the rewards of completions.
+
+        Args:
+            completions: The completions.
+            option: The option that named the file of their rows.
 
         Returns:
             For each reward, its value for each completion, without its weight.
@@ -111,9 +134,10 @@ class Rewards:
             DataError: naming the reward and the row, if a reward fails, takes too long or too much memory, or is not a
                 finite number.
         """
+        starts = range(0, len(completions), _CALLS)
         return [
-            [value for start in range(0, len(completions), _CALLS) for value in self._asked(i, completions[start:][:_CALLS])]
-            for i in range(len(self.names))
+            [value for start in starts for value in self._values(index, completions[start:][:_CALLS], option)]
+            for index in range(len(self.names))
         ]
 
     def total(self, values: Sequence[Sequence[float]]) -> list[float]:
@@ -127,7 +151,19 @@ class Rewards:
         """End the child process. May be called twice."""
         self._process.close()
 
-    def _asked(self, index: int, completions: Sequence[Completion]) -> list[float]:
+    def _values(self, index: int, completions: Sequence[Completion], option: str) -> list[float]:
+        """A reward's values of the completions of one request."""
+        try:
+            values = self._ask(index, completions)
+        except LimitedProcessError as error:
+            if len(completions) > 1:
+                return [value for completion in completions for value in self._values(index, [completion], option)]
+            raise self._failure(index, completions[0], str(error), option) from error
+        if isinstance(values[-1], str):
+            raise self._failure(index, completions[len(values) - 1], values[-1], option)
+        return list(values)
+
+    def _ask(self, index: int, completions: Sequence[Completion]) -> list[Any]:
         name = self.names[index]
         request = {
             "name": name.name,
@@ -135,22 +171,15 @@ class Rewards:
             "source": self._sources[index],
             "calls": [[completion.prompt, completion.text, completion.row] for completion in completions],
             "seconds": self._seconds,
+            "start_seconds": self._start_seconds,
         }
-        try:
-            seconds = self._start_seconds + self._seconds * len(completions)
-            values = self._process.ask(request, seconds=seconds, memory=self._memory)
-        except LimitedProcessError as error:
-            if len(completions) > 1:
-                return [value for completion in completions for value in self._asked(index, [completion])]
-            raise self._failure(name, completions[0], str(error)) from error
-        if isinstance(values[-1], str):
-            raise self._failure(name, completions[len(values) - 1], values[-1])
-        return list(values)
+        seconds = self._start_seconds + self._seconds * len(completions)
+        values: list[Any] = self._process.ask(request, seconds=seconds, memory=self._memory, wall_seconds=2 * seconds)
+        return values
 
-    @staticmethod
-    def _failure(name: RewardName, completion: Completion, why: str) -> DataError:
+    def _failure(self, index: int, completion: Completion, why: str, option: str) -> DataError:
         return DataError(
-            f"reward {name}, row on line {completion.line}",
+            f"reward {self.names[index]}, row on line {completion.line} of --{option}",
             found=f"{why}, for the completion {completion.text[:60]!r}",
             expected="a finite number, within the limits of time and memory",
             remedy="correct the row or the function and start anew, or resume with more --reward-seconds or --reward-memory",
