@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import sys
 from pathlib import Path
 
 import bench_prge
 import bench_queries
+import make_chats
 import pytest
 import torch
 from bench_queries import SlowReader
@@ -145,3 +147,18 @@ def test_p_rge_is_timed_by_its_ways_and_on_encoded_bases(
     for name, paper in bench_prge.PAPER_GIB.items():
         ours = [nbytes / 2**30 for nbytes in found["paper_models_bytes"][name].values()]
         assert ours == pytest.approx(paper, rel=0.03)
+
+
+def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "again"):
+        monkeypatch.setattr(sys, "argv", ["make_chats.py", str(tmp_path / name), "--rows", "300", "--held-out", "60"])
+        make_chats.main()
+    files = [(tmp_path / "first" / name).read_text() for name in ("train.jsonl", "held-out.jsonl")]
+    assert files == [(tmp_path / "again" / name).read_text() for name in ("train.jsonl", "held-out.jsonl")]
+    train, held_out = (text.splitlines() for text in files)
+    assert (len(train), len(held_out), set(train) & set(held_out)) == (300, 60, set())
+    for line in train:
+        answer = json.loads(line)["messages"][1]["content"]
+        working, result = re.fullmatch(r"[^0-9]*(.*)\n#### ([0-9]+)", answer, re.DOTALL).groups()  # type: ignore[union-attr]
+        first, sign, second = re.search(r"([0-9]+) ([-+*]) ([0-9]+)", working).groups()  # type: ignore[union-attr]
+        assert {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(first), int(second)) == int(result)
