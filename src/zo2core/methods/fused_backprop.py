@@ -208,8 +208,10 @@ def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: Los
         The names of those that were converted.
     """
     converted = {name for name, gradient in gradients.items() if update.widens_gradients and gradient.dtype in HALVES}
-    for name in gradients:
-        gradients[name] = scale.unscaled(widened(gradients[name]) if name in converted else gradients[name])
+    for name, gradient in gradients.items():
+        if name in converted:
+            gradients[name] = widened(gradient)
+        gradients[name] = scale.unscaled(gradients[name], gradients[name] if name in converted else None)
     return converted
 
 

@@ -68,9 +68,11 @@ class LossScale:
         """Whether the scale ever changes."""
         return self._scaling is not None
 
-    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Divide a float32 gradient of the scaled loss by the scale."""
-        return gradient if self._scaling is None else gradient * torch.tensor(1.0 / self.scale, dtype=torch.float32)
+    def unscaled(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is given."""
+        if self._scaling is None:
+            return gradient
+        return torch.mul(gradient, torch.tensor(1.0 / self.scale, dtype=torch.float32), out=out)
 
     def update(self, *, overflowed: bool) -> None:
         """Choose the scale of the next step."""
