@@ -225,7 +225,7 @@ def reserved_bytes(
         rows: Rows of a batch.
         tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
-        update: The optimizer of all parameters; None: an adapter is trained.
+        update: The optimizer of all parameters, whose turns decide which have gradients; None: there are no turns.
 
     Returns:
         Bytes with the inputs of all blocks in memory, and without them.
