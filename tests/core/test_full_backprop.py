@@ -43,9 +43,9 @@ from zo2core import (
     TorchOptimizer,
     UpdateInputs,
 )
-from zo2core.engine.full_backprop_engine import gradient_bytes
+from zo2core.engine.full_backprop_engine import gradient_bytes, trained_bytes
 from zo2core.methods.loss_scale import LossScale
-from zo2core.optimizers import make_block_update
+from zo2core.optimizers import make_block_update, state_bytes
 from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.sweep.stored_parameters import StoredParameters
@@ -811,6 +811,23 @@ class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._alive.discard, storage.data_ptr())
             self.most = max(self.most, len(self._alive))
         return made
+
+
+def test_a_turn_takes_the_memory_of_its_one_segment() -> None:
+    def layout(name: str, *sizes: int) -> BlockLayout:
+        specs = tuple(
+            ParameterSpec(f"{name}.{n}", (64, size), torch.bfloat16, n, decays=True) for n, size in enumerate(sizes)
+        )
+        return BlockLayout(name, SegmentKind.BLOCK, specs)
+
+    wide, deep = layout("wide", 100), layout("deep", 40, 40, 40)  # one with more gradients at a time, one with more states
+    update = BAdam(ADAMW)
+    for one, numel, largest in ((wide, 6400, 6400), (deep, 7680, 2560)):
+        # In float32, and beside them one parameter's in bfloat16 while it is converted.
+        assert gradient_bytes(update, [one]) == 4 * numel + 2 * largest
+    apart = [sum(trained_bytes(update, [one])) for one in (wide, deep)]
+    assert sum(trained_bytes(update, [wide, deep])) == max(apart)
+    assert max(apart) < gradient_bytes(update, [wide, deep]) + state_bytes(update, [wide, deep])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
