@@ -44,6 +44,7 @@ from zo2core import (
     UpdateInputs,
 )
 from zo2core.engine.full_backprop_engine import gradient_bytes, trained_bytes
+from zo2core.methods.fused_backprop import _Updating
 from zo2core.methods.loss_scale import LossScale
 from zo2core.optimizers import make_block_update, state_bytes
 from zo2core.optimizers.optimizer_states import _Zeros
@@ -811,6 +812,21 @@ class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._alive.discard, storage.data_ptr())
             self.most = max(self.most, len(self._alive))
         return made
+
+
+def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
+    given = {name: torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16() for name in ("a", "b")}
+    gradients, scale = dict(given), LossScale(LossScaling())
+    policy, unused = GradientPolicy(clip_value=0.5, clip_norm=1.0), cast("Any", None)
+    step = _Updating(unused, torch.tensor(8.0), given, policy, BAdam(ADAMW), unused, scale, step=0, lr=0.1)
+    with _LargestTensors(4 * 64 * 128) as made:
+        step.complete(0, gradients)
+    assert made.most == 2
+    for name, gradient in given.items():
+        unscaled = gradient.float() * torch.tensor(1.0 / scale.scale, dtype=torch.float32)
+        expected = unscaled.clamp(-0.5, 0.5) * torch.clamp(1.0 / (torch.tensor(8.0) + 1e-6), max=1.0)
+        assert torch.equal(gradients[name], expected)
+        assert gradient.dtype is torch.bfloat16
 
 
 def test_a_turn_takes_the_memory_of_its_one_segment() -> None:
