@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    if given.directory.exists():
+        parser.error(f"{given.directory} exists; name a directory that does not")
     given.directory.mkdir(parents=True)
     generator = random.Random(given.seed)
     train = [json.dumps(conversation(generator)) for _ in range(given.rows)]
