@@ -124,6 +124,16 @@ def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> No
     assert not found["model.norm.weight"].equal(weights(base)["model.norm.weight"])
 
 
+def test_a_modelfile_names_every_file_of_a_split_base(tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", MIXED, files=3)
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    with Replayer(model) as engine:
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+    named = [f"FROM {tmp_path}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
+    assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def export_gguf(
         loras = _loras(model, layout)
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, engine, model, layout, loras)
-            (partial / MODELFILE).write_text(f"FROM {base.resolve()}\nADAPTER ./{ADAPTER}\n")
+            lines = [*(f"FROM {path.resolve()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"]
+            (partial / MODELFILE).write_text("\n".join(lines) + "\n")
             write_companions(partial, files)
         return
     with new_directory(directory) as partial:
@@ -76,6 +77,14 @@ def export_gguf(
         _write_model(partial / MODEL, engine, model, layout, base, metadata, kind)
         (partial / MODELFILE).write_text(f"FROM ./{MODEL}\n")
         write_companions(partial, files)
+
+
+def _files(base: Path) -> Iterable[Path]:
+    """The paths of a base for the Modelfile: ollama takes a split model as one ``FROM`` for each file."""
+    if not is_gguf(base):
+        return [base]
+    file = read_gguf(base)
+    return dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
 
 
 def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
