@@ -125,12 +125,19 @@ def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> No
 
 
 def test_a_modelfile_names_every_file_of_a_split_base(tmp_path: Path) -> None:
-    base = save_gguf(tmp_path / "base.gguf", "llama", MIXED, files=3)
+    cached = tmp_path / "models--some--model"
+    blobs, snapshot = cached / "blobs", cached / "snapshots" / "1"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_gguf(blobs / "base.gguf", "llama", MIXED, files=3)
+    for number, blob in enumerate(sorted(blobs.iterdir()), 1):
+        (snapshot / blob.name).symlink_to(blob.rename(blobs / str(number)))
+    base = snapshot / "base-00001-of-00003.gguf"
     config = LoraConfig(r=2, target_modules=["q_proj"])
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Replayer(model) as engine:
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
-    named = [f"FROM {tmp_path}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
+    named = [f"FROM {snapshot}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
     assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
 
 

@@ -68,7 +68,7 @@ def export_gguf(
         loras = _loras(model, layout)
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, engine, model, layout, loras)
-            lines = [*(f"FROM {path.resolve()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"]
+            lines = [*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"]
             (partial / MODELFILE).write_text("\n".join(lines) + "\n")
             write_companions(partial, files)
         return
@@ -80,7 +80,10 @@ def export_gguf(
 
 
 def _files(base: Path) -> Iterable[Path]:
-    """The paths of a base for the Modelfile: ollama takes a split model as one ``FROM`` for each file."""
+    """The paths of a base for the Modelfile: ollama takes a split model as one ``FROM`` for each file.
+
+    Links of the hub's cache are not followed, since ollama joins the files by their names.
+    """
     if not is_gguf(base):
         return [base]
     file = read_gguf(base)
