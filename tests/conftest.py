@@ -73,6 +73,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of this process, which stay the same for every plan of the test: the real number may fall in the meantime."""
+    from zo2core.io.process_memory import memory_in_use
+
+    nbytes = memory_in_use()
+    monkeypatch.setattr("zo2core.planning.host_plan.memory_in_use", lambda: nbytes)
+    return nbytes
+
+
+@pytest.fixture
 def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the directory that the module prepares once, to work in."""
     folder = tmp_path / "here"

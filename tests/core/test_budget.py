@@ -13,7 +13,7 @@ import zo2core.planning.speeds
 from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
-from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
+from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.planning.host_plan import plan_host
 from zo2core.planning.speeds import evaluation_seconds
 from zo2core.sources.loader import READERS
@@ -112,25 +112,27 @@ def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
         (16 + 1 * 16 + 16, 1, False),
     ],
 )
-def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | None, keep_noise: bool) -> None:
+def test_the_fastest_arrangement_that_fits_is_taken(
+    room: int, buckets: int | None, keep_noise: bool, process_memory: int
+) -> None:
     reading = READERS * STAGING
-    memory = resident_memory() + reading + 4 * MiB + room * MiB
+    memory = process_memory + reading + 4 * MiB + room * MiB
     found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB)
     assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
     assert found.nbytes <= found.budget
 
 
 @pytest.mark.parametrize(("room", "buckets"), [(16 + 160 + 16, None), (16 + 9 * 16 + 16, 9), (16 + 2 * 16 + 16 + 7, 2)])
-def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> None:
-    memory = resident_memory() + READERS * STAGING + 4 * MiB + room * MiB
+def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None, process_memory: int) -> None:
+    memory = process_memory + READERS * STAGING + 4 * MiB + room * MiB
     found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB, may_keep_noise=False)
     assert (found.buckets, found.keep_noise) == (buckets, False)
     assert found.nbytes <= found.budget
 
 
-def test_what_does_not_fit_is_added_up_part_by_part() -> None:
+def test_what_does_not_fit_is_added_up_part_by_part(process_memory: int) -> None:
     with pytest.raises(MemoryBudgetError) as info:
-        plan_host(layouts(), layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
+        plan_host(layouts(), layouts(), memory=process_memory + 20 * MiB, activation_bytes=5 * MiB)
     for part in ("this process", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
         assert part in info.value.expected
 

@@ -35,7 +35,6 @@ from zo2core import (
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.io.direct_file import PAGE
 from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_budget import resident_memory
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
@@ -441,7 +440,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
     assert (written[0] > 0) == (host_room is not None)
 
 
-def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(base: Path) -> None:
+def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(base: Path, process_memory: int) -> None:
     model = open_checkpoint(base)
     free = 1 << 30  # of the device
     machine = Machine(on_host=False, in_place=False, device_free=lambda: free)
@@ -456,7 +455,7 @@ def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(bas
 
     enough = planned("auto", 1 << 30, trained_copies=TRAINED_COPIES)
     assert enough.waiting_bytes == 1 << 30
-    budget = resident_memory() + (64 << 20)
+    budget = process_memory + (64 << 20)
     little = planned(budget, 1 << 30, trained_copies=TRAINED_COPIES)
     assert little.waiting_bytes == least
     assert little.host_plan.nbytes <= budget

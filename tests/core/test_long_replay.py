@@ -25,7 +25,6 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.noise.sequential import GENERATOR, STREAM
-from zo2core.planning.host_budget import resident_memory
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.updates import seeds_of, split_updates
@@ -110,8 +109,10 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     assert drawn <= len(seeds) * (own + skipped)
 
 
-def test_the_engines_generators_fit_into_what_the_arrangement_leaves(journal: Path, tmp_path: Path) -> None:
-    asked = resident_memory() + (128 << 20)
+def test_the_engines_generators_fit_into_what_the_arrangement_leaves(
+    journal: Path, tmp_path: Path, process_memory: int
+) -> None:
+    asked = process_memory + (128 << 20)
     with Replayer(toy(tmp_path), journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
         assert engine.host_plan is not None
         assert 0 <= engine.host_plan.spare < 24 << 20

@@ -8,26 +8,26 @@ from pathlib import Path
 def strike(folder: Path, module: str, owner: str, name: str, at: int, moment: str) -> str:
     """Python that kills its process at a call: before it, after it, or with half of what it writes."""
     return f"""
-import importlib, os, signal
+import importlib, itertools, os, signal
 os.chdir({str(folder)!r})
-owner, calls = importlib.import_module({module!r}), [0]
+owner, calls = importlib.import_module({module!r}), itertools.count(1)
 owner = getattr(owner, {owner!r}) if {owner!r} else owner
 real = getattr(owner, {name!r})
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 def struck(*args, **kwargs):
-    calls[0] += 1
-    if calls[0] == {at} and {moment!r} == "before":
+    call = next(calls)  # one step of the interpreter: threads call too
+    if call == {at} and {moment!r} == "before":
         die()
-    if calls[0] == {at} and {moment!r} == "half":
+    if call == {at} and {moment!r} == "half":
         path, content = args
         whole = b"".join(content)
         path.with_suffix(".partial").write_bytes(whole[: len(whole) // 2])
         die()
-    if calls[0] == {at} and {moment!r} == "SIGTERM":
+    if call == {at} and {moment!r} == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     result = real(*args, **kwargs)
-    if calls[0] == {at} and {moment!r} == "after":
+    if call == {at} and {moment!r} == "after":
         die()
     return result
 setattr(owner, {name!r}, struck)
