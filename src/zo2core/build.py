@@ -81,6 +81,7 @@ class Parts(NamedTuple):
     device: Device
     noise: NoiseGenerator
     source: StoredSegments
+    shared: SharedSource | None  # the source, where the workers of this host share its segments
     base_digests: BaseDigests  # of the base that the source reads; empty if the caller passed the source
     scheduler: Scheduler
     work_buffer: WorkBuffer
@@ -104,7 +105,7 @@ class Parts(NamedTuple):
         if self.host_plan is None or not self.host_plan.parts or not self.device.in_place:
             return None
         # Blocks that workers share are resident in each of them, and planned in parts.
-        return None if isinstance(self.source, SharedSource) else self.host_plan.budget
+        return self.host_plan.budget if self.shared is None else None
 
 
 class StoredSegments(Protocol):
@@ -427,7 +428,8 @@ def _assembled(
         allocate=work_memory,
     )
     worker = _start_worker(device, opened)
-    visits = _visits(run, source, buffer, activations, worker)
+    shared = source if isinstance(source, SharedSource) else None
+    visits = _visits(run, shared, buffer, activations, worker)
     buffer.bind(model.bind)
     return Parts(
         estimator=run.estimator,
@@ -439,6 +441,7 @@ def _assembled(
         device=device,
         noise=run.noise,
         source=source,
+        shared=shared,
         base_digests=base_digests,
         scheduler=scheduler,
         work_buffer=buffer,
@@ -449,7 +452,7 @@ def _assembled(
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,
-        require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
+        require_version=_any_version if shared is None else shared.require_version,
         factors=run.factors,
         layouts=model.layouts if spec is None else spec.layouts,
         generations=generations,
@@ -597,7 +600,7 @@ def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: 
 
 def _visits(
     run: _Run,
-    source: StoredSegments,
+    shared: SharedSource | None,
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,
@@ -619,8 +622,8 @@ def _visits(
             worker=worker,
         )
     perturber = choose_perturber(run.noise, buffer, worker)
-    if isinstance(source, SharedSource):
-        perturber = partial(_shared_perturber, perturber, source, model)
+    if shared is not None:
+        perturber = partial(_shared_perturber, perturber, shared, model)
     return WeightVisits(
         layouts=model.layouts,
         trajectory=trajectory,
@@ -633,9 +636,9 @@ def _visits(
 
 
 def _shared_perturber(
-    perturber: Callable[[Trajectory], Perturber], source: SharedSource, model: BlockModel, trajectory: Trajectory
+    perturber: Callable[[Trajectory], Perturber], shared: SharedSource, model: BlockModel, trajectory: Trajectory
 ) -> Perturber:
-    return SharedPerturber(perturber(trajectory), source, model.layouts)
+    return SharedPerturber(perturber(trajectory), shared, model.layouts)
 
 
 def _any_version(version: int) -> None:
