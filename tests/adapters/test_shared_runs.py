@@ -312,9 +312,7 @@ def test_several_models_continue_prompts_in_one_pass_a_token(
     assert [part.partition(":\n")[2].strip() or part.strip() for part in together.out.split("\n\n")][:3] == said
 
 
-def test_models_that_cannot_share_passes_run_one_after_the_other(
-    options: TrainOptions, tmp_path: Path, process_memory: int
-) -> None:
+def test_models_that_cannot_share_passes_run_one_after_the_other(options: TrainOptions, tmp_path: Path) -> None:
     low_rank = tmp_path / "low-rank"
     assert run_here(*arguments(options, "--output", low_rank, *flags(RUNS["low-rank"]))).status == 0
     (tmp_path / "dense").mkdir()
