@@ -333,6 +333,7 @@ def test_a_worker_that_dies_within_a_step_ends_it_at_once(base: Path, monkeypatc
     monkeypatch.setattr(tensor_exchange, "_PATIENCE", 0.5)
 
     def step(engine: BackpropEngine, workers: Workers) -> None:
+        engine.step(batch_of(0, 4))  # each worker is connected to each other one after a step
         if workers.rank == 1:
             engine._method._row_shards.close()  # as the end of its process does, which says no goodbye
             workers.close = lambda why=None: None  # type: ignore[method-assign]
