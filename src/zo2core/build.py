@@ -81,7 +81,6 @@ class Parts(NamedTuple):
     device: Device
     noise: NoiseGenerator
     source: StoredSegments
-    shared: SharedSource | None  # the source, where the workers of this host share its segments
     base_digests: BaseDigests  # of the base that the source reads; empty if the caller passed the source
     scheduler: Scheduler
     work_buffer: WorkBuffer
@@ -98,14 +97,7 @@ class Parts(NamedTuple):
     generations: Generations | None  # segments on disk that change at each step; None: there are none
     host_plan: HostPlan | None  # None if the caller passed the parts
     device_plan: DevicePlan | None  # None if the device computes in host memory, or the caller passed the parts
-
-    @property
-    def host_limit(self) -> int | None:
-        """Resident bytes that the process may have; None where the plan of the host's memory does not say."""
-        if self.host_plan is None or not self.host_plan.parts or not self.device.in_place:
-            return None
-        # Blocks that workers share are resident in each of them, and planned in parts.
-        return self.host_plan.budget if self.shared is None else None
+    host_limit: int | None  # resident bytes that the process may have; None where the plan of the host's memory does not say
 
 
 class StoredSegments(Protocol):
@@ -429,6 +421,7 @@ def _assembled(
     )
     worker = _start_worker(device, opened)
     shared = source if isinstance(source, SharedSource) else None
+    host_plan = None if spec is None else spec.host_plan
     visits = _visits(run, shared, buffer, activations, worker)
     buffer.bind(model.bind)
     return Parts(
@@ -441,7 +434,6 @@ def _assembled(
         device=device,
         noise=run.noise,
         source=source,
-        shared=shared,
         base_digests=base_digests,
         scheduler=scheduler,
         work_buffer=buffer,
@@ -456,8 +448,9 @@ def _assembled(
         factors=run.factors,
         layouts=model.layouts if spec is None else spec.layouts,
         generations=generations,
-        host_plan=None if spec is None else spec.host_plan,
+        host_plan=host_plan,
         device_plan=None if spec is None else spec.device_plan,
+        host_limit=_host_limit(host_plan, device, shared),
     )
 
 
@@ -639,6 +632,13 @@ def _shared_perturber(
     perturber: Callable[[Trajectory], Perturber], shared: SharedSource, model: BlockModel, trajectory: Trajectory
 ) -> Perturber:
     return SharedPerturber(perturber(trajectory), shared, model.layouts)
+
+
+def _host_limit(plan: HostPlan | None, device: Device, shared: SharedSource | None) -> int | None:
+    # Blocks that workers share are resident in each of them, and planned in parts.
+    if plan is None or not plan.parts or not device.in_place or shared is not None:
+        return None
+    return plan.budget
 
 
 def _any_version(version: int) -> None:
