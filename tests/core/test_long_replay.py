@@ -116,6 +116,7 @@ def test_the_engines_generators_fit_into_what_the_arrangement_leaves(
     with Replayer(toy(tmp_path), journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
         assert engine.host_plan is not None
         assert 0 <= engine.host_plan.spare < 24 << 20
+        assert engine._parts.host_limit == asked, "no more may be resident"
         assert isinstance(engine._parts.noise, SequentialNoise)
         assert engine._parts.noise._most == engine.host_plan.spare // (STREAM + 4 * GENERATOR)
 
