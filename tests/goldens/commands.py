@@ -1,0 +1,113 @@
+"""Goldens that the command line reaches: ``zo2 train``, and what the other commands read from its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from command_lines import done, make_place, write_rows
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from goldens.trajectory import Trajectory, exact, exported_digest, journal_of
+
+STEPS = 4
+CANDIDATES = [{"prompt": f"the {word} is", "candidates": [" yes", " no"], "answer": " no"} for word in WORDS[4:8]]
+PREFERENCES = [{"prompt": f"the {word}", "chosen": " sat", "rejected": " ran no"} for word in WORDS[4:8]]
+
+
+def trained(
+    *options: object,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    quantized: str | None = None,
+    rows: Sequence[object] | None = None,
+    resumed_after: int | None = None,
+    read: bool = False,
+) -> Trajectory:
+    """Train, and let the run write its model.
+
+    Args:
+        options: Further options of ``zo2 train``.
+        folder: Empty directory.
+        dtype: The base's.
+        quantized: Format in which the base is quantised first; None: it is not.
+        rows: Rows to train on; None: prompts with completions.
+        resumed_after: Steps after which the run ends and is resumed.
+        read: Whether an earlier step is exported, where it can be replayed, and prompts are continued, too.
+    """
+    make_place(folder)
+    base, data, run = folder / "base", folder / "rows.jsonl", folder / "run"
+    if dtype is not torch.float32:
+        base = save_model(folder / "half", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=2), dtype)
+        save_tokenizer(base)
+    if quantized is not None:
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        wide = save_model(folder / "wide", small_config("llama", vocab_size=len(WORDS), **sizes), torch.bfloat16)
+        save_tokenizer(wide)
+        base = folder / quantized
+        done("convert", "--model", wide, "--quantize", quantized, "--output", base)
+    if rows is not None:
+        write_rows(data, rows)
+    asked = ["--lr", 1e-2, "--batch-size", 3, "--evaluation", data, "--evaluate-every", 2, *options]
+    steps = STEPS if resumed_after is None else resumed_after
+    done("train", "--model", base, "--data", data, "--output", run, "--steps", steps, *asked)
+    if resumed_after is not None:
+        done("train", "--resume", run, "--steps", STEPS)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    made = journal_of(run / "journal.jsonl")
+    made["evaluations"] = exact([row["evaluation_loss"] for row in metrics if "evaluation_loss" in row])
+    made["weights"] = exported_digest(max(run.glob("model*")))  # a run that was lengthened has model-4 beside model
+    if read:
+        if "--method" not in options:  # a first-order run keeps snapshots of few steps, by the clock
+            done("export", "--run", run, "--at", 2, "--output", folder / "two")
+            made["weights after 2 steps"] = exported_digest(folder / "two")
+        prompts = ["generate", "--run", run, "--prompt", "the cat", "the dog ran is", "--max-new-tokens", 6]
+        made["continued"] = done(*prompts).out.splitlines()
+        made["sampled"] = done(*prompts, "--temperature", 1.0, "--top-p", 0.9).out.splitlines()
+    return made
+
+
+ADAPTER = ("--method", "adamw", "--lora-rank", 2)
+MEZO = ("--exact-mezo", "--zo-eps", 1e-2, "--weight-decay", 0.1)
+MIXED = ("--precision", "mixed", "--dtype", "bfloat16")
+FULL = ("--weight-decay", 0.1, "--max-grad-norm", 0.5)
+COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
+    "mezo, exact, float32, read": partial(trained, *MEZO, "--write-back-every", 2, read=True),
+    "mezo, exact, float32, resumed": partial(trained, *MEZO, "--write-back-every", 2, resumed_after=3),
+    "mezo, exact, bfloat16": partial(trained, *MEZO, dtype=torch.bfloat16),
+    "mezo, mixed, 3 queries, linear decay, clipped": partial(
+        trained, *MIXED, "--queries", 3, "--decay", "linear", "--warmup-steps", 2, "--clip-median", 1.5, dtype=torch.bfloat16
+    ),
+    "mezo, gaussian, micro-batches": partial(trained, "--noise", "gaussian", "--micro-batch-size", 1),
+    "fzoo": partial(trained, "--estimator", "fzoo", "--queries", 3),
+    "evolution strategies, ranks": partial(trained, "--estimator", "es", "--queries", 4, "--fitness", "ranks"),
+    "low-rank, read": partial(trained, "--rank", 2, "--period", 3, "--queries", 2, read=True),
+    "low-rank, bfloat16, a direction per row": partial(
+        trained, "--rank", 2, "--per-row", "--zo-eps", 1e-2, dtype=torch.bfloat16
+    ),
+    "low-rank, nf4, resumed": partial(trained, "--rank", 2, "--period", 3, quantized="nf4", resumed_after=2),
+    "mezo, adapter on int8": partial(trained, "--lora-rank", 2, quantized="int8"),
+    "mezo, loss over candidates": partial(trained, rows=CANDIDATES),
+    "mezo, dpo": partial(trained, rows=PREFERENCES),
+    "adapter adamw, clipped, micro-batches, resumed": partial(
+        trained, *ADAPTER, *FULL, "--micro-batch-size", 2, resumed_after=3
+    ),
+    "adapter adamw, on nf4, read": partial(trained, *ADAPTER, quantized="nf4", read=True),
+    "adapter sgd with momentum, bfloat16": partial(
+        trained, "--method", "sgd", "--momentum", 0.9, "--lora-rank", 2, dtype=torch.bfloat16
+    ),
+    "full adamw, micro-batches, read": partial(trained, "--method", "adamw", *FULL, "--micro-batch-size", 2, read=True),
+    "full adamw, streamed, resumed": partial(trained, "--method", "adamw", *FULL, "--stream-blocks", resumed_after=3),
+    "full adamw, one step late, mixed": partial(
+        trained, "--method", "adamw", "--delayed-update", *MIXED, dtype=torch.bfloat16
+    ),
+    "lomo, bfloat16": partial(trained, "--method", "lomo", *FULL, "--max-grad-value", 0.1, dtype=torch.bfloat16),
+    "adalomo": partial(trained, "--method", "adalomo", *FULL),
+    "badam, resumed": partial(trained, "--method", "badam", *FULL, "--switch-every", 2, resumed_after=3),
+    "badam, streamed, bfloat16": partial(
+        trained, "--method", "badam", "--switch-every", 2, "--stream-blocks", dtype=torch.bfloat16
+    ),
+}
