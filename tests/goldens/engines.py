@@ -46,6 +46,7 @@ from zo2core.optimizers import OptimizerName, make_block_update
 STEPS, RESUMED_AFTER = 4, 2
 BATCHES = [make_batch(40, [7, 5, 6, 4], seed=seed) for seed in range(STEPS)]
 ROOM = 1 << 28  # bytes for activations, enough to keep everything
+WIDE: Any = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 Base = Callable[[Path], Path]  # saves a checkpoint in a folder
 
 
@@ -56,8 +57,7 @@ def base(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.flo
 
 def quantized(folder: Path, method: Literal["int8", "nf4"]) -> Path:
     """A base whose matrices are stored in fewer bits."""
-    sizes: Any = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    quantize(base(folder, dtype=torch.bfloat16, **sizes), folder / method, method)
+    quantize(base(folder, dtype=torch.bfloat16, **WIDE), folder / method, method)
     return folder / method
 
 
@@ -262,6 +262,13 @@ _ZEROTH_ORDER: Mapping[str, Callable[..., Trajectory]] = {
         resumed=True,
         **COUNTED,
     ),
+    "low-rank, wide, factors of past periods beside the activations": partial(
+        _zeroth_order,
+        saved=partial(base, **WIDE),
+        estimator=MultiQueryRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=3),
+        perturbation=LowRankPerturbation(rank=1, period=1, stack=4),
+        **COUNTED,
+    ),
     "low-rank, bfloat16, on a device": partial(
         _zeroth_order, saved=partial(base, dtype=torch.bfloat16), estimator=ROWS, perturbation=LOW_RANK, kept=1, **COUNTED
     ),
@@ -292,9 +299,7 @@ _FIRST_ORDER: Mapping[str, Callable[..., Trajectory]] = {
         gradients=GradientPolicy(loss_scaling=LossScaling(initial=2.0**28, backoff=1 / 8, interval=2)),
     ),
     "full adamw, streamed generations, resumed": partial(_full, update="adamw", streamed=True),
-    "lomo, streamed generations, llama, bfloat16, resumed": partial(
-        _full, update="lomo", streamed=True, model_type="llama", dtype=torch.bfloat16
-    ),
+    "lomo, streamed generations, llama, resumed": partial(_full, update="lomo", streamed=True, model_type="llama"),
     "adalomo, streamed generations, resumed": partial(_full, update="adalomo", streamed=True),
     "badam, streamed generations, llama, resumed": partial(_full, update="badam", streamed=True, model_type="llama"),
 }
