@@ -180,6 +180,6 @@ def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
 
 def test_what_a_process_left_that_was_killed_before_its_first_trial_is_cleared_away(options: TrainOptions) -> None:
     options.output.mkdir()
-    (options.output / "tune.partial").write_text('{"forwards"')
+    (options.output / ".tune.json.partial").write_text('{"forwards"')
     assert tune(options, forwards=240, learning_rates=RATES[:2]).steps
-    assert not (options.output / "tune.partial").exists()
+    assert not (options.output / ".tune.json.partial").exists()

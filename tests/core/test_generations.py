@@ -18,6 +18,7 @@ from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.record_log import RecordFile, to_line
 from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import Scratch
 from zo2core.sources.slot_file import DATA, MANIFEST
 from zo2core.types import StateSpec
 
@@ -72,6 +73,20 @@ IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
     "two segments in one slot": lambda record: record["segments"][2].update(slot=record["segments"][3]["slot"]),
     "a free slot of another segment": lambda record: record["segments"][2].update(slot=record["segments"][0]["slot"] + 1),
 }
+
+
+@pytest.mark.parametrize("kind", [Generations, Scratch])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_another_runs_only_copy_is_never_opened_for_writing(damaged: bool, kind: Any, tmp_path: Path) -> None:
+    committed(tmp_path)
+    manifest = tmp_path / MANIFEST
+    if damaged:
+        manifest.write_bytes(manifest.read_bytes().replace(b"values of", b"valued of", 1))
+    before = manifest.read_bytes(), (tmp_path / DATA).read_bytes()
+    more = {"spare": BLOCKS} if kind is Generations else {}
+    with pytest.raises(ScratchError, match="weights of another run"):
+        kind(tmp_path, LAYOUTS, lambda version: version + 100, **more)
+    assert (manifest.read_bytes(), (tmp_path / DATA).read_bytes()) == before
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)

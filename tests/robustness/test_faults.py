@@ -669,9 +669,12 @@ BEGINNINGS: dict[str, tuple[Callable[[], Rule], type[ZO2Error]]] = {
     "a checkpoint that cannot be read": (lambda: Rule(Call.READ, CHECKPOINT, 4, EVER, error=errno.EIO), CheckpointError),
     "a journal that cannot be written": (lambda: Rule(Call.WRITE, JOURNAL, error=errno.ENOSPC), JournalError),
     "a journal that cannot be synced": (lambda: Rule(Call.SYNC, JOURNAL, error=errno.EIO), JournalError),
-    "a manifest that cannot be written": (lambda: Rule(Call.WRITE, "/scratch.partial", error=errno.ENOSPC), ScratchError),
-    "options that cannot be written": (lambda: Rule(Call.WRITE, "/options.partial", error=errno.ENOSPC), OutputError),
-    "options that cannot be synced": (lambda: Rule(Call.SYNC, "/options.partial", error=errno.EIO), OutputError),
+    "a manifest that cannot be written": (
+        lambda: Rule(Call.WRITE, "/.scratch.jsonl.partial", error=errno.ENOSPC),
+        ScratchError,
+    ),
+    "options that cannot be written": (lambda: Rule(Call.WRITE, "/.options.json.partial", error=errno.ENOSPC), OutputError),
+    "options that cannot be synced": (lambda: Rule(Call.SYNC, "/.options.json.partial", error=errno.EIO), OutputError),
     "a directory that cannot be synced": (lambda: Rule(Call.SYNC, "/room", error=errno.EIO), OutputError),
     "options whose name cannot be synced": (lambda: Rule(Call.SYNC, "/run", 2, error=errno.EIO), OutputError),
 }

@@ -193,7 +193,9 @@ def work(attempt: Attempt, shared: mmap.mmap) -> None:
     )
     resume = (run / "options.json").exists()
     if not resume and run.exists():
-        assert {path.name for path in run.iterdir()} <= {"lock", "options.partial"}, "without options nothing was begun"
+        assert {path.name for path in run.iterdir()} <= {"lock", ".options.json.partial"}, (
+            "without options nothing was begun"
+        )
         shutil.rmtree(run)
     options = RunDirectory.options(run) if resume else new_options(Path(attempt.base), run, setup)
     with Trainer(options, resume=resume, quiet=True) as trainer:

@@ -54,14 +54,14 @@ def resume(run: Path) -> None:
 
 
 def test_a_link_at_the_partial_manifest_is_replaced(run: Path, victim: Path) -> None:
-    (run / "scratch.partial").symlink_to(victim)
+    (run / ".scratch.jsonl.partial").symlink_to(victim)
     resume(run)
     assert victim.read_bytes() == SECRET
-    assert not os.path.lexists(run / "scratch.partial")
+    assert not os.path.lexists(run / ".scratch.jsonl.partial")
 
 
 def test_a_fifo_at_the_partial_manifest_is_not_waited_for(run: Path) -> None:
-    os.mkfifo(run / "scratch.partial")
+    os.mkfifo(run / ".scratch.jsonl.partial")
     resume(run)
 
 
@@ -92,7 +92,7 @@ def test_a_directory_of_a_run_may_be_a_link(run: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "victim")])
-@pytest.mark.parametrize("name", ["factors.bin", "factors.partial"])
+@pytest.mark.parametrize("name", ["factors.bin", ".factors.jsonl.partial"])
 def test_ended_periods_are_not_written_through_links_and_fifos(
     name: str, make: Callable[[Path], None], base: Path, victim: Path, tmp_path: Path
 ) -> None:
@@ -108,7 +108,7 @@ def test_ended_periods_are_not_written_through_links_and_fifos(
         for _ in range(4):
             training.step({key: value % 40 for key, value in BATCH.items()})
     assert victim.read_bytes() == SECRET
-    assert (directory / "factors.jsonl").exists() == (name == "factors.partial")
+    assert (directory / "factors.jsonl").exists() == (name == ".factors.jsonl.partial")
 
 
 def test_a_journal_is_read_through_a_link_and_not_written(run: Path, tmp_path: Path) -> None:
@@ -147,13 +147,20 @@ def test_traces_are_made_where_nothing_stands(victim: Path, tmp_path: Path) -> N
 
 
 def test_replaced_files_replace_links(run: Path, victim: Path, tmp_path: Path) -> None:
-    for name in ("options.json", "options.partial"):
+    for name in ("options.json", ".options.json.partial"):
         (tmp_path / name).symlink_to(victim)
     replace_text(tmp_path / "options.json", "{}\n")
     assert (tmp_path / "options.json").read_text() == "{}\n"
     (tmp_path / "copy.jsonl").symlink_to(victim)
-    (tmp_path / "copy.partial").symlink_to(victim)
+    (tmp_path / ".copy.jsonl.partial").symlink_to(victim)
     with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
         copy_journal(journal, tmp_path / "copy.jsonl")
     assert len(Journal(tmp_path / "copy.jsonl").updates) == 2
     assert victim.read_bytes() == SECRET
+
+
+def test_replacing_a_file_leaves_files_of_the_same_stem(tmp_path: Path) -> None:
+    for name in ("report.partial", "report.html.partial"):
+        (tmp_path / name).write_text("a download")
+    replace_text(tmp_path / "report.html", "<p>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.html.partial", "report.partial"]

@@ -22,7 +22,7 @@ def struck(*args, **kwargs):
     if call == {at} and {moment!r} == "half":
         path, content = args
         whole = b"".join(content)
-        path.with_suffix(".partial").write_bytes(whole[: len(whole) // 2])
+        path.with_name("." + path.name + ".partial").write_bytes(whole[: len(whole) // 2])
         die()
     if call == {at} and {moment!r} == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)

@@ -36,7 +36,7 @@ from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
 from zo2core.estimators import EstimatorName
-from zo2core.io.durable import make_directory, read_regular
+from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
 
 OPTIONS = "options.json"
@@ -47,7 +47,7 @@ JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
 TRIALS = "tune-"  # beginning of the name of the trials' directory, which goes on with a digest of their options
-_REPLACED = ("options", "recipe", "metrics", "samples", "tune")  # files that are written beside themselves and renamed
+_REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)  # files that are written beside themselves and renamed
 
 
 class RunDirectory:
@@ -313,7 +313,7 @@ def require_new(path: Path) -> None:
             expected="a path that does not exist yet, or an empty directory",
             remedy=f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
         )
-    if names and names <= {LOCK, "options.partial", "tune.partial"}:
+    if names and names <= {LOCK, *(partial_path(path / name).name for name in (OPTIONS, CHOICE))}:
         with (
             contextlib.suppress(OSError),
             _lock(path),
@@ -330,7 +330,7 @@ def missing_directories(run: Path) -> list[Path]:
 
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
-    stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
+    stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl")]
     for name in (
         OPTIONS,
         RECIPE,
@@ -340,7 +340,7 @@ def remove_files(run: Path, directories: Sequence[Path]) -> None:
         CHOICE,
         LOCK,
         *stores,
-        *(f"{name}.partial" for name in _REPLACED),
+        *(partial_path(run / name).name for name in (*_REPLACED, *stores)),
     ):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)

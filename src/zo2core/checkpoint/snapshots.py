@@ -201,7 +201,7 @@ class Snapshots:
     def clear_partial(self) -> None:
         """Remove partial files of processes that were killed while writing."""
         with contextlib.suppress(OSError):
-            for path in self._directory.glob("snapshot-*.partial"):
+            for path in self._directory.glob(".snapshot-*.partial"):
                 path.unlink(missing_ok=True)
 
 

@@ -187,6 +187,11 @@ def create_file(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
+def partial_path(path: Path) -> Path:
+    """The hidden sibling to which ``replace_file`` writes first; nobody else's file has such a name."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> None:
     """Replace a file's content atomically; on return the new content is durable.
 
@@ -197,7 +202,7 @@ def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> N
     Raises:
         OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
     """
-    partial = path.with_suffix(".partial")
+    partial = partial_path(path)
     partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
         with create_file(partial) as file:

@@ -23,7 +23,7 @@ from zo2core.io.record_log import Record
 from zo2core.sources.slot_file import SlotFile, Written
 from zo2core.types import BlockLayout
 
-FORMAT = 3  # format of the manifest; earlier ones are those of single segments
+FORMAT = 3  # format of the manifest, as in ``ONLY_COPY``; earlier ones are those of single segments
 
 
 class Generations(SlotFile):

@@ -19,12 +19,13 @@ import torch
 from zo2core.errors import ScratchError, reason
 from zo2core.io.checksum import chunk_checksum, combined_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
-from zo2core.io.durable import LockedFileError, make_directory, replace_file
+from zo2core.io.durable import LockedFileError, make_directory, read_regular, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.types import BlockLayout, shown_bytes
 
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
+ONLY_COPY = b'{"format":3,'  # begin of a manifest of generations, which nothing can make again
 PIECE = 4 << 20  # bytes with a checksum of their own; a record's checksum combines those of its slot
 
 _MOST_STEPS = 1 << 40  # higher versions are taken for damage
@@ -219,9 +220,16 @@ class SlotFile(ABC):
         try:
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
-            loaded = []  # only time is lost: the run gives every version again
+            loaded = []
         if loaded and loaded[0] == header:
             self._load(loaded[1:], str(path))
+        elif path.exists() and read_regular(path).startswith(ONLY_COPY):
+            raise ScratchError(
+                path,
+                found="weights of another run, or a damaged record of this run's",
+                expected="no file, or the manifest of this run: weights that gradients have changed cannot be replayed",
+                remedy="choose another directory, or restore this one from a backup",
+            )
         # Durable before any slot is written: an older manifest would name slots that then hold other bytes.
         replace_file(path, b"".join(to_line(record) for record in [header, *self._live()]))
         manifest = RecordFile(path)
