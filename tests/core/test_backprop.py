@@ -41,6 +41,7 @@ from zo2core import (
     Replayer,
     ZOEngine,
 )
+from zo2core.optimizers import copied_state
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.types import Lane
@@ -211,9 +212,11 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
         open_checkpoint(base, adapter=Adapter(config=lora(target_modules=["c_attn"], use_dora=True)))
 
 
-def make(base: Path, buckets: int | None = None, room: int = 1 << 28, **options: Any) -> BackpropEngine:
+def make(
+    base: Path, buckets: int | None = None, room: int = 1 << 28, optimizer: Any = OPTIMIZERS["adamw"], **options: Any
+) -> BackpropEngine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-    return BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets, room), **options)
+    return BackpropEngine(model, optimizer, memory=memory(buckets, room), **options)
 
 
 def trained(engine: BackpropEngine) -> dict[str, torch.Tensor]:
@@ -471,7 +474,20 @@ def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
         assert other.evaluate(rows).losses == evaluated
         state = other.state_dict()
         state["parameters"].popitem()
-        with pytest.raises(CheckpointError, match="not all the engine's"):
+        with pytest.raises(CheckpointError, match="23 parameters that are not all of the 24"):
+            other.load_state_dict(state)
+        for factory in (torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad):
+            with (
+                make(base, optimizer=factory) as another,
+                pytest.raises(CheckpointError, match="an optimizer with other options"),
+            ):
+                another.load_state_dict(other.state_dict())
+        state = copied_state(other.state_dict())
+        state["optimizer"]["state"][3]["exp_avg"][0, 0] = float("nan")
+        with pytest.raises(CheckpointError, match="exp_avg of parameter 3 with values that are not finite"):
+            other.load_state_dict(state)
+        state["optimizer"]["state"][3]["exp_avg"] = torch.zeros(1)
+        with pytest.raises(CheckpointError, match="exp_avg, a state of parameter 3"):
             other.load_state_dict(state)
         assert other.evaluate(rows).losses == evaluated
 

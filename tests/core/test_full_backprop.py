@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from zo2core import (
 from zo2core.engine.full_backprop_engine import gradient_bytes, trained_bytes
 from zo2core.methods.fused_backprop import _Updating
 from zo2core.methods.loss_scale import LossScale
-from zo2core.optimizers import make_block_update, state_bytes
+from zo2core.optimizers import copied_state, make_block_update, state_bytes
 from zo2core.optimizers.optimizer_states import _Zeros
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.sweep.stored_parameters import StoredParameters
@@ -741,8 +741,36 @@ def test_states_of_another_optimizer_are_refused(base: Path) -> None:
     with engine_of(base, "adamw") as engine:
         engine.step(make_batch(40, [7, 5]))
         state = engine.state_dict()
-        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="an optimizer state of segment"):
+        with engine_of(base, "sgd") as other, pytest.raises(CheckpointError, match="a state of the optimizer"):
             other.load_state_dict(state)
+
+
+FORGED: Mapping[str, Callable[[dict[str, Any]], object]] = {
+    "no optimizer": lambda state: state.pop("optimizer"),
+    "steps that are a text": lambda state: state.update(steps="3"),
+    "parameters that are a number": lambda state: state.update(parameters=3),
+    "a parameter that is a number": lambda state: state["parameters"].update({next(iter(state["parameters"])): 1.0}),
+    "NaN in a parameter": lambda state: next(iter(state["parameters"].values())).view(-1)[:1].fill_(float("nan")),
+    "infinity in a state": lambda state: state["optimizer"][1].update(
+        {name: value + float("inf") for name, value in state["optimizer"][1].items() if value.is_floating_point()}
+    ),
+    "a segment that is not there": lambda state: state["optimizer"].update({99: {}}),
+    "a state that is a number": lambda state: state["optimizer"][1].update(dict.fromkeys(state["optimizer"][1], 1)),
+    "a scale that is a text": lambda state: state.update(values={"loss_scale": "2"}),
+    "no method": lambda state: state.pop("method"),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_forged_state_is_refused_and_changes_nothing(forge: Callable[[dict[str, Any]], object], base: Path) -> None:
+    with engine_of(base, "adamw") as engine:
+        engine.step(make_batch(40, [7, 5]))
+        state = copied_state(engine.state_dict())
+        forge(state)
+        before = weights(engine)
+        with pytest.raises(CheckpointError, match=r"^state: "):
+            engine.load_state_dict(state)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
 
 
 @pytest.mark.parametrize("case", ["fused adamw", "badam"])

@@ -16,7 +16,7 @@ from zo2core.engine.gradient_engine import GradientEngine
 from zo2core.engine.present_runner import in_memory
 from zo2core.methods.backprop import Backprop
 from zo2core.methods.row_shards import AllRows, WorkerRows
-from zo2core.optimizers import OptimizerFactory, copied_state
+from zo2core.optimizers import OptimizerFactory, copied_state, require_optimizer_state
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
@@ -89,6 +89,7 @@ class BackpropEngine(GradientEngine[TrainedParameters]):
     ) -> None:
         """Build the parts of the run and the method."""
         super().__init__(model, options, in_memory, spill)
+        self._factory = optimizer
         parts, trained = self._parts, self._trained
         with self._closed_if_refused():
             row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, trained)
@@ -152,8 +153,9 @@ class BackpropEngine(GradientEngine[TrainedParameters]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a state. See the base class."""
-        self._require_parameters(state["parameters"])
-        if self.optimizer is not None:
+        self._require_state(state)
+        if self._factory is not None:
+            require_optimizer_state(state["optimizer"], self._factory, list(self.parameters.values()))
             self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.load_parameters(state["parameters"])
         self._method.steps = state["steps"]

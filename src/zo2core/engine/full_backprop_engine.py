@@ -15,9 +15,9 @@ from zo2core.build import RunOptions
 from zo2core.engine.gradient_engine import GradientEngine
 from zo2core.engine.present_runner import where_stored
 from zo2core.errors import OptionError
-from zo2core.journal import Journal
+from zo2core.journal import Journal, json_object
 from zo2core.methods.fused_backprop import FusedBackprop, GradientPolicy
-from zo2core.optimizers import StateMemory, StatesInStores, state_bytes
+from zo2core.optimizers import StateMemory, StatesInStores, state_bytes, unusable_state
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, BlockUpdate, Device, DifferentiableModel, Forward
@@ -117,6 +117,7 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
             spill = tempfile.gettempdir() if run is None else run.directory
         super().__init__(model, options, where_stored, spill)
         self._update = update
+        self._options = json_object("update", {**update.options, **gradients.options})
         parts, layouts, source = self._parts, self._parts.layouts, self._parts.source
         if isinstance(source, StreamedSource) and any(layout.states for layout in layouts):
             self._states: StatesInStores | StateMemory = StatesInStores(layouts, source.read_states)
@@ -158,16 +159,19 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
             "parameters": dict(self.parameters_now()),
             "optimizer": self._states.state_dict(),
             "values": self._method.values(),
+            "method": self._options,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a state. See the base class."""
-        self._require_parameters(state["parameters"])
+        self._require_state(state)
+        if state.get("method") != self._options:
+            raise unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
         self._update.settle()
         assert isinstance(self._states, StateMemory), "states on disk are committed there"
+        self._method.load_values(state.get("values", {}))
         self._states.load_state_dict(state["optimizer"])
         self.load_parameters(state["parameters"])
-        self._method.load_values(state["values"])
         self._method.steps = state["steps"]
 
 

@@ -15,6 +15,7 @@ from zo2core.engine.present_runner import PresentRunner, TrainedT
 from zo2core.errors import JournalError, OptionError
 from zo2core.methods.backprop import Backprop
 from zo2core.methods.fused_backprop import FusedBackprop
+from zo2core.optimizers import unusable_state
 from zo2core.protocols import BlockModel, DifferentiableModel, Forward
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.memory_limit import MemoryLimit
@@ -118,6 +119,19 @@ class GradientEngine(PresentRunner[TrainedT]):
         Raises:
             CheckpointError: if it is of another model or optimizer; nothing is changed then.
         """
+
+    def _require_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state without the parameters of this engine, or without the number of steps and the rest.
+
+        Raises:
+            CheckpointError: naming what is wrong.
+        """
+        missing = {"steps", "parameters", "optimizer"} - (state.keys() if isinstance(state, Mapping) else set())
+        if missing:
+            raise unusable_state(f"a state without {', '.join(sorted(missing))}")
+        if type(state["steps"]) is not int or state["steps"] < 0:
+            raise unusable_state(f"{state['steps']!r:.40} as the number of steps")
+        self._require_parameters(state["parameters"])
 
     def _resume(self, directory: Path) -> None:
         """Keep snapshots in a directory, and load the newest, if there is one. Closes the engine if that fails."""

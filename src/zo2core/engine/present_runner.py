@@ -12,7 +12,7 @@ import torch
 
 from zo2core.build import Parts, RunOptions, SharedSegments, build
 from zo2core.engine.runner import Runner
-from zo2core.errors import CheckpointError
+from zo2core.optimizers import form_of, require_finite, unusable_state
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import BlockModel, Device
@@ -78,7 +78,7 @@ class PresentRunner(Runner, Generic[TrainedT]):
             parameters: Values by name, as in the ``state_dict`` of an engine.
 
         Raises:
-            CheckpointError: if they belong to other parameters; nothing is changed then.
+            CheckpointError: if they belong to other parameters, or are not finite; nothing is changed then.
         """
         self._require_parameters(parameters)
         self._trained.load(parameters, lambda visitor: self.run(visitor, range(len(self._model.layouts))))
@@ -87,16 +87,15 @@ class PresentRunner(Runner, Generic[TrainedT]):
         """Refuse values of other parameters than the trained ones.
 
         Raises:
-            CheckpointError: if a name, a shape or a dtype differs.
+            CheckpointError: if a name, a shape or a dtype differs, or a value is not finite.
         """
-        expected = self._trained.forms
-        if {name: (value.shape, value.dtype) for name, value in parameters.items()} != expected:
-            raise CheckpointError(
-                "state",
-                found=f"{len(parameters)} parameters that are not all the engine's",
-                expected=f"the {len(expected)} trained parameters",
-                remedy="load the state of a run of the same model, adapter and precision",
-            )
+        if not isinstance(parameters, Mapping):
+            raise unusable_state(f"a {type(parameters).__name__} as parameters")
+        forms = {name: (tuple(shape), dtype) for name, (shape, dtype) in self._trained.forms.items()}
+        if {name: form_of(value) for name, value in parameters.items()} != forms:
+            raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
+        for name, value in parameters.items():
+            require_finite(name, value)
 
     @contextmanager
     def _closed_if_refused(self) -> Iterator[None]:

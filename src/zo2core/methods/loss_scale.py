@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
+from zo2core.optimizers import unusable_state
 from zo2core.types import LARGEST
 
 
@@ -92,5 +93,9 @@ class LossScale:
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Continue with what ``values`` returned."""
+        values = values if isinstance(values, Mapping) else {"loss_scale": values}
+        scale, steps = values.get("loss_scale", 1.0), values.get("good_steps", 0)
+        if not isinstance(scale, float) or not 1.0 <= scale <= LARGEST or type(steps) is not int or steps < 0:
+            raise unusable_state(f"{values!r:.80} as the scale of the loss")
         if self._scaling is not None and "loss_scale" in values:
-            self.scale, self._good_steps = float(values["loss_scale"]), int(values["good_steps"])
+            self.scale, self._good_steps = scale, steps

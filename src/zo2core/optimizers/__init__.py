@@ -8,7 +8,11 @@ from zo2core.optimizers.optimizer_states import OptimizerStates as OptimizerStat
 from zo2core.optimizers.optimizer_states import StateMemory as StateMemory
 from zo2core.optimizers.optimizer_states import StatesInStores as StatesInStores
 from zo2core.optimizers.optimizer_states import copied_state as copied_state
+from zo2core.optimizers.optimizer_states import form_of as form_of
+from zo2core.optimizers.optimizer_states import require_finite as require_finite
+from zo2core.optimizers.optimizer_states import require_optimizer_state as require_optimizer_state
 from zo2core.optimizers.optimizer_states import state_bytes as state_bytes
+from zo2core.optimizers.optimizer_states import unusable_state as unusable_state
 from zo2core.optimizers.registry import OPTIMIZERS as OPTIMIZERS
 from zo2core.optimizers.registry import OptimizerName as OptimizerName
 from zo2core.optimizers.registry import make_block_update as make_block_update

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zo2core.errors import CheckpointError
+from zo2core.optimizers.torch_optimizer import OptimizerFactory
 from zo2core.protocols import BlockUpdate, Store
 from zo2core.types import BlockLayout, StateSpec
 
@@ -77,17 +79,17 @@ class StateMemory:
             CheckpointError: if they belong to another optimizer or model; nothing is changed then.
         """
         loaded: dict[int, _Zeros] = {}
+        if not isinstance(state, Mapping):
+            raise unusable_state(f"a {type(state).__name__} as optimizer states")
         for segment, states in state.items():
+            if segment not in range(len(self._specs)) or not isinstance(states, Mapping):
+                raise unusable_state(f"optimizer states of segment {segment}")
             kept = loaded[segment] = _Zeros(self._specs[segment])
             for name, value in states.items():
                 spec = kept.specs.get(name)
-                if spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.stored_dtype):
-                    raise CheckpointError(
-                        "state",
-                        found=f"{name}, an optimizer state of segment {segment}",
-                        expected="a state of this optimizer and model",
-                        remedy="load the state of a run of the same model, optimizer and precision",
-                    )
+                if spec is None or form_of(value) != (spec.shape, spec.stored_dtype):
+                    raise unusable_state(f"{name}, an optimizer state of segment {segment}")
+                require_finite(name, value)
                 kept[name] = value.clone()
         self._states = loaded
 
@@ -119,6 +121,63 @@ def state_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
     """The most bytes that an optimizer's states take: of all segments, or of the largest one if they last for a turn."""
     sizes = [sum(spec.nbytes for spec in update.states(layout)) for layout in layouts]
     return sum(sizes) if update.turn is None else max(sizes)
+
+
+def unusable_state(found: str) -> CheckpointError:
+    """The error about a state of another run, or a forged one."""
+    return CheckpointError(
+        "state",
+        found=found,
+        expected="a state of this optimizer and model",
+        remedy="load the state of a run of the same model, adapter, optimizer and precision",
+    )
+
+
+def form_of(value: object) -> tuple[tuple[int, ...], torch.dtype] | type:
+    """Shape and dtype of a tensor; the type of anything else."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def require_finite(name: str, value: object) -> None:
+    """Refuse tensors with infinite numbers or NaN, which no step leaves behind."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
+        raise unusable_state(f"{name} with values that are not finite")
+
+
+def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> None:
+    """Compare a state of ``torch.optim`` with that of the factory's own optimizer after a step on zeros.
+
+    Raises:
+        CheckpointError: if options, or names, shapes or dtypes of states differ, or values are not finite.
+    """
+    zeros = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+    for parameter in zeros:
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.random.fork_rng(devices=[]):
+        (own := factory(zeros)).step()
+    expected = own.state_dict()
+    try:
+        groups = [_kind_of_group(group) for group in state["param_groups"]]
+        states = dict(state["state"])
+        if (
+            groups != [_kind_of_group(group) for group in expected["param_groups"]]
+            or states.keys() - expected["state"].keys()
+        ):
+            raise unusable_state("the state of an optimizer with other options or parameters")
+        for index, entries in states.items():
+            forms = {name: form_of(value) for name, value in expected["state"][index].items()}
+            for name, value in entries.items():
+                if name not in forms or (forms[name] != form_of(value) and type(None) not in (forms[name], type(value))):
+                    raise unusable_state(f"{name}, a state of parameter {index}")
+                require_finite(f"{name} of parameter {index}", value)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise unusable_state(f"no state of an optimizer ({type(error).__name__})") from error
+
+
+def _kind_of_group(group: Mapping[str, Any]) -> tuple[set[str], list[int], dict[str, bool]]:
+    """What tells optimizers apart: names of options, parameters, and flags. Schedules change the numbers and add names."""
+    flags = {name: value for name, value in group.items() if isinstance(value, bool)}
+    return {name for name in group if not name.startswith("initial_")}, list(group["params"]), flags
 
 
 def copied_state(value: Any) -> Any:
