@@ -20,8 +20,9 @@ import torch
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
-from zo2core.journal import Journal, digest, json_object
-from zo2core.noise import PhiloxNoise, choose_noise
+from zo2core.journal import DRAWN, Journal, digest, json_object
+from zo2core.kernels.generators import numbers_drawn
+from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
     FactorStore,
@@ -297,8 +298,9 @@ def request_of(model: BlockModel, options: RunOptions) -> RunRequest:
 
 def _begin(run: _Run, options: RunOptions, perturbation: Perturbation, opened: ExitStack) -> None:
     """Begin or continue the journal of a run that was planned."""
-    run.journal.begin(_header(run.model, run.noise, run.estimator, options, perturbation))
-    run.workers.require_agreement(run.journal, run.noise, run.model.layouts, run.device.torch_device)
+    device = run.device.torch_device
+    run.journal.begin(_header(run.model, run.noise, run.estimator, options, perturbation, device))
+    run.workers.require_agreement(run.journal, run.noise, run.model.layouts, device)
     if run.factors is not None and options.write_back is not None:
         policy = options.write_back
         file = run.factors.keep_periods(Path(policy.directory), run.model.layouts, run.journal, policy.bytes_a_step)
@@ -371,7 +373,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options
         workers = SoloWorker() if options.workers is None else options.workers
         workers.sync_journal(journal)
         choose_perturbation(DensePerturbation(), journal)  # refuses the journal of a low-rank run
-        journal.begin(_header(model, noise, estimator, options, DensePerturbation()))
+        journal.begin(_header(model, noise, estimator, options, DensePerturbation(), device.torch_device))
         workers.require_agreement(journal, noise, model.layouts, device.torch_device)
         scheduler = parts.scheduler
         if scheduler is None:
@@ -676,11 +678,13 @@ def _header(
     estimator: ZOEstimator | None,
     options: RunOptions,
     perturbation: Perturbation,
+    device: torch.device,
 ) -> Mapping[str, Any]:
     """Return the journal's header, which identifies the run. A value of None matches any value of the journal."""
     provenance, method = options.provenance, options.method
     steps: Mapping[str, Any] = {
         "noise": noise.name,
+        DRAWN: numbers_drawn(device) if isinstance(noise, SequentialNoise) else None,
         "estimator": None if estimator is None else estimator.options,
         "seed": None if estimator is None else options.seed,
     }

@@ -27,8 +27,10 @@ from zo2core import (
     PinnedSource,
     Replayer,
     ZOEngine,
+    build,
 )
 from zo2core.journal import digest
+from zo2core.kernels.generators import TorchGenerator, numbers_drawn
 from zo2core.types import Int8Rows, NF4Blocks
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
@@ -120,6 +122,36 @@ def test_a_description_is_json_says_which_attention_runs_and_is_the_same_when_op
     assert description["attention"] == "sdpa"
     assert description["num_attention_heads"] == 3
     assert not {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures"} & {*description}
+
+
+@pytest.mark.parametrize("differs", ["torch", "crc32"])
+def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
+    differs: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    weights_after(ZOEngine(open_checkpoint(base), MEZO, journal=path), 1)
+    drawn = Journal(path).header["drawn"]  # type: ignore[index]
+    assert drawn["torch"] == torch.__version__
+    monkeypatch.setattr(build, "numbers_drawn", lambda device: {**drawn, differs: "other"})
+    for opened in (
+        lambda: ZOEngine(open_checkpoint(base), MEZO, journal=path),
+        lambda: Replayer(open_checkpoint(base), path),
+    ):
+        if differs == "torch":
+            opened().close()
+            continue
+        with pytest.raises(
+            JournalError, match=r"noise that torch '[^']*' drew, of checksum '[0-9a-f]{8}'; expected that which"
+        ):
+            opened()
+
+
+def test_the_checksum_is_of_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = numbers_drawn.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(TorchGenerator, "fill", lambda self, out: out.normal_(generator=self._generator).mul_(1 + 2**-7))
+    other = numbers_drawn.__wrapped__(torch.device("cpu"))
+    assert (drawn["torch"], len(drawn["crc32"])) == (other["torch"], 8)
+    assert drawn["crc32"] != other["crc32"]
 
 
 PROVENANCE = {"data": {"sha256": "aa", "rows": 7}, "tokenizer": "bb", "options": {"batch_size": 2, "sizes": [1, 2.0]}}

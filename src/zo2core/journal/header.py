@@ -14,6 +14,7 @@ from zo2core.types import ParameterSpec
 
 FORMAT = 1
 METHOD = "method"  # key of first-order runs' headers only
+DRAWN = "drawn"  # key of headers of torch's noise only: its version, and a checksum of what it drew; not compared
 
 Header: TypeAlias = Mapping[str, Any]
 
@@ -28,6 +29,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # types of the values that this libr
     "provenance": (dict,),
     "perturbation": (dict,),
     METHOD: (dict,),
+    DRAWN: (dict,),
     "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
@@ -92,7 +94,7 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
     Returns:
         The differing values of the journal and those of the run; None if nothing differs.
     """
-    compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)}
+    compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)} - {DRAWN}
     journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))
     keys = [key for key in sorted({*journal, *run}) if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))]
     return (_listed(journal, keys), _listed(run, keys)) if keys else None

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
 from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
-from zo2core.journal.header import FORMAT, METHOD, Header, completed, differences, may_be_torn_header, require_header
+from zo2core.journal.header import DRAWN, FORMAT, METHOD, Header, completed, differences, may_be_torn_header, require_header
 from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, SideRecords, evaluation_record
 from zo2core.journal.step_records import COMMIT, decode, decode_commit, encode, encode_commit
 from zo2core.types import Commit, Update
@@ -137,7 +137,8 @@ class Journal:
 
         Raises:
             TypeError, ValueError, RecursionError: if a value is not a JSON value, or is of another type than its key has.
-            JournalError: if the journal has another header (with each difference), or the file cannot be written.
+            JournalError: if the journal has another header (with each difference) or noise of other numbers, or the file
+                cannot be written.
         """
         header = completed(header)
         if self._header is None:
@@ -154,6 +155,14 @@ class Journal:
                 found=theirs,
                 expected=ours,
                 remedy="continue with the base checkpoint and options that the journal was started with, or start a new one",
+            )
+        recorded, drawn = (one.get(DRAWN) or {} for one in (self._header, header))
+        if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):  # of equal numbers, torch may be another
+            raise JournalError(
+                self._name,
+                found=f"noise that torch {shown(recorded.get('torch'))} drew, of checksum {shown(recorded.get('crc32'))}",
+                expected=f"that which torch {shown(drawn.get('torch'))} draws here, of checksum {shown(drawn.get('crc32'))}",
+                remedy="use the version of torch and the kind of processor that the run began with",
             )
 
     def append(self, step: Update | Commit) -> None:
@@ -426,7 +435,7 @@ class Journal:
             self._add_step(record)
 
     def _add_header(self, header: Record) -> None:
-        self._chain = [zlib.crc32(to_json(header))]
+        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != DRAWN}))]
         self._header = header
 
     def _add_step(self, record: Record) -> None:

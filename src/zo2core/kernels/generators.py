@@ -7,6 +7,7 @@ generator is used only where it has just been compared with this torch on this m
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Collection
 from functools import cache
 from typing import TypeAlias
@@ -103,3 +104,14 @@ def agrees(dtype: torch.dtype) -> bool:
             if not torch.equal(drawn.view(bits), expected.view(bits)):
                 return False
     return True
+
+
+@cache
+def numbers_drawn(device: torch.device) -> dict[str, str]:
+    """Version of torch, and a checksum of what it draws on a device: other versions or processors may draw other numbers."""
+    checksum = 0
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        drawn = torch.empty(1 << 16, dtype=dtype, device=device)
+        TorchGenerator(0, device).fill(drawn)
+        checksum = zlib.crc32(drawn.view(bits).cpu().numpy(), checksum)
+    return {"torch": torch.__version__, "crc32": f"{checksum:08x}"}
