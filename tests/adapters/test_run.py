@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
 from zo2adapters.tasks.row_source import data_sha256
+from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
@@ -279,6 +280,39 @@ def test_other_files_than_those_that_moved_are_refused_by_name(moved: TrainOptio
         line = refusal("train", "--resume", moved.output, *[part for name in given for part in (f"--{name}", given[name])])
         assert ("--model: found" if option == "model" else f"zo2: --{option}: found {tmp_path / path}, ") in line
     assert (moved.output / "options.json").read_bytes() == before
+
+
+def test_a_run_killed_before_its_first_record_says_how_to_go_on(options: TrainOptions, tmp_path: Path) -> None:
+    run, base = options.output, Path(options.model)
+    interrupt_after(options, 1)
+    (run / "journal.jsonl").unlink()
+    (run / "metrics.jsonl").unlink()
+    for command in (["export", "--run", run, "--output", tmp_path / "new"], ["report", run, "--output", tmp_path / "new"]):
+        assert f"What to do: continue it with zo2 train --resume {run}" in refusal(*command)
+    shutil.copytree(base, tmp_path / "copy")
+    line = refusal("train", "--resume", run, "--model", tmp_path / "copy")
+    assert f"of a run that took no step, so that no fingerprint tells whether it is the run's own; expected {base}" in line
+    assert f"leave it out, or remove {run}" in line
+    (run / "options.json").rename(run / ".options.json.partial")
+    for path in run.iterdir():
+        if path.name not in ("lock", ".options.json.partial"):
+            path.unlink()
+    assert "give the command that began the run again" in refusal("train", "--resume", run)
+
+
+def test_a_run_that_another_process_has_begun_meanwhile_is_left_alone(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun_and_ended(lock: Any) -> Any:
+        options.output.mkdir(exist_ok=True)
+        (options.output / "options.json").write_text("another's")
+        return real(lock)
+
+    real = run_directory.acquire
+    monkeypatch.setattr(run_directory, "acquire", begun_and_ended)
+    with pytest.raises(OutputError, match="a run that has already started"):
+        Trainer(options, quiet=True)
+    assert (options.output / "options.json").read_text() == "another's"
 
 
 def test_a_run_killed_while_it_was_lengthened_can_be_lengthened(

@@ -16,6 +16,7 @@ from command_lines import Apart, refusal, run_here
 from runs import small_run
 from strikes import strike
 
+from zo2adapters.commands import many_runs
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.trainers import tuning
 from zo2adapters.trainers.first_order import FirstOrder
@@ -97,6 +98,20 @@ def test_runs_of_one_command_are_the_runs_apart(
     outcomes = json.loads((tmp_path / "all" / "runs.json").read_text())
     assert [outcome["error"] for outcome in outcomes] == [None] * 4
     assert results_of(tmp_path / "all") == alone
+
+
+def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(options: TrainOptions, tmp_path: Path) -> None:
+    """Without a lock of all runs, each command takes some of them, and both end."""
+    command = [*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, {"low-rank": {"rank": 2}}))]
+    real = many_runs._trained
+
+    def started_again(run: Any, shared: SharedBase) -> Any:
+        assert "all: found a run that another process works on" in refusal(*command)
+        return real(run, shared)
+
+    with patch.object(many_runs, "_trained", started_again):
+        assert run_here(*command).status == 0
+    assert run_here(*command).status == 0, "the lock ends with the command"
 
 
 def test_an_interrupted_command_continues_all_and_one_can_continue_alone(

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.recipe import read_recipe
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, replace_file
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, acquire, directory_lock, replace_file
 from zo2core import Journal, OptionError, OutputError, ZO2Error
 from zo2core.errors import reason
 
@@ -115,11 +115,12 @@ def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
             raise OptionError(run.name, found=error.found, expected=error.expected, remedy=error.remedy) from error
     try:
         output.mkdir(parents=True, exist_ok=True)
+        held = acquire(directory_lock(output))  # before its runs': else two processes take some of them each, and both end
     except OSError as error:
         expected = "a directory that can be written"
         raise OutputError(output, found=reason(error), expected=expected, remedy="choose another one") from error
     print(f"{len(runs)} runs share each pass over the blocks: {', '.join(run.name for run in runs)}", file=sys.stderr)
-    with open_shared_base(runs[0].options) as shared:
+    with held, open_shared_base(runs[0].options) as shared:
         functions: Mapping[str, Callable[[], Outcome]] = {run.name: partial(_trained, run, shared) for run in runs}
         try:
             ended = shared.together(functions)

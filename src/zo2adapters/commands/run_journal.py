@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from zo2adapters.trainers.metrics import align_rows
-from zo2adapters.trainers.run_directory import METRICS
+from zo2adapters.trainers.run_directory import METRICS, OPTIONS
 from zo2core import Journal, JournalError
 from zo2core.io.durable import read_regular
 
@@ -25,6 +25,13 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
     journal = Journal(path)
     journal.close()
+    if journal.header is None and (path.parent / OPTIONS).exists():
+        raise JournalError(
+            path,
+            found="no record: the process ended before the run's first step",
+            expected="a run that has begun",
+            remedy=f"continue it with zo2 train --resume {path.parent}",
+        )
     if journal.header is None:
         raise JournalError(path, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
     steps = journal.version

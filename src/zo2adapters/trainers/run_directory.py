@@ -47,6 +47,7 @@ JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
 TRIALS = "tune-"  # beginning of the name of the trials' directory, which goes on with a digest of their options
+_LEFT_BEFORE_START = tuple(partial_path(Path(name)).name for name in (OPTIONS, CHOICE))
 _REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)  # files that are written beside themselves and renamed
 
 
@@ -66,7 +67,7 @@ class RunDirectory:
 
     def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
         self.path = options.output
-        self._lock = _lock(self.path)
+        self._lock = directory_lock(self.path)
         if not resume:
             require_new(self.path)
         files = [path for path in (options.data, options.evaluation) if path is not None]
@@ -75,14 +76,9 @@ class RunDirectory:
         try:
             self._created = missing_directories(self.path)
             make_directory(self.path)
-            self._lock.acquire()
-        except Timeout as error:
-            raise OutputError(
-                self.path,
-                found="a run that another process works on",
-                expected="a directory that no other process uses",
-                remedy="wait until that process has ended, or choose another directory",
-            ) from error
+            acquire(self._lock)
+            if not resume:
+                _require_unstarted(self.path)  # another process may have begun and ended since
         except OSError as error:
             if not resume and self.path.is_dir():
                 self.remove()
@@ -142,13 +138,21 @@ class RunDirectory:
         """
         before, now = self._record["options"], options.to_json()
         moved = [option for option in ("model", "adapter") if now[option] != before.get(option)]
-        header = header_of(self.path / JOURNAL) if moved else None
-        fingerprint = "none, since it took no step" if header is None else str(header.get("base"))[:12]
-        if moved and fingerprint != model.weights.fingerprint[:12]:
+        if not moved:
+            return
+        option, header, fingerprint = moved[0], header_of(self.path / JOURNAL), model.weights.fingerprint[:12]
+        if header is None:
             raise OptionError(
-                moved[0],
-                found=f"{now[moved[0]]}, which has the fingerprint {model.weights.fingerprint[:12]}",
-                expected=f"the fingerprint in the run's journal ({fingerprint})",
+                option,
+                found=f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own",
+                expected=f"{before.get(option)}, as when the run began",
+                remedy=f"leave it out, or remove {self.path} and begin the run anew",
+            )
+        if str(header.get("base"))[:12] != fingerprint:
+            raise OptionError(
+                option,
+                found=f"{now[option]}, which has the fingerprint {fingerprint}",
+                expected=f"the fingerprint in the run's journal ({str(header.get('base'))[:12]})",
                 remedy="pass the path to which the run's original was moved, or start a new run",
             )
 
@@ -305,22 +309,31 @@ def require_new(path: Path) -> None:
     Raises:
         OutputError: naming the directory.
     """
-    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
-    if OPTIONS in names:
+    _require_unstarted(path)
+    if _ended_before_start(path):
+        with (
+            contextlib.suppress(OSError),
+            directory_lock(path),
+        ):  # raises if another process is about to start, and the directory is in use
+            for name in (*_LEFT_BEFORE_START, LOCK):
+                (path / name).unlink(missing_ok=True)
+    require_unused(path)
+
+
+def _require_unstarted(path: Path) -> None:
+    if (path / OPTIONS).exists():
         raise OutputError(
             path,
             found="a run that has already started",
             expected="a path that does not exist yet, or an empty directory",
             remedy=f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
         )
-    if names and names <= {LOCK, *(partial_path(path / name).name for name in (OPTIONS, CHOICE))}:
-        with (
-            contextlib.suppress(OSError),
-            _lock(path),
-        ):  # raises if another process is about to start, and the directory is in use
-            for name in {*names, LOCK}:
-                (path / name).unlink(missing_ok=True)
-    require_unused(path)
+
+
+def _ended_before_start(path: Path) -> bool:
+    """Whether a directory has only what a process leaves that was killed before it had saved the run's options."""
+    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    return bool(names) and names <= {*_LEFT_BEFORE_START, LOCK}
 
 
 def missing_directories(run: Path) -> list[Path]:
@@ -338,9 +351,9 @@ def remove_files(run: Path, directories: Sequence[Path]) -> None:
         METRICS,
         SAMPLES,
         CHOICE,
-        LOCK,
         *stores,
         *(partial_path(run / name).name for name in (*_REPLACED, *stores)),
+        LOCK,  # last: then another process may begin a run here
     ):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
@@ -349,7 +362,25 @@ def remove_files(run: Path, directories: Sequence[Path]) -> None:
             path.rmdir()
 
 
-def _lock(path: Path) -> FileLock:
+def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
+    """Acquire the lock of a directory. The result is a context that releases it.
+
+    Raises:
+        OutputError: if another process holds it.
+        OSError: if the system refuses.
+    """
+    try:
+        return lock.acquire()
+    except Timeout as error:
+        raise OutputError(
+            Path(lock.lock_file).parent,
+            found="a run that another process works on",
+            expected="a directory that no other process uses",
+            remedy="wait until that process has ended, or choose another directory",
+        ) from error
+
+
+def directory_lock(path: Path) -> FileLock:
     """Lock of a run's directory. It is tried once, belongs to the process, not to a thread, and ends with the process."""
     return FileLock(path / LOCK, timeout=0, thread_local=False)
 
@@ -374,7 +405,9 @@ def _refusing_damage(path: Path) -> Iterator[None]:
 
 
 def _option_for(path: Path) -> str | None:
-    """A remedy for a directory that has a model or an adapter; None for others."""
+    """A remedy for a directory that has a model or an adapter, or of a run that never began; None for others."""
+    if _ended_before_start(path):
+        return "give the command that began the run again: its process ended before it had saved anything"
     if (path / "adapter_config.json").exists():
         return f"this is an adapter: pass --adapter {path}"
     return f"this is a model: pass --model {path}" if (path / "config.json").exists() else None
