@@ -106,7 +106,8 @@ def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(opt
     real = many_runs._trained
 
     def started_again(run: Any, shared: SharedBase) -> Any:
-        assert "all: found a run that another process works on" in refusal(*command)
+        with patch.object(many_runs, "_trained", real):
+            assert "all: found a run that another process works on" in refusal(*command)
         return real(run, shared)
 
     with patch.object(many_runs, "_trained", started_again):
