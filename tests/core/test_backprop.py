@@ -486,6 +486,17 @@ def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
         state["optimizer"]["state"][3]["exp_avg"][0, 0] = float("nan")
         with pytest.raises(CheckpointError, match="exp_avg of parameter 3 with values that are not finite"):
             other.load_state_dict(state)
+        for option, forged in (
+            ("eps", float("nan")),
+            ("betas", [0.9, float("inf")]),
+            ("weight_decay", "0"),
+            ("maximize", 1),
+        ):
+            state = copied_state(other.state_dict())
+            state["optimizer"]["param_groups"][0][option] = forged
+            with pytest.raises(CheckpointError, match="an optimizer with other options"):
+                other.load_state_dict(state)
+        state = copied_state(other.state_dict())
         state["optimizer"]["state"][3]["exp_avg"] = torch.zeros(1)
         with pytest.raises(CheckpointError, match="exp_avg, a state of parameter 3"):
             other.load_state_dict(state)

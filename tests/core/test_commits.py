@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from zo2core import (
     LOMO,
     AdaLOMO,
     BAdam,
+    CheckpointError,
     ClosedError,
     DurableBackpropEngine,
     FullBackpropEngine,
@@ -212,6 +215,39 @@ class Full:
 
 def copies(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
+
+
+FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "an infinite step": lambda header, contents: contents.update(step=float("inf")),
+    "a state that is a list": lambda header, contents: contents.update(state=[]),
+    "a state without its items": lambda header, contents: contents.update(state={}),
+    "a tensor that is not there": lambda header, contents: contents["state"]["items"].append(["x", {"tensor": "y"}]),
+    "a chain that is a number": lambda header, contents: contents.update(chain=1),
+    "no format": lambda header, contents: contents.pop("format"),
+    "a dtype that is not there": lambda header, contents: header["moment"].update(dtype="F3"),
+    "a negative shape": lambda header, contents: header["moment"].update(shape=[-2, -2]),
+    "offsets beyond the end": lambda header, contents: header["moment"].update(data_offsets=[0, 1 << 40]),
+    "one offset": lambda header, contents: header["moment"].update(data_offsets=[0]),
+    "tensors that are a text": lambda header, contents: header.update(moment="bytes"),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any, Any], object], tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, lambda step: 0, lambda step, name: None)
+    snapshots.write(Snapshot(1, {"moment": torch.ones(2, 2)}))
+    raw = snapshots.path(1).read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    contents = json.loads(header["__metadata__"]["zo2"])
+    forge(header, contents)
+    header["__metadata__"] = {"sha256": "0" * 64, "zo2": json.dumps(contents)}
+    forged = json.dumps(header, separators=(",", ":")).encode()
+    whole = len(forged).to_bytes(8, "little") + forged + raw[end:]
+    sealed = whole.replace(b"0" * 64, hashlib.sha256(whole).hexdigest().encode(), 1)
+    snapshots.path(1).write_bytes(sealed)
+    with pytest.raises(CheckpointError, match="not a snapshot of this format"):
+        snapshots.read(1)
 
 
 @pytest.mark.parametrize("name", Full.UPDATES)

@@ -109,6 +109,18 @@ def test_a_commit_whose_bytes_are_cut_off_is_passed_over(tmp_path: Path) -> None
         assert contents(files) == {1}
 
 
+def test_a_run_none_of_whose_commits_has_its_bytes_is_refused_and_keeps_its_manifest(tmp_path: Path) -> None:
+    committed(tmp_path, 1)
+    manifest = (tmp_path / MANIFEST).read_bytes()
+    (tmp_path / DATA).rename(tmp_path / "moved")
+    with pytest.raises(ScratchError, match="damaged records or bytes of this run"):
+        opened(tmp_path)
+    assert (tmp_path / MANIFEST).read_bytes() == manifest
+    (tmp_path / "moved").rename(tmp_path / DATA)
+    with closing(opened(tmp_path)) as files:
+        assert (files.step, contents(files)) == (1, {1})
+
+
 @contextmanager
 def source_of_states(folder: Path, buckets: int) -> Iterator[tuple[StreamedSource, Generations]]:
     """Segments after a first step, which has filled each one's weights and states with its index."""

@@ -471,15 +471,16 @@ def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
             assert before.index("journal") < before.index("bytes durable")
 
 
-def test_bytes_of_another_journal_are_not_used(base: Path, tmp_path: Path) -> None:
+def test_bytes_of_another_journal_are_neither_used_nor_replaced(base: Path, tmp_path: Path) -> None:
     begun_with(base, tmp_path / "one", "lomo", 3)
     with streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3) as engine:
         for batch in BATCHES[:3]:
             engine.step(batch)
     for name in (DATA, MANIFEST):
         (tmp_path / "other" / name).write_bytes((tmp_path / "one" / name).read_bytes())
-    with streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3) as engine:
-        assert engine.version == 0, "the steps are repeated from the base"
+    with pytest.raises(ScratchError, match="weights of another run"):
+        streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3)
+    assert (tmp_path / "other" / MANIFEST).read_bytes() == (tmp_path / "one" / MANIFEST).read_bytes()
 
 
 @pytest.mark.parametrize("call", ["sync", "write"])

@@ -240,8 +240,11 @@ def _from_bytes(path: Path, raw: mmap.mmap | bytes) -> tuple[Snapshot, int]:
         if contents["format"] != FORMAT:
             raise _damaged(path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}")
         tensors = {name: _tensor(raw, 8 + length, entry) for name, entry in header.items()}
-        return Snapshot(int(contents["step"]), _decoded(contents["state"], tensors)), int(contents["chain"], 16)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, struct.error) as error:
+        state = _decoded(contents["state"], tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f"a {type(state).__name__} as state")
+        return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
 
 

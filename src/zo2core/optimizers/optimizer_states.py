@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -174,10 +175,18 @@ def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: S
         raise unusable_state(f"no state of an optimizer ({type(error).__name__})") from error
 
 
-def _kind_of_group(group: Mapping[str, Any]) -> tuple[set[str], list[int], dict[str, bool]]:
-    """What tells optimizers apart: names of options, parameters, and flags. Schedules change the numbers and add names."""
-    flags = {name: value for name, value in group.items() if isinstance(value, bool)}
-    return {name for name in group if not name.startswith("initial_")}, list(group["params"]), flags
+def _kind_of_group(group: Mapping[str, Any]) -> tuple[list[int], dict[str, object]]:
+    """What tells optimizers apart: parameters, options and flags. Schedules change the numbers, and add initial ones."""
+    kinds = {name: _kind(value) for name, value in group.items() if name != "params" and not name.startswith("initial_")}
+    return list(group["params"]), kinds
+
+
+def _kind(option: Any) -> object:
+    """What two values of an option have in common: numbers are alike if they are finite."""
+    if isinstance(option, list | tuple):
+        return [_kind(one) for one in option]
+    is_number = isinstance(option, int | float | torch.Tensor) and not isinstance(option, bool)
+    return math.isfinite(option) if is_number else repr(option)
 
 
 def copied_state(value: Any) -> Any:

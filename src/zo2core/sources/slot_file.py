@@ -221,12 +221,12 @@ class SlotFile(ABC):
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
             loaded = []
-        if loaded and loaded[0] == header:
+        if loaded[:1] == [header]:
             self._load(loaded[1:], str(path))
-        elif path.exists() and read_regular(path).startswith(ONLY_COPY):
+        if loaded != [header] and not self._live() and path.exists() and read_regular(path).startswith(ONLY_COPY):
             raise ScratchError(
                 path,
-                found="weights of another run, or a damaged record of this run's",
+                found="weights of another run, or damaged records or bytes of this run's",
                 expected="no file, or the manifest of this run: weights that gradients have changed cannot be replayed",
                 remedy="choose another directory, or restore this one from a backup",
             )

@@ -254,5 +254,5 @@ def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor]
     """
     if step == 0:
         return None
-    parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state["parameters"]
+    parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state.get("parameters", {})  # refused if incomplete
     return parameters
