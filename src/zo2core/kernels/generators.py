@@ -113,5 +113,5 @@ def numbers_drawn(device: torch.device) -> dict[str, str]:
     for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         drawn = torch.empty(1 << 16, dtype=dtype, device=device)
         TorchGenerator(0, device).fill(drawn)
-        checksum = zlib.crc32(drawn.view(bits).cpu().numpy(), checksum)
+        checksum = zlib.crc32(drawn.view(bits).cpu().numpy().tobytes(), checksum)
     return {"torch": torch.__version__, "crc32": f"{checksum:08x}"}
