@@ -699,11 +699,7 @@ def _header(
 
 
 def _require_kind(journal: Journal, method: Mapping[str, Any] | None) -> None:
-    """Refuse a journal of steps of the other kind.
-
-    Raises:
-        JournalError: if the journal has first-order steps and the run has not, or the other way round.
-    """
+    """Refuse a journal of steps of the other kind."""
     if journal.header is not None and journal.is_replayable is not (method is None):
         kinds = {True: "zeroth-order steps, which are replayed", False: "first-order steps, which have snapshots"}
         raise JournalError(

@@ -249,11 +249,7 @@ def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
 
 
 def _fitting(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
-    """Choose the number of rows in a batch, and of rows that run at a time, and plan the run.
-
-    Raises:
-        MemoryBudgetError: if not even the least rows at a time fit.
-    """
+    """Choose the number of rows in a batch, and of rows that run at a time, and plan the run."""
     *larger, least = (replace(inputs, options=replace(inputs.options, batching=it)) for it in _batchings(inputs))
     for fitting in larger:
         with contextlib.suppress(MemoryBudgetError):

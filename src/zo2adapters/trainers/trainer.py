@@ -297,11 +297,7 @@ class Trainer:
             self._run.remove()
 
     def _remaining_rows(self) -> list[Any]:
-        """Rows of the remaining steps and evaluations, the same for all workers.
-
-        Raises:
-            OptionError: if ``options.steps`` is below the number of steps taken.
-        """
+        """Rows of the remaining steps and evaluations, the same for all workers."""
         options, batch_size = self.options, self.options.batching.batch_size
         with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
             _require_steps_left(options, journal.version)

@@ -229,11 +229,7 @@ def _require_comparable(options: TrainOptions) -> None:
 def _all_trials(
     options: TrainOptions, method: RunMethod[Any], learning_rates: Sequence[float], zo_eps: Sequence[float]
 ) -> list[Trial]:
-    """A trial for each learning rate and perturbation scale.
-
-    Raises:
-        OptionError: if scales are given, and the method perturbs nothing.
-    """
+    """A trial for each learning rate and perturbation scale."""
     if method.has_gradient and zo_eps:
         expected = f"none with --method {options.first_order.method}, which perturbs nothing"
         raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
@@ -302,11 +298,7 @@ def _run_rounds(
 
 
 def _require_converged(best: Trial, output: Path) -> Trial:
-    """Return the best trial, unless it diverged.
-
-    Raises:
-        DivergenceError: if it did.
-    """
+    """Return the best trial, unless it diverged."""
     if math.isfinite(best.loss):
         return best
     raise DivergenceError(
@@ -333,11 +325,7 @@ def _gathered(trials: Sequence[Trial], results: Sequence[Trial], workers: Worker
 
 
 def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions) -> list[Trial]:
-    """Run trials that share their base, as many at a time as memory allows.
-
-    Raises:
-        ZO2Error: of the kind that fits, if a trial could not run.
-    """
+    """Run trials that share their base, as many at a time as memory allows."""
     results: list[Trial] = []
     left = dict(lengthen)
     while left:

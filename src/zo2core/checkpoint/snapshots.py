@@ -258,11 +258,7 @@ def _tensor(raw: mmap.mmap | bytes, data_start: int, entry: Mapping[str, Any]) -
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
-    """Convert a state to JSON, and collect its tensors under names made of their keys.
-
-    Raises:
-        OptionError: if it has a value of another type.
-    """
+    """Convert a state to JSON, and collect its tensors under names made of their keys."""
     if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
         assert name not in tensors, "names are unique"
         tensors[name] = value.detach().cpu().contiguous()

@@ -220,11 +220,7 @@ def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
 
 
 def _require_scalable(update: BlockUpdate, model: BlockModel) -> None:
-    """Refuse to scale gradients that stay in float16, where dividing by the scale would lose them again.
-
-    Raises:
-        OptionError: if there are any.
-    """
+    """Refuse to scale gradients that stay in float16, where dividing by the scale would lose them again."""
     halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
     if halves and not update.widens_gradients:
         raise OptionError(

@@ -121,11 +121,7 @@ class GradientEngine(PresentRunner[TrainedT]):
         """
 
     def _require_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state without the parameters of this engine, or without the number of steps and the rest.
-
-        Raises:
-            CheckpointError: naming what is wrong.
-        """
+        """Refuse a state without the parameters of this engine, or without the number of steps and the rest."""
         missing = {"steps", "parameters", "optimizer"} - (state.keys() if isinstance(state, Mapping) else set())
         if missing:
             raise unusable_state(f"a state without {', '.join(sorted(missing))}")
@@ -184,11 +180,7 @@ class GradientEngine(PresentRunner[TrainedT]):
 
 
 def _require_differentiable(model: BlockModel) -> None:
-    """Refuse a model whose segments have no leaves for gradients.
-
-    Raises:
-        OptionError: naming it.
-    """
+    """Refuse a model whose segments have no leaves for gradients."""
     if not isinstance(model, DifferentiableModel):
         raise OptionError(
             "model",

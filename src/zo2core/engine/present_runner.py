@@ -84,11 +84,7 @@ class PresentRunner(Runner, Generic[TrainedT]):
         self._trained.load(parameters, lambda visitor: self.run(visitor, range(len(self._model.layouts))))
 
     def _require_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values of other parameters than the trained ones.
-
-        Raises:
-            CheckpointError: if a name, a shape or a dtype differs, or a value is not finite.
-        """
+        """Refuse values of other parameters than the trained ones."""
         if not isinstance(parameters, Mapping):
             raise unusable_state(f"a {type(parameters).__name__} as parameters")
         forms = {name: (tuple(shape), dtype) for name, (shape, dtype) in self._trained.forms.items()}

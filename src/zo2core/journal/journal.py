@@ -445,11 +445,7 @@ class Journal:
         self._count(step, record)
 
     def _decoded(self, record: Record) -> Update | Commit:
-        """The step of a record.
-
-        Raises:
-            ImpossibleRecordError: if a run with this header cannot have written the record.
-        """
+        """The step of a record."""
         if (COMMIT in record) is self.is_replayable:
             found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
             raise ImpossibleRecordError(found, f"{expected}, as the header says")

@@ -125,11 +125,7 @@ class Backprop:
         return rows.finish(outputs)
 
     def _clipped(self, loss: float) -> float:
-        """Clip the gradients, and return their norm before clipping.
-
-        Raises:
-            NonFiniteLossError: if the loss or the norm is not finite.
-        """
+        """Clip the gradients, and return their norm before clipping."""
         parameters = [parameter for parameter in self._trained.parameters.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not (math.isfinite(loss) and math.isfinite(norm.item())):

@@ -176,11 +176,7 @@ class TorchOptimizer(EverySegment):
         return self._forms[key]
 
     def _shown(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
-        """The states that the optimizer has of a parameter of this shape after a step.
-
-        Raises:
-            OptionError: if they are not tensors and numbers, or the optimizer keeps anything of all parameters together.
-        """
+        """The states that the optimizer has of a parameter of this shape after a step."""
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
         optimizer = make_optimizer(self._made, [parameter])

@@ -117,11 +117,7 @@ class SegmentSource(ABC):
         return loading
 
     def _open_loader(self) -> SegmentLoader:
-        """The reading threads.
-
-        Raises:
-            ClosedError: after ``close``.
-        """
+        """The reading threads."""
         self._require_open()
         assert self._loader is not None
         return self._loader

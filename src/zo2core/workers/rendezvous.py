@@ -231,11 +231,7 @@ def join_workers(announcement: Announcement, rank: int, key: bytes | None, timeo
 
 
 def _connect(address: Address) -> TCPStore:
-    """A client of a store.
-
-    Raises:
-        OSError, DistError: if nothing answers at the address.
-    """
+    """A client of a store."""
     endpoint, limit = (address.host, address.port), timedelta(seconds=_CONNECTING)
     socket.create_connection(endpoint, _CONNECTING).close()  # where nothing listens, TCPStore would retry for seconds
     return TCPStore(*endpoint, is_master=False, timeout=limit, wait_for_workers=False)

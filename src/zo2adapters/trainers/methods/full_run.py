@@ -73,11 +73,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
         return snapshot_bytes(model, self.update)
 
     def _require_alone(self, opening: Opening) -> None:
-        """Refuse other workers, and a replay.
-
-        Raises:
-            OptionError: naming the method, or the option.
-        """
+        """Refuse other workers, and a replay."""
         if opening.workers is not None:
             raise OptionError(
                 "method",
@@ -89,11 +85,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             raise self._refusal("replay", opening.execution.replay, "none: nothing is replayed")
 
     def _least_interval(self, model: HFBlockModel, update: BlockUpdate) -> int:
-        """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes.
-
-        Raises:
-            OptionError: if snapshots are asked for more often.
-        """
+        """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes."""
         stored = self.options.storage
         if stored.write_limit_tb is None:
             return 1

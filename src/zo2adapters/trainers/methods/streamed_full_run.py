@@ -103,11 +103,7 @@ class StreamedFullRun(FullRun):
         )
 
     def _require_few_writes(self, opening: Opening, update: BlockUpdate) -> None:
-        """Refuse a run that writes more than a disk bears, unless the user allows it.
-
-        Raises:
-            OptionError: naming the limit.
-        """
+        """Refuse a run that writes more than a disk bears, unless the user allows it."""
         model, given = opening.model, self.options.storage.write_limit_tb
         limit = WRITE_BUDGET_TB if given is None else given
         request = self._request(model, update, self._memory(opening.activations, None))
