@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from bench_overlap import keep
 from peft import LoraConfig
+from zo2core.workers.exchange import TCPStore
+from zo2core.workers.rendezvous import open_store
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
@@ -41,8 +43,6 @@ from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import BackpropEngine, Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
 from zo2core.types import GradientStepResult, work_bytes
-from zo2core.workers.exchange import TCPStore
-from zo2core.workers.rendezvous import open_store
 
 TIMEOUT = 1800.0
 KEY = b"a benchmark guards no secret"
