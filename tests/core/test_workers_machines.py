@@ -17,6 +17,7 @@ from runs import small_run
 
 from zo2core.kernels import native
 
+pytestmark = pytest.mark.long_profile  # processes that import everything
 several_kinds = pytest.mark.skipif(
     native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
 )
