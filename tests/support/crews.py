@@ -16,16 +16,16 @@ from command_lines import Apart, Ended, Forker
 from zo2core import Workers
 
 T = TypeVar("T")
+distributed: Any = torch.distributed  # exports its stores and gloo at run time only
 SECONDS = 60.0  # that a worker waits for the others; a test takes a fraction of them
 
 
 def group_of(store: Any, rank: int, size: int) -> Any:
     """The gloo connections of a worker, over the loopback interface."""
-    gloo: Any = torch.distributed
-    options = gloo.ProcessGroupGloo._Options()
+    options = distributed.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=SECONDS)
-    options._devices = [gloo.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return gloo.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return distributed.ProcessGroupGloo(store, rank, size, options)
 
 
 def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
@@ -45,7 +45,7 @@ def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
 
 def attempted(size: int, work: Callable[[Workers], T], **options: Any) -> list[T | BaseException]:
     """As ``worked``, with what each worker raised in its place."""
-    store = torch.distributed.HashStore()
+    store = distributed.HashStore()
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:

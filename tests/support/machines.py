@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from crews import SECONDS, group_of
+from crews import SECONDS, distributed, group_of
 from models import make_batch
 
 from zo2adapters import open_checkpoint
@@ -54,7 +53,7 @@ def trained(asked: Asked) -> tuple[list[float], bytes]:
     """Losses that this machine computes alone, and the weights that the workers come to."""
     with Replayer(open_checkpoint(asked.base)) as replayer:
         alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
-    store = torch.distributed.TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
+    store = distributed.TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
     streamed = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=1, keep_noise=False))
     with (
         Workers(group_of(store, asked.rank, asked.size), split=asked.split) as workers,
@@ -99,7 +98,7 @@ class Machines:
         Returns:
             What each came to, in no order.
         """
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, kind in enumerate(kinds):
             own = folder / str(rank)
             own.mkdir()

@@ -71,11 +71,11 @@ def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[
     for rank, report in enumerate(reports):
         shard = split.shard(rank, evaluations).evaluations
         if report.context != reports[0].context:
-            raise _mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
+            raise mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
         if len(report.losses) != len(shard):
-            raise _mismatch(rank, f"{len(report.losses)} losses", f"{len(shard)}, one per evaluation of its shard")
+            raise mismatch(rank, f"{len(report.losses)} losses", f"{len(shard)}, one per evaluation of its shard")
         if split.parts == 1 and report.dtype != reports[0].dtype:
-            raise _mismatch(rank, f"losses in {report.dtype}", f"{reports[0].dtype}, as worker 0's")
+            raise mismatch(rank, f"losses in {report.dtype}", f"{reports[0].dtype}, as worker 0's")
         for index, loss in zip(shard, report.losses, strict=True):
             parts[index].append((loss, report.tokens))
     if split.parts == 1:
@@ -91,7 +91,8 @@ def _mean(parts: Sequence[tuple[float, int]]) -> float:
     return total / tokens if tokens else math.nan
 
 
-def _mismatch(rank: int, found: str, expected: str) -> WorkerError:
+def mismatch(rank: int, found: str, expected: str) -> WorkerError:
+    """The error for a worker that does something else than the others."""
     return WorkerError(
         f"worker {rank}", found=found, expected=expected, remedy="start all workers with the same command, model and rows"
     )

@@ -13,6 +13,7 @@ from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
+from zo2core.workers.losses import mismatch
 from zo2core.workers.workers import Workers
 
 
@@ -87,12 +88,8 @@ def require_agreement(
         journal.begin(first_header)
     for rank, (_, steps_of_rank, drawn) in enumerate(states):
         if steps_of_rank != first_steps:
-            raise WorkerError(
-                f"worker {rank}",
-                found=f"a journal of {steps_of_rank[0]} steps that differs from worker 0's",
-                expected=f"its {first_steps[0]} steps",
-                remedy="start all workers with the same command and the same run",
-            )
+            found = f"a journal of {steps_of_rank[0]} steps that differs from worker 0's"
+            raise mismatch(rank, found, f"its {first_steps[0]} steps")
         if drawn != first_noise:
             raise WorkerError(
                 f"worker {rank}",

@@ -14,7 +14,7 @@ from torch import distributed
 
 from zo2core.errors import ClosedError, OptionError, WorkerError
 from zo2core.types import Batch, Evaluation
-from zo2core.workers.losses import Report, batch_digest, combined, context_of
+from zo2core.workers.losses import Report, batch_digest, combined, context_of, mismatch
 from zo2core.workers.shards import Shard, Split, choose_split, require_split
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others
@@ -112,12 +112,7 @@ class Workers:
         received = [json.loads(bytes(content.numpy())) for content in self.all_gather_tensors(message)]
         for rank, (sent, _) in enumerate(received):
             if sent != received[0][0]:
-                raise WorkerError(
-                    f"worker {rank}",
-                    found=f"{sent} where worker 0 sent {received[0][0]}",
-                    expected="a worker that takes the same steps and evaluations in the same order",
-                    remedy="start all workers with the same command",
-                )
+                raise mismatch(rank, f"{sent} where worker 0 sent {received[0][0]}", "the same calls in the same order")
         return [value for _, value in received]
 
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -162,33 +157,19 @@ class Workers:
         digests = self.all_gather(digest, what)
         for rank, value in enumerate(digests):
             if value != digests[0]:
-                raise WorkerError(
-                    f"worker {rank}",
-                    found=f"other {what} than worker 0's",
-                    expected="the same",
-                    remedy="start all workers with the same command and the same rows",
-                )
+                raise mismatch(rank, f"other {what} than worker 0's", "the same")
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """Gather the results of items that were sharded round-robin, in the order of the items.
+        """Gather the results of items that were sharded round-robin, in the order of the items, which all workers agree on.
 
         Args:
             values: Results of this worker's items, which are those at the indices rank, rank + size, ...
 
         Raises:
-            WorkerError: if the workers did not compute the same list of items.
+            WorkerError: if a worker has ended, sends nothing for too long, or makes another call.
         """
         gathered = self.all_gather(list(values))
-        count = sum(map(len, gathered))
-        for rank, results in enumerate(gathered):
-            if len(results) != len(range(rank, count, self.size)):
-                raise WorkerError(
-                    f"worker {rank}",
-                    found=f"{len(results)} results of {count}",
-                    expected=f"{len(range(rank, count, self.size))}, every {self.size}th",
-                    remedy="start all workers with the same rows",
-                )
-        return [gathered[index % self.size][index // self.size] for index in range(count)]
+        return [gathered[index % self.size][index // self.size] for index in range(sum(map(len, gathered)))]
 
     def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
         """Shard a step.
