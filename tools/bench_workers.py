@@ -1,16 +1,13 @@
-"""Measure workers on one host: the speed of two against one, the memory of several, and the first step of a late one.
+"""Measure workers on one host: the speed of two against one, and the first step of a late one.
 
     python tools/bench_workers.py speed DIR --rows 4 --tokens 64
     python tools/bench_workers.py gradients DIR --rows 16 --tokens 40
-    python tools/bench_workers.py memory DIR --workers 4
     python tools/bench_workers.py late DIR --steps 1000
 
 ``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
 directions. Their losses must be equal. ``gradients`` does the same with AdamW steps of a LoRA adapter; two workers split the
-rows, so their losses differ from one worker's by rounding. ``memory`` reads the proportional set size of each process
-(smaps_rollup), in which a page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps
-and measures the time from the start of a second worker without a journal to the end of its first step. Each prints a table
-and JSON.
+rows, so their losses differ from one worker's by rounding. ``late`` writes a journal of ``--steps`` steps and measures the
+time from the start of a second worker without a journal to the end of its first step. Each prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import math
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import sys
 import tempfile
@@ -34,18 +32,14 @@ from typing import Any
 import torch
 from bench_overlap import keep
 from peft import LoraConfig
+from torch import distributed
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import BackpropEngine, Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
-from zo2core.types import GradientStepResult, work_bytes
-from zo2core.workers.exchange import TCPStore
-from zo2core.workers.rendezvous import open_store
-
-TIMEOUT = 1800.0
-KEY = b"a benchmark guards no secret"
+from zo2core.types import GradientStepResult
 
 
 class Member:
@@ -86,21 +80,17 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
     with ExitStack() as opened:
         workers = None
         if size > 1:
-            store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
             split = "rows" if by_gradients else "directions"
-            joined = Workers.joined(rank=rank, size=size, store=store, key=KEY, split=split, timeout=TIMEOUT)
-            workers = opened.enter_context(joined)
+            workers = opened.enter_context(connected(rank, size, port, split))
         engine: ZOEngine | BackpropEngine
         engine = (first_order if by_gradients else zeroth_order)(model, options, workers)
         opened.callback(engine.close)
-        pipe.send(work_bytes(model.layouts))
+        pipe.send("ready")
         while (words := pipe.recv())[0] != "stop":
             if words[0] == "step":
                 result = engine.step(batch)
                 losses = (result.loss,) if isinstance(result, GradientStepResult) else result.losses
                 pipe.send((losses, sum(os.times()[:2])))
-            elif words[0] == "memory":
-                pipe.send(proportional_bytes())
 
 
 def zeroth_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> ZOEngine:
@@ -117,19 +107,18 @@ def first_order(model: HFBlockModel, options: argparse.Namespace, workers: Worke
     return BackpropEngine(model, partial(torch.optim.AdamW, lr=1e-4), memory=memory, workers=workers)
 
 
-def proportional_bytes() -> dict[str, int]:
-    """This process's proportional set size: total, and of shared memory that is not a file's."""
-    counted = dict.fromkeys(("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"), 0)
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
-        name, value, *_ = line.split()
-        if name.rstrip(":") in counted:
-            counted[name.rstrip(":")] = int(value) * 1024
-    return counted
+def connected(rank: int, size: int, port: int, split: str) -> Workers:
+    """The workers of a run on this host."""
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    return Workers(distributed.group.WORLD, split=split, neighbours=size)
 
 
 def free_port() -> int:
     """A free port."""
-    return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
@@ -161,32 +150,6 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": {name: spread(values) for name, values in seconds.items()}, "times_faster": spread(ratios)}
 
 
-def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the memory of several workers after two steps."""
-    port = free_port()
-    members = [Member(options, rank, options.workers, port, None) for rank in range(options.workers)]
-    work, *_ = [member.answer() for member in members]
-    for _ in range(2):
-        for member in members:
-            member.send("step")
-        for member in members:
-            member.answer()
-    for member in members:
-        member.send("memory")
-    counted = [member.answer() for member in members]
-    for member in members:
-        member.send("stop")
-    model = sum(layout.nbytes for layout in open_checkpoint(options.directory, dtype=options.dtype).layouts)
-    total = {name: sum(own[name] for own in counted) for name in counted[0]}
-    allowed = 1.1 * model + options.workers * work
-    return {
-        "model_bytes": model,
-        "work_buffer_bytes": work,
-        "proportional_bytes": total,
-        "of_allowed": total["Pss"] / allowed,
-    }
-
-
 def late(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a second worker that joins, without a journal, a worker with a journal of many steps."""
     seconds = []
@@ -211,18 +174,21 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
         pairs = [side._replace(seed=seeds[number // 2]) for number, side in enumerate(update.evaluations)]
         journal.append(replace(update, step=step, evaluations=tuple(pairs), seeds=tuple(seeds)))
     journal.close()
-    store = open_store(None)
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=come_late, args=(theirs, options, store.port, folder / "second.jsonl"), daemon=True)
+    process = context.Process(target=come_late, args=(theirs, options, port, folder / "second.jsonl"), daemon=True)
     process.start()
     pipe.recv()  # its program has started
-    with Workers.joined(rank=0, size=2, store=store, key=KEY, split="directions", timeout=TIMEOUT) as workers:
-        model = open_checkpoint(options.directory, dtype=options.dtype)
-        pipe.send("begin")
-        with ZOEngine(model, estimator, noise=noise, journal=first, workers=workers) as engine:
-            engine.step(batch)
-            taken = float(pipe.recv())
+    model = open_checkpoint(options.directory, dtype=options.dtype)
+    pipe.send("begin")
+    with (
+        connected(0, 2, port, "directions") as workers,
+        ZOEngine(model, estimator, noise=noise, journal=first, workers=workers) as engine,
+    ):
+        engine.step(batch)
+        taken = float(pipe.recv())
+    distributed.destroy_process_group()
     process.join()
     return taken
 
@@ -233,13 +199,12 @@ def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal:
     pipe.send("started")
     pipe.recv()
     began = time.perf_counter()
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
     model = open_checkpoint(options.directory, dtype=options.dtype)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with (
-        Workers.joined(rank=1, size=2, store=store, key=KEY, split="directions", timeout=TIMEOUT) as workers,
+        connected(1, 2, port, "directions") as workers,
         ZOEngine(model, estimator, noise=noise, journal=journal, workers=workers) as engine,
     ):
         engine.step(batch)
@@ -267,21 +232,20 @@ def table(measured: dict[str, Any]) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "gradients", "memory", "late"])
+    parser.add_argument("what", choices=["speed", "gradients", "late"])
     parser.add_argument("directory", type=Path, help="directory of a checkpoint")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--activations", default="1500MiB", help="memory for inputs and graphs, with gradients")
     parser.add_argument("--output", type=Path, default=None, help="file for the JSON")
     options = parser.parse_args()
-    measured = {"speed": speed, "gradients": speed, "memory": memory, "late": late}[options.what](options)
+    measured = {"speed": speed, "gradients": speed, "late": late}[options.what](options)
     print(table(measured), file=sys.stderr)
-    asked = {name: getattr(options, name) for name in ("what", "rows", "tokens", "queries", "workers", "steps", "dtype")}
+    asked = {name: getattr(options, name) for name in ("what", "rows", "tokens", "queries", "steps", "dtype")}
     machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
     keep({**asked, "directory": options.directory.name, "machine": machine, **measured}, options.output)
 

@@ -30,7 +30,6 @@ from zo2core.errors import MissingPackageError as MissingPackageError
 from zo2core.errors import NonFiniteLossError as NonFiniteLossError
 from zo2core.errors import OptionError as OptionError
 from zo2core.errors import OutputError as OutputError
-from zo2core.errors import OutrunError as OutrunError
 from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import WorkerError as WorkerError

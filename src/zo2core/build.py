@@ -51,7 +51,6 @@ from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.scratch import Scratch
-from zo2core.sources.shared import SharedSource, shared_bytes
 from zo2core.sources.slot_file import SlotFile
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
@@ -59,15 +58,14 @@ from zo2core.sweep.input_file import InputFile
 from zo2core.sweep.input_offload import InputOffload
 from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.perturber import Perturber, choose_perturber
-from zo2core.sweep.shared_perturber import SharedPerturber
+from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visits import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Distribution, StateSpec
 from zo2core.updates import Trajectory, seeds_of
-from zo2core.workers import SoloWorker, Workers
+from zo2core.workers import Workers, require_agreement, sync_journals
 
 
 class Parts(NamedTuple):
@@ -90,9 +88,8 @@ class Parts(NamedTuple):
     spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
     waiting_bytes: int  # host memory for what has no room there, on a device with its own memory; without a plan, any
     update_loss: UpdateLoss
-    workers: Workers  # a ``SoloWorker`` in a run of one process
+    workers: Workers
     visits: Visits  # makes the visitor of each sweep
-    require_version: Callable[[int], None]  # refuses results of weights that another worker has changed meanwhile
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
     layouts: Sequence[BlockLayout]  # segments as they are stored
     generations: Generations | None  # segments on disk that change at each step; None: there are none
@@ -240,7 +237,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         )
         if options.shared is not None:
             return _join(options.shared, run, request, options, opened)
-        spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
+        spec = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
             # The same noise, whose generators may be kept in memory that the plan leaves over.
             spare = max(spec.host_plan.spare, 0)
@@ -249,7 +246,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         generations = _open_generations(spec, run, options.generations, opened)
         scratch = generations or _open_scratch(spec, run, opened)
-        source = _open_source(spec, run, base_digests, scratch, opened, is_shared=is_shared)
+        source = _open_source(spec, run, base_digests, scratch, opened)
         scheduler = _scheduler(spec, run, source, opened, overlap=options.overlap)
         allowed = None if options.memory.least_activations is None else spec.activation_bytes
         return _assembled(
@@ -300,7 +297,7 @@ def _begin(run: _Run, options: RunOptions, perturbation: Perturbation, opened: E
     """Begin or continue the journal of a run that was planned."""
     device = run.device.torch_device
     run.journal.begin(_header(run.model, run.noise, run.estimator, options, perturbation, device))
-    run.workers.require_agreement(run.journal, run.noise, run.model.layouts, device)
+    require_agreement(run.journal, run.noise, run.model.layouts, device, run.workers)
     if run.factors is not None and options.write_back is not None:
         policy = options.write_back
         file = run.factors.keep_periods(Path(policy.directory), run.model.layouts, run.journal, policy.bytes_a_step)
@@ -370,11 +367,11 @@ def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options
         trace = _open_trace(options.trace, opened)
         journal = _open_journal(options.journal, opened, trains=True)
         _require_kind(journal, None)
-        workers = SoloWorker() if options.workers is None else options.workers
-        workers.sync_journal(journal)
+        workers = Workers() if options.workers is None else options.workers
+        sync_journals(journal, workers)
         choose_perturbation(DensePerturbation(), journal)  # refuses the journal of a low-rank run
         journal.begin(_header(model, noise, estimator, options, DensePerturbation(), device.torch_device))
-        workers.require_agreement(journal, noise, model.layouts, device.torch_device)
+        require_agreement(journal, noise, model.layouts, device.torch_device, workers)
         scheduler = parts.scheduler
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
@@ -422,9 +419,8 @@ def _assembled(
         allocate=work_memory,
     )
     worker = _start_worker(device, opened)
-    shared = source if isinstance(source, SharedSource) else None
     host_plan = None if spec is None else spec.host_plan
-    visits = _visits(run, shared, buffer, activations, worker)
+    visits = _visits(run, buffer, activations, worker)
     buffer.bind(model.bind)
     return Parts(
         estimator=run.estimator,
@@ -446,13 +442,12 @@ def _assembled(
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,
-        require_version=_any_version if shared is None else shared.require_version,
         factors=run.factors,
         layouts=model.layouts if spec is None else spec.layouts,
         generations=generations,
         host_plan=host_plan,
         device_plan=None if spec is None else spec.device_plan,
-        host_limit=_host_limit(host_plan, device, shared),
+        host_limit=_host_limit(host_plan, device),
     )
 
 
@@ -465,9 +460,9 @@ def _opened_run(
     trains = options.takes_steps(estimator)
     journal = _open_journal(options.journal, opened, trains=trains)
     _require_kind(journal, options.method)
-    workers = SoloWorker() if options.workers is None else options.workers
+    workers = Workers() if options.workers is None else options.workers
     if trains:
-        workers.sync_journal(journal)
+        sync_journals(journal, workers)
     if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
     device = options.device if options.shared is None else options.shared.device
@@ -504,22 +499,12 @@ def _opened_run(
     return run, perturbation
 
 
-def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, bool]:
-    """Plan a run, and decide whether the workers of a host share their blocks.
-
-    They do not if blocks are streamed or written back, or if any worker of the run cannot share.
-    """
-    device, workers = run.device, run.workers
+def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> RunSpec:
+    """Plan a run on this machine, whose free memory the workers of a host divide."""
+    device = run.device
     on_host = device.torch_device.type == "cpu"
-    machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
-    if workers.size == 1 or isinstance(request.memory.host, HostPlan):
-        return plan(request, machine, speeds), False
-    machine = replace(machine, neighbours=len(workers.neighbours()))
-    shared = plan(request, replace(machine, shares=True), speeds)
-    can_share = device.in_place and not request.has_to_write and shared.host_plan.buckets is None
-    if all(workers.all_gather(can_share)):
-        return shared, True
-    return plan(request, machine, speeds), False
+    neighbours, free = run.workers.neighbours, device.free_memory
+    return plan(request, Machine(in_place=device.in_place, on_host=on_host, device_free=free, neighbours=neighbours), speeds)
 
 
 def _open_generations(spec: RunSpec, run: _Run, policy: GenerationPolicy | None, opened: ExitStack) -> Generations | None:
@@ -547,8 +532,6 @@ def _open_source(
     base_digests: BaseDigests,
     scratch: SlotFile | None,
     opened: ExitStack,
-    *,
-    is_shared: bool,
 ) -> BlockSource:
     """Open the source of the plan."""
     device, weights = run.device, run.model.weights
@@ -557,7 +540,6 @@ def _open_source(
         spec.layouts,
         device.host_memory,
         buckets=spec.host_plan.buckets,
-        shared=run.workers.shared_memory(shared_bytes(spec.layouts)) if is_shared else None,
         scratch=scratch,
         write_back_every=spec.write_back_every,
         base_digests=base_digests,
@@ -595,7 +577,6 @@ def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: 
 
 def _visits(
     run: _Run,
-    shared: SharedSource | None,
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,
@@ -617,8 +598,6 @@ def _visits(
             worker=worker,
         )
     perturber = choose_perturber(run.noise, buffer, worker)
-    if shared is not None:
-        perturber = partial(_shared_perturber, perturber, shared, model)
     return WeightVisits(
         layouts=model.layouts,
         trajectory=trajectory,
@@ -630,21 +609,10 @@ def _visits(
     )
 
 
-def _shared_perturber(
-    perturber: Callable[[Trajectory], Perturber], shared: SharedSource, model: BlockModel, trajectory: Trajectory
-) -> Perturber:
-    return SharedPerturber(perturber(trajectory), shared, model.layouts)
-
-
-def _host_limit(plan: HostPlan | None, device: Device, shared: SharedSource | None) -> int | None:
-    # Blocks that workers share are resident in each of them, and planned in parts.
-    if plan is None or not plan.parts or not device.in_place or shared is not None:
+def _host_limit(plan: HostPlan | None, device: Device) -> int | None:
+    if plan is None or not plan.parts or not device.in_place:
         return None
     return plan.budget
-
-
-def _any_version(version: int) -> None:
-    """Accept every version, since no other worker changes the weights."""
 
 
 def _open_journal(journal: Journal | Path | str | None, opened: ExitStack, *, trains: bool) -> Journal:

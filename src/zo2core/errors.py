@@ -66,10 +66,6 @@ class WorkerError(ZO2Error):
     """Another worker of the run does not answer, or sends a message that does not fit; no step was taken."""
 
 
-class OutrunError(WorkerError):
-    """Other workers have taken steps that change the weights which this worker shares with them."""
-
-
 class MissingPackageError(ZO2Error, ImportError):
     """An optional package is needed that is not installed."""
 

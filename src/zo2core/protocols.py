@@ -184,7 +184,7 @@ class ZOEstimator(Protocol):
 
         Args:
             step: 0-based step.
-            evaluations: The evaluations of the step. If workers have a deadline, only the pairs that have losses.
+            evaluations: The evaluations of the step.
             losses: Loss of each evaluation, 0-d, with the dtype and device of the model's loss, in which MeZO subtracts
                 them.
             lr: Learning rate of this step.

@@ -22,11 +22,9 @@ from zo2core import (
 )
 from zo2core.checkpoint import parse_header
 from zo2core.io.direct_file import PAGE, whole_pages
-from zo2core.io.shared_memory import SharedMemory
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
-from zo2core.sources.shared import SharedSource, shared_bytes
 
 Layouts = tuple[BlockLayout, ...]
 Make = Callable[[TensorReader, Layouts, Path], BlockSource]
@@ -69,10 +67,6 @@ def streamed_written(weights: TensorReader, layouts: Layouts, folder: Path) -> B
     return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
 
 
-def shared(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SharedSource(weights, layouts, SharedMemory.create(shared_bytes(layouts)))
-
-
 # To add a source: one row.
 SOURCES: dict[str, Make] = {
     "pinned": pinned,
@@ -106,7 +100,7 @@ def test_buckets_hold_the_checkpoints_bytes_at_version_0(make: Make, tmp_path: P
     source.close()
 
 
-@pytest.mark.parametrize("make", [pinned, streamed, shared])
+@pytest.mark.parametrize("make", [pinned, streamed])
 def test_reading_a_segment_changes_no_other_one_in_the_eyes_of_autograd(make: Make, tmp_path: Path) -> None:
     """A graph keeps weights of one segment while a thread reads the next one and converts its dtype."""
     weights, layouts = checkpoint(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import SECONDS, run_here, torchrun_command
-from crews import KEY, all_equal, free_port
+from crews import all_equal, free_port
 from machines import KINDS, Machines
 from models import save_model, small_config
 from runs import small_run
 
 from zo2core.kernels import native
 
+pytestmark = pytest.mark.long_profile  # processes that import everything
 several_kinds = pytest.mark.skipif(
     native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
 )
@@ -59,13 +59,10 @@ def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     asked = ["train", "--model", options.model, "--data", options.data, "--steps", 3, "--lr", 1e-3, "--batch-size", 4]
     outputs = [tmp_path / "first host", tmp_path / "second host"]
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_bytes(KEY)
     meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=1 --local-addr=127.0.0.1"
     agents = []
     for output in outputs:
-        command = torchrun_command(1, "-m", "zo2adapters", *asked, "--key-file", key, "--output", output)
+        command = torchrun_command(1, "-m", "zo2adapters", *asked, "--output", output)
         place = command.index("--standalone")
         command[place : place + 1] = meeting.split()
         agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
@@ -74,7 +71,6 @@ def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
     assert sum("journal: " in own for own in said) == 1
     journals = [(output / "journal.jsonl").read_bytes() for output in outputs]
     assert journals[0] == journals[1]
-    assert {json.loads(line).get("workers") for line in journals[0].splitlines() if b'"step"' in line} == {"0-1"}
     assert run_here(*asked, "--output", tmp_path / "alone").status == 0
     [exported] = [path for output in outputs if (path := output / "model" / "model.safetensors").exists()]
     assert exported.read_bytes() == (tmp_path / "alone" / "model" / "model.safetensors").read_bytes()

@@ -37,7 +37,7 @@ NEEDS = (  # what commands import later: a process that is forked has it
     "zo2adapters.commands.help_text",
     "zo2adapters.commands.refusals",
     "transformers.models.llama.modeling_llama",
-    "zo2core.workers.rendezvous",
+    "torch.distributed",
     *(["peft"] if importlib.util.find_spec("peft") else []),
 )
 ROWS = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]

@@ -1,34 +1,31 @@
-"""Workers of a run: threads of this process, each with a client of the store of its own, or processes."""
+"""Workers of a run: threads of this process, connected by gloo, or processes."""
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from command_lines import Apart, Ended, Forker
 
 from zo2core import Workers
-from zo2core.workers.exchange import TCPStore
-from zo2core.workers.rendezvous import open_store
 
 T = TypeVar("T")
-KEY = bytes(range(32))  # of all workers
+distributed: Any = torch.distributed  # exports its stores and gloo at run time only
 SECONDS = 60.0  # that a worker waits for the others; a test takes a fraction of them
 
 
-def opened_store() -> Any:
-    """A store of this process."""
-    return open_store(None)
-
-
-def client_of(store: Any) -> Any:
-    """Another client of a store."""
-    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+def group_of(store: Any, rank: int, size: int) -> Any:
+    """The gloo connections of a worker, over the loopback interface."""
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=SECONDS)
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return distributed.ProcessGroupGloo(store, rank, size, options)
 
 
 def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
@@ -37,7 +34,7 @@ def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
     Args:
         size: Workers.
         work: What each does.
-        options: Of ``Workers.joined``; a list has one value for each worker.
+        options: Of ``Workers``.
     """
     ended = attempted(size, work, **options)
     for outcome in ended:
@@ -48,15 +45,12 @@ def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
 
 def attempted(size: int, work: Callable[[Workers], T], **options: Any) -> list[T | BaseException]:
     """As ``worked``, with what each worker raised in its place."""
-    store = opened_store()
-    clients = [store, *(client_of(store) for _ in range(1, size))]
+    store = distributed.HashStore()
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        own = {name: value[rank] if isinstance(value, list) else value for name, value in options.items()}
         try:
-            own = {"key": KEY, "timeout": SECONDS, **own}
-            with Workers.joined(rank=rank, size=size, store=clients[rank], **own) as workers:
+            with Workers(group_of(store, rank, size), neighbours=size, **options) as workers:
                 outcomes[rank] = work(workers)
         except BaseException as error:
             outcomes[rank] = error
@@ -67,13 +61,6 @@ def attempted(size: int, work: Callable[[Workers], T], **options: Any) -> list[T
     for thread in threads:
         thread.join()
     return outcomes
-
-
-def processes() -> Any:
-    """A ``multiprocessing`` context whose processes have the slow modules when they begin."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "zo2core", "zo2adapters.models.checkpoint"])
-    return context
 
 
 def free_port() -> int:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from crews import KEY, SECONDS, opened_store
+from crews import SECONDS, distributed, group_of
 from models import make_batch
 
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Replayer, WorkerError, Workers, ZOEngine
 from zo2core.kernels import native
 from zo2core.planning.host_plan import HostPlan
-from zo2core.workers.exchange import TCPStore
 
 KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
 STEPS = 4
@@ -54,11 +53,10 @@ def trained(asked: Asked) -> tuple[list[float], bytes]:
     """Losses that this machine computes alone, and the weights that the workers come to."""
     with Replayer(open_checkpoint(asked.base)) as replayer:
         alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
-    store = TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
+    store = distributed.TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
     streamed = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=1, keep_noise=False))
-    joined = Workers.joined(rank=asked.rank, size=asked.size, store=store, key=KEY, split=asked.split, timeout=SECONDS)
     with (
-        joined as workers,
+        Workers(group_of(store, asked.rank, asked.size), split=asked.split) as workers,
         ZOEngine(
             open_checkpoint(asked.base),
             MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
@@ -100,7 +98,7 @@ class Machines:
         Returns:
             What each came to, in no order.
         """
-        store = opened_store()
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, kind in enumerate(kinds):
             own = folder / str(rank)
             own.mkdir()

@@ -62,14 +62,12 @@ class Evaluate(AtStep):
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB. The batches that fit in it share one pass over the blocks. By default
     eight batches of the longest rows fit."""
-    key_file: Path | None = None
-    """File with a secret that authenticates the workers of torchrun to each other; all of them need the same one."""
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
 
     def run(self) -> None:
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for rows with answers."""
-        with WorkerOptions(key_file=self.key_file).workers() as workers:
+        with WorkerOptions().workers() as workers:
             self._with_options_of_run()._evaluate(workers)
 
     def _with_options_of_run(self) -> Evaluate:

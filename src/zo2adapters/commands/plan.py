@@ -99,8 +99,8 @@ class Plan(EvaluationOptions):
     steps: int = 1000
     """Steps of the run whose total time is printed."""
     workers: int = 1
-    """Workers that torchrun starts on this host, which share the memory of the blocks. The plan shows the memory of one of
-    them, and times as without other workers."""
+    """Workers that torchrun starts on this host, which divide its free memory. The plan shows the memory of one of them, and
+    times as without other workers."""
     batching: Batching = field(default_factory=Batching)
 
     @classmethod
@@ -174,7 +174,7 @@ class Plan(EvaluationOptions):
             raise OptionError(
                 "workers",
                 found=f"{self.workers} with --device-memory",
-                expected="1, because workers with GPUs do not share blocks",
+                expected="1, since each worker has its own GPU",
                 remedy="leave one of the two out",
             )
         if self.runs is not None:

@@ -31,9 +31,7 @@ _FLAGS = {
     "write_back.terabytes_per_1000_steps": "write_limit_tb",
     "clip": "max_grad_norm",
     "optimizer": "method",
-    "deadline": "step_deadline",
     "export_dtype": "output_dtype",
-    "key": "key_file",
     "run_directory": "run",  # the field cannot be called so: a command has a method of that name
 }
 _QUOTED = re.compile(r"`([\w.]+)`")

@@ -48,8 +48,6 @@ class Tune(RunOptions):
     and on the optimizer's own scale for all parameters. --lr has no effect here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
-    key_file: Path | None = None
-    """File with a secret that authenticates the workers of torchrun to each other; all of them need the same one."""
 
     def after_interruption(self) -> str:
         """How to continue after an interruption."""
@@ -70,7 +68,7 @@ class Tune(RunOptions):
                 remedy="leave it out",
             )
         options = self.of_run(model=self.model, data=self.data, output=self.output)
-        with WorkerOptions(key_file=self.key_file).workers() as workers:
+        with WorkerOptions().workers() as workers:
             first = is_first(workers)
             best = tune(
                 options,

@@ -182,8 +182,7 @@ def plan_run(
         optimization: How a step is taken. Low-rank factors are counted for a new run; each period adds as many.
         memory: Host memory the process may use in total.
         write_back: When segments are written to disk.
-        workers: Number of workers on this host. Memory is that of one of them, with its part of the shared blocks; time is
-            that of one worker alone.
+        workers: Number of workers on this host, which divide its free memory. Memory and time are those of one of them.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
 
@@ -198,9 +197,7 @@ def plan_run(
     noise = _noise(model, optimization)
     policy = MemoryPolicy(host=memory, activations=activations)
     request = replace(run_request(model, shapes, optimization, noise, policy), write_back=write_back)
-    spec = plan(request, Machine(neighbours=workers, shares=workers > 1), speeds)
-    if workers > 1 and spec.host_plan.buckets is not None:  # workers do not share streamed blocks
-        spec = plan(request, Machine(neighbours=workers), speeds)
+    spec = plan(request, Machine(neighbours=workers), speeds)
     host_plan, layouts, every = with_kept_memory(spec.host_plan, activations), spec.layouts, spec.write_back_every
     read = streamed_bytes(layouts, host_plan.buckets) * (generated or 1)  # a sweep for each token
     read_seconds = read / speeds.reading(layouts) if read else 0.0

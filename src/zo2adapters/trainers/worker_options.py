@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.run_directory import OPTIONS
 from zo2core import OptionError, Workers
-from zo2core.errors import reason
-from zo2core.io.durable import open_regular
 from zo2core.planning.host_budget import free_memory, resident_memory
 
 _SHARE = 0.9  # share of the free memory that the workers of a host use together
@@ -30,12 +28,6 @@ class WorkerOptions:
     """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of directions with three
     workers each that split the rows. auto minimizes the work of the busiest worker. Splitting by directions gives exactly
     the result of one worker."""
-    step_deadline: float | None = None
-    """Seconds that a step waits for slower workers after the first one has finished. Later losses are left out, and the
-    journal records which losses were used. By default a step waits for all workers."""
-    key_file: Path | None = None
-    """File with a secret that is the same for all workers and authenticates them. It is required with several hosts; on one
-    host the workers create a secret at each start."""
 
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
@@ -46,36 +38,17 @@ class WorkerOptions:
             WorkerError: if the other workers do not connect in time.
         """
         if torchrun_rank() is None:
-            for option in fields(self):
-                if getattr(self, option.name) != option.default:
-                    raise OptionError(
-                        option.name,
-                        found=str(getattr(self, option.name)),
-                        expected="no such option without other workers",
-                        remedy="start with torchrun --nproc-per-node N -m zo2adapters ..., or leave it out",
-                    )
+            if self.split != "auto":
+                raise OptionError(
+                    "split",
+                    found=self.split,
+                    expected="no such option without other workers",
+                    remedy="start with torchrun --nproc-per-node N -m zo2adapters ..., or leave it out",
+                )
             yield None
             return
-        with Workers.from_torchrun(key=self._key(), split=self.split, deadline=self.step_deadline) as workers:
+        with Workers.from_torchrun(split=self.split) as workers:
             yield workers
-
-    def _key(self) -> bytes | None:
-        if self.key_file is None:
-            return None
-        try:
-            with open_regular(self.key_file) as file:
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    raise OptionError(
-                        "key_file",
-                        found=f"{self.key_file}, which other users of this host may read or change",
-                        expected="a file that only this user can read",
-                        remedy=f"chmod 600 {self.key_file}; if others could read it, create another key",
-                    )
-                return file.read()
-        except OSError as error:
-            raise OptionError(
-                "key_file", found=f"{self.key_file}: {reason(error)}", expected="a readable file", remedy="check the path"
-            ) from error
 
 
 def torchrun_rank() -> int | None:
@@ -136,7 +109,7 @@ def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
     """Storage of a run that one of several workers executes alone: its own device and its part of the free memory."""
     if workers is None:
         return storage
-    neighbours, memory = len(workers.neighbours()), storage.memory
+    neighbours, memory = workers.neighbours, storage.memory
     if memory == "auto" and neighbours > 1:
         memory = str(resident_memory() + int(_SHARE * free_memory() / neighbours))
     return replace(storage, device=local_device(storage.device, workers), memory=memory)

@@ -93,7 +93,6 @@ class BackpropEngine(GradientEngine[TrainedParameters]):
         parts, trained = self._parts, self._trained
         with self._closed_if_refused():
             row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, trained)
-            parts.opened.callback(row_shards.close)
             self._method: Backprop = Backprop(
                 optimizer,
                 clip=clip,

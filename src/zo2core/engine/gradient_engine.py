@@ -20,6 +20,7 @@ from zo2core.protocols import BlockModel, DifferentiableModel, Forward
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.types import Batch, Commit, GradientStepResult
+from zo2core.workers import sync_snapshots
 
 
 class GradientEngine(PresentRunner[TrainedT]):
@@ -134,7 +135,7 @@ class GradientEngine(PresentRunner[TrainedT]):
         self.snapshots = Snapshots(directory, self.journal.chain, self.journal.require_version)
         with self._closed_if_refused():
             self.snapshots.clear_partial()
-            newest = self.workers.sync_snapshots(self.snapshots)
+            newest = sync_snapshots(self.snapshots, self.workers)
             if newest is not None:
                 self.load_state_dict(newest.state)
 

@@ -46,7 +46,7 @@ class Runner:
 
     @property
     def workers(self) -> Workers:
-        """The workers of the run; a ``SoloWorker`` in a run of one process."""
+        """The workers of the run."""
         return self._parts.workers
 
     @property
@@ -210,7 +210,6 @@ class Runner:
                     with parts.scheduler.replayed(visitor, index) as bucket:
                         parameters = self._model.layouts[index].parameters
                         yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
-                        parts.require_version(self.version)
             finally:
                 parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
@@ -312,7 +311,6 @@ class Runner:
         try:
             watched = visitor if self._watch is None else WatchedVisitor(visitor, len(order), self._watch)
             parts.scheduler.sweep(watched, order)
-            parts.require_version(self.version)
         except BaseException:
             self._recorder.flush()  # its transfers do not count for the next step
             raise

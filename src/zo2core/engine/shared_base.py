@@ -70,7 +70,6 @@ class _Opened:
                 spec.layouts,
                 device.host_memory,
                 buckets=spec.host_plan.buckets,
-                shared=None,
                 scratch=None,
                 write_back_every=None,
                 base_digests=self.digests,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zo2core.journal.damage import ImpossibleRecordError, shown
@@ -12,8 +11,6 @@ from zo2core.types import Commit, Evaluation, Update
 COMMIT = "commit"  # the only key of a commit's record
 
 _COMMIT_FLOATS = ("loss", "grad_norm", "lr")
-_MOST_WORKERS = 1 << 24
-_RANGES = re.compile(r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*", re.ASCII)
 
 
 def encode(update: Update) -> dict[str, Any]:
@@ -28,7 +25,6 @@ def encode(update: Update) -> dict[str, Any]:
         "weight_decay": float(update.weight_decay),
         "perturb_in_place": bool(update.perturb_in_place),
         "losses": [float(loss) for loss in update.losses],
-        **({"workers": _ranges(update.workers)} if update.workers else {}),
     }
 
 
@@ -38,6 +34,8 @@ def decode(record: Mapping[str, Any]) -> Update:
     Raises:
         ImpossibleRecordError: if the record cannot come from an estimator.
     """
+    if "workers" in record:
+        raise ImpossibleRecordError(f"workers {shown(record['workers'])}", "an update from the losses of all workers")
     update = Update(
         step=_integer(_member(record, "step"), "step"),
         evaluations=tuple(_evaluation(pair) for pair in _list(record, "evaluations")),
@@ -48,7 +46,6 @@ def decode(record: Mapping[str, Any]) -> Update:
         weight_decay=_real(_member(record, "weight_decay"), "weight_decay"),
         perturb_in_place=_boolean(_member(record, "perturb_in_place"), "perturb_in_place"),
         losses=tuple(_real(loss, "a loss") for loss in _list(record, "losses")),
-        workers=_ranks(record["workers"]) if "workers" in record else (),
     )
     contradiction = update.contradiction()
     if contradiction is not None:
@@ -80,28 +77,6 @@ def decode_commit(record: Mapping[str, Any]) -> Commit:
     if contradiction is not None:
         raise ImpossibleRecordError(*contradiction)
     return commit
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges, such as ``0-2,5``: a record may have thousands of ranks."""
-    ends = [i for i in range(len(ranks)) if i + 1 == len(ranks) or ranks[i + 1] != ranks[i] + 1]
-    starts = [0, *(end + 1 for end in ends)][: len(ends)]
-    return ",".join(
-        str(ranks[start]) if start == end else f"{ranks[start]}-{ranks[end]}"
-        for start, end in zip(starts, ends, strict=True)
-    )
-
-
-def _ranks(ranges: object) -> tuple[int, ...]:
-    """The ranks that ``_ranges`` wrote."""
-    if not isinstance(ranges, str) or not _RANGES.fullmatch(ranges):
-        raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
-    parts = [tuple(map(int, part.split("-"))) for part in ranges.split(",")]
-    count = sum(part[-1] - part[0] + 1 for part in parts)
-    ranks = [rank for part in parts for rank in range(part[0], part[-1] + 1)] if 0 < count <= _MOST_WORKERS else []
-    if _ranges(ranks) != ranges:
-        raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
-    return tuple(ranks)
 
 
 def _member(record: Mapping[str, Any], key: str) -> object:

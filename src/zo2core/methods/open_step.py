@@ -34,10 +34,6 @@ class OpenStep(NamedTuple):
         """The evaluations of this worker."""
         return tuple(self.evaluations[index] for index in self.indices)
 
-    def without_shard(self) -> OpenStep:
-        """Return the same step without evaluations for this worker."""
-        return self._replace(plan=self.plan.without_shard())
-
     def sharded(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
         """Return this step with its tokens, and this worker's rows of each batch."""
         if self.plan.shard.parts == 1:

@@ -7,7 +7,6 @@ that runs the shards as micro-batches. So all have the same bits, and the same o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +19,6 @@ from zo2core.sweep.objective import MicroBatches, split_batches
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch
 from zo2core.workers import Split, Workers
-
-_ALIGNMENT = 16  # bytes; offsets of gradients in the message are multiples of it
 
 
 class StepRows(Protocol):
@@ -58,9 +55,6 @@ class RowShards(Protocol):
             BatchError: if a batch is not one of the objective.
         """
 
-    def close(self) -> None:
-        """Free what was opened for this."""
-
 
 class _AllRowsOfStep:
     """All micro-batches of a step. See ``StepRows``."""
@@ -86,20 +80,16 @@ class AllRows:
         """All rows. See the contract."""
         return _AllRowsOfStep(split_batches(wholes, rows, forward))
 
-    def close(self) -> None:
-        """Do nothing: nothing is open. See the contract."""
-
 
 class WorkerRows:
-    """One of several workers. See ``RowShards``. Making it is a collective call.
+    """One of several workers. See ``RowShards``.
 
     Args:
         workers: The workers of the run.
         trained: The trained parameters, whose gradients are added up.
 
     Raises:
-        OptionError: if the workers are to split anything else than rows, or to go on without a slow worker.
-        WorkerError: if a worker cannot be reached.
+        OptionError: if the workers are to split anything else than rows.
     """
 
     def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
@@ -110,18 +100,10 @@ class WorkerRows:
                 expected="rows, since a first-order step has no directions to split",
                 remedy="pass rows, or leave it out",
             )
-        if workers.has_deadline:
-            raise OptionError(
-                "deadline",
-                found="a deadline for first-order steps",
-                expected="none, since the gradient of a step is that of all its rows",
-                remedy="leave it out",
-            )
         self.workers = workers
         self.trained = trained
-        self.tensors = workers.tensors()
         self.split = Split(1, workers.size)
-        self.message = _Message(list(trained.parameters.values()))
+        self.gradients = _Gradients(list(trained.parameters.values()))
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """This worker's shard. See the contract."""
@@ -136,10 +118,6 @@ class WorkerRows:
         micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
         own = slice(start, start + len(cuts[self.workers.rank]))
         return _ShardOfStep(self, micro_batches, own, self.workers.digest(wholes))
-
-    def close(self) -> None:
-        """Disconnect from the other workers."""
-        self.tensors.close()
 
     def _shards(self, wholes: Sequence[Batch], forward: Forward | None) -> list[list[Batch]]:
         """Each worker's part of each batch, in the order of ranks."""
@@ -200,7 +178,7 @@ class _ShardOfStep:
     """
 
     def __init__(self, shards: WorkerRows, micro_batches: MicroBatches, own: slice, digest: int) -> None:
-        self._workers, self._tensors, self._message = shards.workers, shards.tensors, shards.message
+        self._workers, self._gradients = shards.workers, shards.gradients
         self._micro_batches = micro_batches
         self._digest = digest
         self.batches = micro_batches.batches[own]
@@ -215,15 +193,15 @@ class _ShardOfStep:
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
         """Add up the gradients of all workers, and return the loss. See the contract."""
-        gathered = self._tensors.all_gather(self._message.packed(), self._note(outputs))
-        loss = self._loss(outputs, [note for _, note in gathered])
-        self._message.add_up([tensor for tensor, _ in gathered], [note["present"] for _, note in gathered])
+        notes = self._workers.all_gather(self._note(outputs))
+        loss = self._loss(outputs, notes)
+        self._gradients.add_up(self._workers, [note["present"] for note in notes])
         return float(loss)
 
     def _note(self, outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What this worker says of its gradients, as JSON values with all their bits."""
         listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
-        return {"batches": self._digest, "present": self._message.present, "outputs": listed}
+        return {"batches": self._digest, "present": self._gradients.present, "outputs": listed}
 
     def _loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """The step's loss, from the outputs of all workers; this worker's stay in their graph."""
@@ -242,48 +220,40 @@ class _ShardOfStep:
         return self._micro_batches.loss([output for of_worker in of_workers for output in of_worker])
 
 
-class _Message:
-    """The gradients of all parameters as bytes.
+class _Gradients:
+    """The gradients of all parameters, which workers exchange as one tensor of bytes.
 
     Args:
-        parameters: The trained parameters, the same on all workers.
+        parameters: The trained parameters, the same on all workers and on one device.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        ends = list(accumulate(-(-p.numel() * p.element_size() // _ALIGNMENT) * _ALIGNMENT for p in parameters))
-        self._starts = [0, *ends[:-1]]
-        self._nbytes = ends[-1]
+        self._parameters = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that offsets are aligned
 
     @property
     def present(self) -> list[bool]:
         """Whether each parameter has a gradient."""
         return [parameter.grad is not None for parameter in self._parameters]
 
-    def packed(self) -> torch.Tensor:
-        """All gradients, uint8, on the CPU. One that is missing is -0.0, which changes no bit of a sum."""
-        message = torch.zeros(self._nbytes, dtype=torch.uint8)
-        for number, parameter in enumerate(self._parameters):
-            part = self._part(message, number)
-            if parameter.grad is None:
-                part.fill_(-0.0)
-            else:
-                part.copy_(parameter.grad.view(-1))
-        return message
+    def add_up(self, workers: Workers, present: Sequence[Sequence[bool]]) -> None:
+        """Set each parameter's gradient to the sum of all workers', in the order of ranks.
 
-    def add_up(self, messages: Sequence[torch.Tensor], present: Sequence[Sequence[bool]]) -> None:
-        """Set each parameter's gradient to the sum of all workers', in the order of ranks."""
-        for number, parameter in enumerate(self._parameters):
-            parts = [self._part(message, number) for message in messages]
-            for part in parts[1:]:
-                parts[0] += part
-            total = parts[0].view(parameter.shape).to(parameter.device)
-            parameter.grad = total.clone() if any(of_worker[number] for of_worker in present) else None
-
-    def _part(self, message: torch.Tensor, number: int) -> torch.Tensor:
-        """One parameter's gradient in a message, 1-d."""
-        start, parameter = self._starts[number], self._parameters[number]
-        return message[start : start + parameter.numel() * parameter.element_size()].view(parameter.dtype)
+        Args:
+            workers: The workers.
+            present: ``present`` of each of them.
+        """
+        # A gradient that is missing is -0.0, which changes no bit of a sum.
+        own = [torch.full_like(p, -0.0) if p.grad is None else p.grad for p in self._parameters]
+        message = torch.cat([gradient.detach().reshape(-1).view(torch.uint8) for gradient in own])
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        messages = [torch.split(received, sizes) for received in workers.all_gather_tensors(message)]
+        for parameter, parts, has_gradient in zip(
+            self._parameters, zip(*messages, strict=True), map(any, zip(*present, strict=True)), strict=True
+        ):
+            total, *others = [part.view(parameter.dtype) for part in parts]
+            for other in others:
+                total += other
+            parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
 
 
 def _weights(micro_batches: MicroBatches) -> list[float] | None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from zo2core.errors import OptionError, OutrunError
+from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
 from zo2core.methods.open_step import OpenStep
@@ -99,12 +98,7 @@ class ZerothOrder:
                 )
             open_step = self._planned(open_step, batches, shards_rows=is_model_loss and not any(groups))
             forward = self._model if forward is None else forward
-            try:
-                return self._take(*self._evaluated(open_step, batches, list(groups), forward, is_model_loss=is_model_loss))
-            except OutrunError:
-                if not self._workers.has_deadline:
-                    raise
-                return self._take(open_step.without_shard(), [])  # the other workers took the step without this one
+            return self._take(*self._evaluated(open_step, batches, list(groups), forward, is_model_loss=is_model_loss))
         finally:
             self._open_step = None
 
@@ -161,8 +155,6 @@ class ZerothOrder:
         """Shard a step among the workers."""
         digest = self._workers.digest(batches) if batches else None
         plan = self._workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
-        if self._version > self._first_version and self._workers.is_decided:  # the first sweep computes the base's digests
-            plan = plan.without_shard()
         return open_step._replace(plan=plan, batch=digest)
 
     def _evaluated(
@@ -175,8 +167,6 @@ class ZerothOrder:
         is_model_loss: bool,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
         """Compute this worker's losses in one sweep."""
-        if not open_step.indices:
-            return open_step, []
         open_step, local_batches = open_step.sharded(batches)
         if open_step.has_no_loss:
             if self._version == self._first_version:
@@ -197,20 +187,19 @@ class ZerothOrder:
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor]) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
         open_step.require_all(losses)
-        evaluations, gathered, ranks = self._workers.gathered(
+        evaluations = open_step.evaluations
+        gathered = self._workers.gathered(
             open_step.plan,
-            open_step.evaluations,
+            evaluations,
             losses,
             tokens=open_step.tokens,
-            journal=self._journal,
+            journal=self._journal.checksum,
             batch=open_step.batch,
         )
         for evaluation, loss in zip(evaluations, gathered, strict=True):
             evaluation.require_finite(loss, step=open_step.step)
         past = self._journal.updates
         update = self._estimator.update(open_step.step, evaluations, gathered, open_step.lr, past).validated()
-        if ranks:
-            update = replace(update, workers=ranks)
         self._base_digests.note(self._journal)
         self._journal.append(update)
         self._open_step = None

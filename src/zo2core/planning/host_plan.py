@@ -70,24 +70,20 @@ def plan_host(
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if machine.on_host else (0, 0)
     work += unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts) if machine.on_host else 0
-    sharers = machine.neighbours if machine.shares else 1
 
     def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed
         sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
         resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
         in_buckets = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
-        together = f", 1/{sharers} of what {sharers} workers share" if buckets is None and sharers > 1 else ""
-        if together:
-            resident, in_buckets = -(-resident // sharers), -(-in_buckets // sharers)
         noise_buffer = [MemoryPart("noise buffer", noise)] if keep_noise else []
         if may_keep_noise and not keep_noise:
             noise_buffer = [MemoryPart("no noise buffer: z is drawn again", 0)]
         parts = (
             MemoryPart("this process at present", process),
             MemoryPart("activations, reserved", activation_bytes),
-            MemoryPart(f"embedding and head{together}", resident),
-            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
+            MemoryPart("embedding and head", resident),
+            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks", in_buckets),
             MemoryPart("work buffer", work),
             *noise_buffer,
             *(part for part in further if part.nbytes),

@@ -15,11 +15,9 @@ class Machine:
         on_host: Whether the device's memory is host memory: on the CPU, also with simulated copies.
         device_free: Returns the free device memory in bytes.
         neighbours: Number of workers on this host, which divide the free memory.
-        shares: Whether these workers share one copy of resident blocks.
     """
 
     in_place: bool = True
     on_host: bool = True
     device_free: Callable[[], int] = lambda: 0
     neighbours: int = 1
-    shares: bool = False

@@ -171,7 +171,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             waiting = min(least, waiting)
             in_host_memory = activation_bytes if machine.in_place else waiting
             host_plan = plan_with(activation_bytes=in_host_memory, most_buckets=MOST_USEFUL_BUCKETS)
-    write_back = request.write_back if request.changes_weights and not machine.shares else None
+    write_back = request.write_back if request.changes_weights else None
     spec = RunSpec(
         layouts=layouts if host_plan.buckets is None else request.on_disk,
         host_plan=host_plan,

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zo2core.io.shared_memory import SharedMemory
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.pinned import PinnedSource
-from zo2core.sources.shared import SharedSource
 from zo2core.sources.slot_file import SlotFile
 from zo2core.sources.streamed import StreamedSource
 from zo2core.types import BlockLayout
@@ -23,7 +21,6 @@ def open_source(
     host_memory: Callable[[int], torch.Tensor],
     *,
     buckets: int | None,
-    shared: SharedMemory | None,
     scratch: SlotFile | None,
     write_back_every: int | None,
     base_digests: BaseDigests,
@@ -36,18 +33,14 @@ def open_source(
         layouts: Segments in visiting order.
         host_memory: Allocates the source's memory.
         buckets: Number of buckets for streamed blocks; None keeps all blocks in memory.
-        shared: Memory shared by the workers of this host; None allocates memory for this worker alone.
         scratch: Files of written-back segments.
         write_back_every: Versions that a segment may be ahead of its bytes on disk; None never writes.
         base_digests: Expected digests of the base's segments.
         timeline: Records every read and write.
 
-    The source takes ownership of ``shared`` and ``scratch``; they are closed if it cannot be opened.
+    The source takes ownership of ``scratch``, which is closed if it cannot be opened.
     """
-    assert shared is None or scratch is None, "shared segments are not written back"
     try:
-        if shared is not None:
-            return SharedSource(weights, layouts, shared, base_digests=base_digests, timeline=timeline)
         if buckets is None:
             return PinnedSource(
                 weights,
@@ -69,7 +62,6 @@ def open_source(
             timeline=timeline,
         )
     except BaseException:
-        for resource in (shared, scratch):
-            if resource is not None:
-                resource.close()
+        if scratch is not None:
+            scratch.close()
         raise

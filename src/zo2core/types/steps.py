@@ -88,7 +88,6 @@ class Update:
     weight_decay: float
     perturb_in_place: bool
     losses: tuple[float, ...]  # of each evaluation; not needed to replay
-    workers: tuple[int, ...] = ()  # ranks whose losses were used; empty in a run of one worker
 
     def validated(self) -> Update:
         """Return itself if its projected gradients are finite.
@@ -129,8 +128,6 @@ class Update:
         for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
             if not 0 <= value <= LARGEST:
                 return f"{name} {value}", f"a number from 0 to {LARGEST:.4g}"
-        if any(rank < 0 for rank in self.workers) or list(self.workers) != sorted({*self.workers}):
-            return f"workers {self.workers}", "ranks in ascending order"
         for loss in self.losses:
             if not math.isfinite(loss):
                 return f"loss {loss}", "a finite loss"

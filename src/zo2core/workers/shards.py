@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from zo2core.errors import OptionError
-from zo2core.types import Evaluation
 
 
 class Shard(NamedTuple):
@@ -31,18 +29,10 @@ class Split(NamedTuple):
     groups: int
     parts: int
 
-    def shard(self, rank: int, evaluations: int, unit: int = 1) -> Shard:
-        """A worker's shard.
-
-        Args:
-            rank: Rank of the worker.
-            evaluations: Number of evaluations of the step.
-            unit: Number of consecutive evaluations that stay together.
-        """
+    def shard(self, rank: int, evaluations: int) -> Shard:
+        """The shard of the worker of this rank, in a step of so many evaluations."""
         group, part = divmod(rank, self.parts)
-        count = evaluations // unit
-        indices = range(group * count // self.groups * unit, (group + 1) * count // self.groups * unit)
-        return Shard(indices, part, self.parts)
+        return Shard(range(group * evaluations // self.groups, (group + 1) * evaluations // self.groups), part, self.parts)
 
 
 def require_split(name: str) -> None:
@@ -56,7 +46,7 @@ def require_split(name: str) -> None:
         )
 
 
-def choose_split(name: str, size: int, units: int, rows: int | None) -> Split:
+def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Split:
     """The named split of a step among workers; for "auto", the one in which the busiest worker has the least to compute.
 
     Of equally good splits "auto" takes the one with the most groups: sharding directions leaves every bit of the result as
@@ -65,7 +55,7 @@ def choose_split(name: str, size: int, units: int, rows: int | None) -> Split:
     Args:
         name: "auto", "rows", "directions", or "GxP".
         size: Number of workers.
-        units: Number of groups of evaluations that different workers can compute.
+        evaluations: Number of evaluations of the step.
         rows: Rows of the batch; None where they cannot be sharded.
 
     Raises:
@@ -79,36 +69,13 @@ def choose_split(name: str, size: int, units: int, rows: int | None) -> Split:
         splits = [Split(*map(int, name.split("x")))]
     else:
         splits = [Split(size, 1) if name == "directions" else Split(1, size)]
-    fitting = [split for split in splits if split.groups <= units and split.parts <= most_parts]
+    fitting = [split for split in splits if split.groups <= evaluations and split.parts <= most_parts]
     if not fitting or fitting[0].groups * fitting[0].parts != size:
         row_count = "rows that cannot be sharded" if rows is None else f"{rows} rows"
         raise OptionError(
             "split",
-            found=f"{name}, {size} workers for {units} evaluations that can be computed apart and {row_count}",
+            found=f"{name}, {size} workers for {evaluations} evaluations and {row_count}",
             expected="an evaluation and a row for every worker",
             remedy="start fewer workers, or use more queries or rows per step",
         )
-    return min(fitting, key=lambda split: -(-units // split.groups) * -(-most_parts // split.parts))
-
-
-def evaluations_apart(evaluations: Sequence[Evaluation], *, whole: bool) -> int:
-    """Number of consecutive evaluations that stay together: 1, or the 2 of a direction.
-
-    Args:
-        evaluations: Evaluations of a step.
-        whole: Whether both evaluations of a direction stay together, since a worker's losses may be left out.
-
-    Raises:
-        OptionError: if ``whole`` and the evaluations are not pairs.
-    """
-    if not whole:
-        return 1
-    pairs = zip(evaluations[::2], evaluations[1::2], strict=False)
-    if len(evaluations) % 2 or any(plus.seed != minus.seed for plus, minus in pairs):
-        raise OptionError(
-            "deadline",
-            found="an estimator whose directions share an evaluation",
-            expected="an estimator that evaluates both sides of each direction, so that directions can be left out",
-            remedy="leave the deadline out, or use MultiQueryRGE",
-        )
-    return 2
+    return min(fitting, key=lambda split: -(-evaluations // split.groups) * -(-most_parts // split.parts))
