@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import at_row, location
+from zo2adapters.tasks.row_source import Cell, at_row, location
 from zo2adapters.tasks.rows import TOO_LONG, FileRows, completion_ids, converted_rows, is_dropped, require_kept
 from zo2core import DataError
 
@@ -131,7 +131,8 @@ def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ch
     if not isinstance(prompt, str) or not _texts(candidates):
         keys = ", ".join(map(repr, row))
         raise row_error(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "add the missing keys")
-    right: Any = [candidates.index(answer)] if answer in candidates else answer
+    right: Any = answer.value if isinstance(answer, Cell) else answer
+    right = [candidates.index(answer)] if answer in candidates else right
     right = right if isinstance(right, list) else [right]
     if not right or not all(type(index) is int and 0 <= index < len(candidates) for index in right):
         found = f"{json.dumps(answer)[:40]} as 'answer'"

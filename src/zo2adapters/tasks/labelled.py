@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import location
+from zo2adapters.tasks.row_source import Cell, location
 from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept
 from zo2core import DataError, OptionError
 
@@ -164,11 +164,14 @@ def rates_once(config: PretrainedConfig) -> bool:
 def _label(value: Any, config: PretrainedConfig) -> tuple[Label | None, str]:
     """A row's label, None if it is not valid, and a description of valid labels."""
     classes = int(config.num_labels or 1)
+    held = value.value if isinstance(value, Cell) else None
     if classifies(config):
         by_name: dict[str, Any] = dict(config.label2id or {})
-        index: Any = by_name.get(value) if isinstance(value, str) else value
+        index: Any = by_name.get(value, held) if isinstance(value, str) else value
+        index = int(index) if isinstance(index, float) and index.is_integer() else index
         expected = f"a class from 0 to {classes - 1}, or one of {', '.join(list(by_name)[:8])}"
         return (index if type(index) is int and 0 <= index < classes else None), expected
+    value = value if held is None else held
     numbers = value if isinstance(value, list) else [value]
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     if not are_numbers or len(numbers) != classes or isinstance(value, list) == rates_once(config):
