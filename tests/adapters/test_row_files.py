@@ -24,6 +24,7 @@ from zo2adapters.tasks.row_files import DataFiles, read_rows, split_rows
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
@@ -476,3 +477,33 @@ def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str
     options = RowOptions(messages_column="talk" if column == "talk" else None)
     rows = [read_rows(given, TOKENIZER, sequence_length=64, options=options), read_rows(same, TOKENIZER, sequence_length=64)]
     assert rows[0].digest() == rows[1].digest()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "the <new>"},
+        {"prompt": "the", "candidates": ["<new>", "is"], "answer": 0},
+        {"prompt": "the", "chosen": "<new>", "rejected": "is"},
+        {"prompt": "<new>", "answers": ["blue"]},
+        {"text": "<new>", "label": 1},
+    ],
+)
+def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(tmp_path: Path, row: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    size = len(tokenizer) - 1
+    path = write_jsonl(tmp_path / "rows.jsonl", [json.loads(json.dumps(row).replace("<new>", "a sky")), row])
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the is to"}])
+    files = DataFiles(*((texts, path) if "answers" in row else (path, None)), RowOptions())
+    labelled_for = small_config("llama", num_labels=2) if "label" in row else None
+    reading: Any = {"sequence_length": 64, "labelled_for": labelled_for}
+    files.read(tokenizer, **reading, vocabulary=size + 1)
+    with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
+        files.read(tokenizer, **reading, vocabulary=size)
+
+
+def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with pytest.raises(DataError, match=r"no usable tokenizer \(none of its files has one\)"):
+        load_tokenizer(base)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.candidates import Choice, Choices, read_choice_rows, row_error
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.rows import tokenized_row
+from zo2adapters.tasks.rows import require_known, tokenized_row
 
 _KEYS = ("prompt", "chosen", "rejected")
 
@@ -26,7 +26,12 @@ class Preferences(Choices):
 
 
 def read_preferences(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, options: RowOptions | None = None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    options: RowOptions | None = None,
+    vocabulary: int | None = None,
 ) -> Preferences:
     """Read and tokenise a file of preferences.
 
@@ -36,12 +41,14 @@ def read_preferences(
         tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a prompt with a completion; longer ones are refused by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
     tokenized = partial(_tokenized, tokenizer=tokenizer)
-    kept, dropped = read_choice_rows(path, tokenized, sequence_length, options or RowOptions())
+    known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
+    kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())
     return Preferences(kept, dropped=dropped)
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -117,6 +117,7 @@ def read_dataset(
     sequence_length: int,
     options: RowOptions | None = None,
     keeps_sources: bool = False,
+    vocabulary: int | None = None,
 ) -> Dataset:
     """Read and tokenise a data file whose rows follow the conventions of TRL's SFTTrainer.
 
@@ -130,6 +131,7 @@ def read_dataset(
         sequence_length: Most tokens of a row, at least 2; longer rows lose their end by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
         keeps_sources: Whether each row is kept as JSON as well. Rows then need no completion.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Returns:
         The tokenised rows, with the number of rows that were shortened or left out.
@@ -159,6 +161,7 @@ def read_dataset(
                 f"{TOO_LONG}; or pass --too-long cut or drop",
             )
             _require_prediction(len(ids), prompt, sequence_length)
+            require_known("row", ids[:sequence_length], tokenizer, vocabulary)
         except DataError as error:  # the error lacks path and line
             raise at_row(error, path, line) from error.__cause__
         truncated += is_long
@@ -181,6 +184,21 @@ def converted_rows(
             yield line, options.converted(row, takes_labels=takes_labels)
         except DataError as error:
             raise at_row(error, path, line) from error
+
+
+def require_known(where: str, ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> None:
+    """Refuse a token that the model's embedding does not have.
+
+    Raises:
+        DataError: naming the token.
+    """
+    if vocabulary is not None and (largest := max(ids, default=0)) >= vocabulary:
+        raise DataError(
+            where,
+            found=f"the token {tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}",
+            expected=f"ids below {vocabulary}, the rows of the model's embedding",
+            remedy="use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings",
+        )
 
 
 def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence_length: int) -> None:

@@ -13,7 +13,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.worker_options import settled_alike
@@ -49,7 +49,8 @@ class RunInputs:
         tokenizer = load_tokenizer(directory)
         length = options.batching.length_for(model)
         labelled_for = model.config if options.takes_labels else None
-        data, evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+        given: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
+        data, evaluation = options.files().read(tokenizer, labelled_for=labelled_for, **given)
         return cls(
             options=options,
             directory=directory,
