@@ -495,7 +495,7 @@ def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(tmp_path: Pa
     size = len(tokenizer) - 1
     path = write_jsonl(tmp_path / "rows.jsonl", [json.loads(json.dumps(row).replace("<new>", "a sky")), row])
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the is to"}])
-    files = DataFiles(*((texts, path) if "answers" in row else (path, None)), RowOptions())
+    files = DataFiles(texts, path, RowOptions()) if "answers" in row else DataFiles(path, None, RowOptions())
     labelled_for = small_config("llama", num_labels=2) if "label" in row else None
     reading: Any = {"sequence_length": 64, "labelled_for": labelled_for}
     files.read(tokenizer, **reading, vocabulary=size + 1)
@@ -507,3 +507,23 @@ def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None
     base = save_model(tmp_path / "base", small_config("llama"))
     with pytest.raises(DataError, match=r"no usable tokenizer \(none of its files has one\)"):
         load_tokenizer(base)
+
+
+@pytest.mark.parametrize("kind", ["messages", "preferences"])
+def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
+    options = small_run(tmp_path)
+    settings = Path(options.model) / "tokenizer_config.json"
+    digits = f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor %}}"
+    template = digits + "{% for m in messages %}{{ m.content }} {% endfor %}"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    row = {"messages": turns} if kind == "messages" else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
+    write_jsonl(options.data, [row] * 4)
+    with Trainer(replace(options, steps=2), quiet=True) as trainer:
+        trainer.train()
+    saved = RunDirectory.options(options.output)
+    assert saved.rows.rendered_at is not None
+    with Trainer(saved.with_steps(3), resume=True, quiet=True) as trainer:
+        trainer.train()
+    with pytest.raises(OptionError, match="rendered_at"):
+        replace(saved.rows, rendered_at="noon").require_valid()

@@ -46,18 +46,18 @@ def read_preferences(
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    tokenized = partial(_tokenized, tokenizer=tokenizer)
+    tokenized = partial(_tokenized, tokenizer=tokenizer, options=options or RowOptions())
     known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
     kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())
     return Preferences(kept, dropped=dropped)
 
 
-def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Choice:
+def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Choice:
     kinds = {type(row.get(key)) for key in _KEYS}
     if kinds not in ({str}, {list}):
         found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
         raise row_error(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "correct the row")
-    both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
+    both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer, options) for key in _KEYS[1:]]
     shared = min(length for _, length in both)
     choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
     if not choice.prompt or not all(choice.candidates):

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from string import Formatter
 from typing import Any, Literal
@@ -68,6 +69,9 @@ class RowOptions:
     """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them out, refuse stops. auto
     cuts texts and completions, and refuses rows with candidates, preferences or answers, which cannot be cut."""
 
+    rendered_at: str | None = None
+    """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default those of the run's start."""
+
     def require_valid(self, *, takes_labels: bool = False) -> None:
         """Check the template and the labels.
 
@@ -86,6 +90,12 @@ class RowOptions:
                     expected="one of the two",
                     remedy=f"write {{{self.prompt_column}}} in the template, or leave one of the two out",
                 )
+        if self.rendered_at is not None:
+            try:
+                datetime.fromisoformat(self.rendered_at)
+            except ValueError as error:
+                found, expected = repr(self.rendered_at[:80]), "a date and time, such as 2026-01-31T12:00:00"
+                raise OptionError("rendered_at", found=found, expected=expected, remedy="correct it") from error
         if self.labels and (takes_labels or len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
             raise OptionError(
                 "labels",

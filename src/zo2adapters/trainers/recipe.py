@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
     in YAML 1.2, and numbers stay texts, which the command line reads.
     """
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
         first: [(tag, form) for tag, form in known if tag.endswith((":null", ":merge"))]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.chat_template import is_dated
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
@@ -47,6 +48,8 @@ class RunInputs:
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: options.opened(directory))
         tokenizer = load_tokenizer(directory)
+        if not is_dated(tokenizer):
+            options = replace(options, rows=replace(options.rows, rendered_at=None))
         length = options.batching.length_for(model)
         labelled_for = model.config if options.takes_labels else None
         given: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
