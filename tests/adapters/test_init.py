@@ -20,13 +20,13 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_survey import survey
+from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
 from zo2adapters.trainers.outlook import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan
-from zo2core import MemoryBudgetError
+from zo2core import DataError, MemoryBudgetError
 from zo2core.planning.host_plan import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")
@@ -291,6 +291,37 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")
     assert Path("recipe.yaml").read_text() == "mine"
     assert "nowhere" in refusal("init", "--model", "nowhere", "--data", "labels.csv", "-o", "new.yaml")
+
+
+def surveyed(path: Path, *rows: dict[str, Any]) -> Survey:
+    write_rows(path, list(rows))
+    return survey(path, RowOptions(), takes_labels=False)
+
+
+@pytest.mark.parametrize("columns", [("instruction", "input", "output"), ("system", "question", "context", "answer")])
+def test_a_context_stands_in_the_prompt_and_other_columns_are_named(tmp_path: Path, columns: tuple[str, ...]) -> None:
+    rows = [{"id": i, **{name: f"{name} {i}" for name in columns}} for i in range(2)]
+    found = surveyed(tmp_path / "rows.jsonl", *rows)
+    assert found.unused == ("id",)
+    converted = found.options.converted(rows[1])
+    assert converted["completion"] == f"{columns[-1]} 1"
+    sections = "".join(f"### {name.capitalize()}:\n{name} 1\n\n" for name in columns[:-1])
+    assert converted["prompt"].endswith(f"{sections}### Response:\n")
+    assert converted["prompt"].startswith("Below is an instruction") == (columns[0] == "instruction")
+
+
+def test_labels_that_are_partly_empty_are_no_plain_text(tmp_path: Path) -> None:
+    rows = [{"text": f"the cat {i}", "label": ["yes", "no", "", ""][i % 4]} for i in range(40)]
+    with pytest.raises(DataError, match=r"line 3.*'label' is empty"):
+        surveyed(tmp_path / "rows.jsonl", *rows)
+
+
+def test_columns_of_conversations_and_numbers_are_found(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]
+    found = surveyed(tmp_path / "chat.jsonl", {"id": "x", "conversations": turns})
+    assert ("conversations" in found.kind, found.unused) == (True, ("id",))
+    rows = [{"prompt": f"the {i}", "label": float(i % 2)} for i in range(12)]
+    assert surveyed(tmp_path / "floats.jsonl", *rows).labels == ("0", "1")
 
 
 def test_values_of_any_text_survive_the_file() -> None:

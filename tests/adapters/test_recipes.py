@@ -15,6 +15,7 @@ from zo2adapters import train
 from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.parsing import nearest_name
 from zo2adapters.commands.train import Train
+from zo2adapters.trainers.recipe import read_recipe
 from zo2core import Journal, OptionError
 
 RECIPE = """\
@@ -210,7 +211,9 @@ def test_a_known_name_is_its_own_nearest() -> None:
         (f"{RECIPE}seed: [[1]]\n", "a list as seed"),
         (f"{RECIPE}seed: many\n", "'many' as --seed; expected a whole number"),
         (f"{RECIPE}head: odd\n", "'odd' as --head; expected one of causal-lm"),
-        (f"{RECIPE}seed: 2001-99-99\n", "month must be in 1..12"),
+        (f"{RECIPE}seed: 2001-99-99\n", "'2001-99-99' as --seed; expected a whole number"),
+        (f"{RECIPE}labels: [true, false]\n", "[True, False] as labels"),
+        (f"{RECIPE}labels: [null, null]\n", "[None, None] as labels"),
         ("- steps\n", "a list"),
         ("steps\n", "a str"),
         ("", "nothing"),
@@ -219,10 +222,16 @@ def test_a_known_name_is_its_own_nearest() -> None:
         ("#" * (1 << 20) + "\n", "more than 1 MiB"),
         ("a: \0\n", "unacceptable character"),
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_a_recipe_that_says_nothing_usable_is_refused_in_one_line(here: Path, text: str, found: str) -> None:
     assert f"found {found}" in refused_recipe(text)
+
+
+def test_texts_of_a_recipe_stay_what_was_written(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("labels: [no, yes, On, 1:30, 010, 1_0, 2001-01-01, 1.50]\nguard: false\n")
+    values = read_recipe(tmp_path / "recipe.yaml")
+    assert values == {"labels": ["no", "yes", "On", "1:30", "010", "1_0", "2001-01-01", "1.50"], "guard": False}
 
 
 def test_an_error_of_yaml_has_file_and_line(here: Path) -> None:

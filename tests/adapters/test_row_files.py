@@ -24,6 +24,7 @@ from zo2adapters.tasks.row_files import DataFiles, read_rows, split_rows
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
@@ -420,3 +421,109 @@ def test_a_split_beside_an_evaluation_file_or_out_of_range_is_refused(tmp_path: 
     for share in (0, 1, "nan"):
         assert "--eval-split" in refusal(*arguments, "--eval-split", share)
     assert not (tmp_path / "out").exists()
+
+
+def csv_rows(path: Path, text: str) -> Path:
+    path.with_suffix(".csv").write_text(text)
+    return path.with_suffix(".csv")
+
+
+def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
+    numbers = csv_rows(tmp_path / "numbers", "question,answer\nwhat is 0 + 2?,2\n")
+    options = RowOptions(prompt_column="question", completion_column="answer")
+    assert options.converted(next(parsed_rows(numbers))[1]) == {"prompt": "what is 0 + 2?", "completion": "2"}
+    lists = csv_rows(tmp_path / "lists", 'prompt,completion\nlist,"[""Oslo"", 1, {""a"": 2}]"\n')
+    assert RowOptions().converted(next(parsed_rows(lists))[1])["completion"] == '["Oslo", 1, {"a": 2}]'
+    messages = json.dumps([{"role": "user", "content": "hi"}]).replace('"', '""')
+    named = csv_rows(tmp_path / "named", f'talk\n"{messages}"\n')
+    converted = RowOptions(messages_column="talk").converted(next(parsed_rows(named))[1])
+    assert converted == {"messages": [{"role": "user", "content": "hi"}]}
+    candidates = csv_rows(
+        tmp_path / "candidates", 'prompt,candidates,answer\nthe,"[""1"", ""2""]",1\nthe,"[""a"", ""b""]",1\n'
+    )
+    rows = read_rows(candidates, TOKENIZER, sequence_length=64)
+    assert isinstance(rows, Choices)
+    assert [row.answer for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(("cells", "labels"), [("0 1", ("0", "1")), ("0.0 1.0", ("0", "1")), ("4.5 -1.0", ("-1", "4.5"))])
+def test_numbers_in_any_column_of_labels_are_labels_or_their_indices(
+    tmp_path: Path, cells: str, labels: tuple[str, ...]
+) -> None:
+    first, second = cells.split()
+    path = csv_rows(tmp_path / "rows", f"text,mood\nthe cat,{first}\nthe dog,{second}\n")
+    options = RowOptions(prompt_template="{text}", label_column="mood")
+    found = options.labels_in(row for _, row in parsed_rows(path))
+    assert found == labels
+    options = replace(options, labels=found if "4.5" in cells else ("bad", "good"))
+    answers = [options.converted(row)["answer"] for _, row in parsed_rows(path)]
+    assert answers == ([1, 0] if "4.5" in cells else [0, 1])
+
+
+def test_a_column_without_a_name_is_an_index(tmp_path: Path) -> None:
+    path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")
+    assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
+    rows = read_rows(path, TOKENIZER, sequence_length=64)
+    assert isinstance(rows, Dataset)
+    assert rows[0].prompt_length
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages", "talk"])
+def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str) -> None:
+    turns = [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]
+    given = write_jsonl(tmp_path / "given.jsonl", [{"id": "x", column: turns}])
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
+    same = write_jsonl(tmp_path / "same.jsonl", [{"messages": messages}])
+    options = RowOptions(messages_column="talk" if column == "talk" else None)
+    rows = [read_rows(given, TOKENIZER, sequence_length=64, options=options), read_rows(same, TOKENIZER, sequence_length=64)]
+    assert rows[0].digest() == rows[1].digest()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "the <new>"},
+        {"prompt": "the", "candidates": ["<new>", "is"], "answer": 0},
+        {"prompt": "the", "chosen": "<new>", "rejected": "is"},
+        {"prompt": "<new>", "answers": ["blue"]},
+        {"text": "<new>", "label": 1},
+    ],
+)
+def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(tmp_path: Path, row: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    size = len(tokenizer) - 1
+    path = write_jsonl(tmp_path / "rows.jsonl", [json.loads(json.dumps(row).replace("<new>", "a sky")), row])
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the is to"}])
+    files = DataFiles(texts, path, RowOptions()) if "answers" in row else DataFiles(path, None, RowOptions())
+    labelled_for = small_config("llama", num_labels=2) if "label" in row else None
+    reading: Any = {"sequence_length": 64, "labelled_for": labelled_for}
+    files.read(tokenizer, **reading, vocabulary=size + 1)
+    with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
+        files.read(tokenizer, **reading, vocabulary=size)
+
+
+def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with pytest.raises(DataError, match=r"no usable tokenizer \(none of its files has one\)"):
+        load_tokenizer(base)
+
+
+@pytest.mark.parametrize("kind", ["messages", "preferences"])
+def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
+    options = small_run(tmp_path)
+    settings = Path(options.model) / "tokenizer_config.json"
+    digits = f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor %}}"
+    template = digits + "{% for m in messages %}{{ m.content }} {% endfor %}"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    row = {"messages": turns} if kind == "messages" else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
+    write_jsonl(options.data, [row] * 4)
+    with Trainer(replace(options, steps=2), quiet=True) as trainer:
+        trainer.train()
+    saved = RunDirectory.options(options.output)
+    assert saved.rows.rendered_at is not None
+    with Trainer(saved.with_steps(3), resume=True, quiet=True) as trainer:
+        trainer.train()
+    with pytest.raises(OptionError, match="rendered_at"):
+        replace(saved.rows, rendered_at="noon").require_valid()

@@ -120,17 +120,19 @@ class Evaluate(AtStep):
         """
         from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
+        from zo2adapters.tasks.tokenizer import vocabulary_of
 
         length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
         saved = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        reading: dict[str, Any] = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
         if self.data is None:
             if saved is None or not saved.evaluates:
                 found = "none" if saved is None else "none, for a run without rows to evaluate on"
                 raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
             files = saved.files()._replace(options=self.rows)
-            _, rows = files.read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+            _, rows = files.read(tokenizer, labelled_for=labelled_for, **reading)
             assert rows is not None, "the run evaluates"
         else:
             options = self.rows
@@ -138,7 +140,7 @@ class Evaluate(AtStep):
                 if saved is not None and saved.data.exists():  # the labels of a run are those of its training rows
                     options = with_labels(options, saved.data)
                 options = with_labels(options, self.data)
-            reading: dict[str, Any] = {"sequence_length": length, "options": options}
+            reading["options"] = options
             if is_causal and format_of(self.data, options) is RowFormat.ANSWERS:
                 if self.max_new_tokens >= length:
                     raise OptionError(

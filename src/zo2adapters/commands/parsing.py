@@ -192,6 +192,9 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             raise OptionError(
                 where, found=f"a {type(value).__name__} as {key}", expected=expected, remedy="see zo2 train --help-all"
             )
+        if isinstance(value, (list, tuple)) and any(item is None or isinstance(item, bool) for item in items):
+            found = f"{value!r} as {key}"
+            raise OptionError(where, found=found, expected="texts or numbers", remedy="write each text between quotes")
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")

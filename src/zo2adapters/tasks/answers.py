@@ -18,7 +18,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location
-from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept
+from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept, require_known
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
@@ -80,6 +80,7 @@ def read_questions(
     sequence_length: int,
     max_new_tokens: int,
     options: RowOptions | None = None,
+    vocabulary: int | None = None,
 ) -> Questions:
     """Read a file of rows with ``prompt`` and ``answers``.
 
@@ -89,6 +90,7 @@ def read_questions(
         sequence_length: Most tokens of a prompt with its answer; longer prompts are refused by default.
         max_new_tokens: Most tokens of a generated answer.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
@@ -116,6 +118,7 @@ def read_questions(
                 expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
+        require_known(where, ids, tokenizer, vocabulary)
         questions.append(Question(ids, tuple(answers)))
     require_kept(path, len(questions), dropped, most_tokens)
     return Questions(tuple(questions), dropped=dropped, max_new_tokens=max_new_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zo2adapters.tasks.row_source import Cell
 from zo2core import DataError
 
 Row = Mapping[str, Any]
@@ -69,6 +70,7 @@ def label(row: Row, *names: str) -> int:
         value = value.lower() == "true"
     if isinstance(value, str) and value in names:
         return names.index(value)
+    value = value.value if isinstance(value, Cell) else value
     if isinstance(value, (bool, int)) and 0 <= int(value) < len(names):
         return int(value)
     raise DataError(

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import at_row, location
-from zo2adapters.tasks.rows import TOO_LONG, FileRows, completion_ids, converted_rows, is_dropped, require_kept
+from zo2adapters.tasks.row_source import Cell, at_row, location
+from zo2adapters.tasks.rows import (
+    TOO_LONG,
+    FileRows,
+    completion_ids,
+    converted_rows,
+    is_dropped,
+    require_kept,
+    require_known,
+)
 from zo2core import DataError
 
 
@@ -67,7 +76,12 @@ class Choices(FileRows[Choice]):
 
 
 def read_choices(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, options: RowOptions | None = None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    options: RowOptions | None = None,
+    vocabulary: int | None = None,
 ) -> Choices:
     """Read and tokenise a file of choices. Each candidate is appended to its prompt as it is, including spaces.
 
@@ -76,23 +90,30 @@ def read_choices(
         tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a prompt with a candidate; longer ones are refused by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
     tokenized = partial(_tokenized, tokenizer=tokenizer)
-    kept, dropped = read_choice_rows(path, tokenized, sequence_length, options or RowOptions())
+    known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
+    kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())
     return Choices(kept, dropped=dropped)
 
 
 def read_choice_rows(
-    path: Path, tokenized: Callable[[dict[str, Any]], Choice], sequence_length: int, options: RowOptions
+    path: Path,
+    tokenized: Callable[[dict[str, Any]], Choice],
+    known: Callable[[str, Iterable[int]], None],
+    sequence_length: int,
+    options: RowOptions,
 ) -> tuple[tuple[Choice, ...], int]:
     """Read a file whose rows have a prompt and several completions.
 
     Args:
         path: The file.
         tokenized: Tokenises a row, or raises DataError without the file and the line.
+        known: Refuses, at a place, tokens that the model does not have.
         sequence_length: Most tokens of a prompt with a completion.
         options: Columns of the rows, and what happens to rows that are too long.
 
@@ -115,6 +136,7 @@ def read_choice_rows(
         if longest > sequence_length:
             found = f"a prompt of {len(choice.prompt)} tokens, {longest} with the longest completion"
             raise DataError(where, found=found, expected=f"at most {sequence_length} together", remedy=TOO_LONG)
+        known(where, chain(choice.prompt, *choice.candidates))
         kept.append(choice)
     require_kept(path, len(kept), dropped, sequence_length)
     return tuple(kept), dropped
@@ -131,7 +153,8 @@ def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ch
     if not isinstance(prompt, str) or not _texts(candidates):
         keys = ", ".join(map(repr, row))
         raise row_error(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "add the missing keys")
-    right: Any = [candidates.index(answer)] if answer in candidates else answer
+    right: Any = answer.value if isinstance(answer, Cell) else answer
+    right = [candidates.index(answer)] if answer in candidates else right
     right = right if isinstance(right, list) else [right]
     if not right or not all(type(index) is int and 0 <= index < len(candidates) for index in right):
         found = f"{json.dumps(answer)[:40]} as 'answer'"

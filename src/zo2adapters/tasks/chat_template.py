@@ -23,13 +23,16 @@ _LONGEST = 1 << 20  # characters of a rendered text, in addition to those for th
 _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
 
 
-def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False) -> str:
+def render_chat(
+    messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False, rendered_at: str | None = None
+) -> str:
     """Render messages as ``tokenizer.apply_chat_template`` does.
 
     Args:
         messages: Messages as JSON objects.
         tokenizer: A tokenizer with a chat template.
         reply_follows: Whether the text ends where the assistant's reply begins.
+        rendered_at: Date and time for templates that write them, in ISO form; None: now.
 
     Raises:
         DataError: if the template refuses the messages or exceeds its limits; the caller adds the line.
@@ -41,6 +44,7 @@ def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, repl
             "template": tokenizer.get_chat_template(),
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "reply_follows": reply_follows,
+            "rendered_at": rendered_at,
             "longest": _LONGEST + _LONGEST_PER_CHARACTER * len(plain),
         }
         return str(_renderer().ask(request, seconds=SECONDS, memory=_MEMORY))
@@ -49,6 +53,11 @@ def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, repl
         raise DataError(
             "row", found=found, expected="messages that it can render", remedy="check their roles, and the template"
         ) from error
+
+
+def is_dated(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's chat template writes the date or the time."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 @cache

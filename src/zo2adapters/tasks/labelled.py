@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import location
-from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept
+from zo2adapters.tasks.row_source import Cell, location
+from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept, require_known
 from zo2core import DataError, OptionError
 
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
@@ -58,6 +58,7 @@ def read_labelled_rows(
     *,
     sequence_length: int,
     options: RowOptions | None = None,
+    vocabulary: int | None = None,
 ) -> LabelledRows:
     """Read and tokenise a file of texts with labels.
 
@@ -69,6 +70,7 @@ def read_labelled_rows(
         config: The model's config.
         sequence_length: Most tokens of a row; longer rows lose their end by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed; the error gives the line.
@@ -99,6 +101,7 @@ def read_labelled_rows(
         if is_long and options.too_long == "refuse":
             found, expected = f"{len(whole['input_ids'])} tokens", f"at most {sequence_length} with --too-long refuse"
             raise refuse(found, expected, f"{TOO_LONG}; or pass --too-long cut or drop")
+        require_known(location(path, line), kept["input_ids"], tokenizer, vocabulary)
         truncated += is_long
         rows.append(LabelledRow(array("i", kept["input_ids"]), array("i", kept.get("token_type_ids", [])), label))
     require_kept(path, len(rows), dropped, sequence_length)
@@ -164,11 +167,14 @@ def rates_once(config: PretrainedConfig) -> bool:
 def _label(value: Any, config: PretrainedConfig) -> tuple[Label | None, str]:
     """A row's label, None if it is not valid, and a description of valid labels."""
     classes = int(config.num_labels or 1)
+    held = value.value if isinstance(value, Cell) else None
     if classifies(config):
         by_name: dict[str, Any] = dict(config.label2id or {})
-        index: Any = by_name.get(value) if isinstance(value, str) else value
+        index: Any = by_name.get(value, held) if isinstance(value, str) else value
+        index = int(index) if isinstance(index, float) and index.is_integer() else index
         expected = f"a class from 0 to {classes - 1}, or one of {', '.join(list(by_name)[:8])}"
         return (index if type(index) is int and 0 <= index < classes else None), expected
+    value = value if held is None else held
     numbers = value if isinstance(value, list) else [value]
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     if not are_numbers or len(numbers) != classes or isinstance(value, list) == rates_once(config):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.candidates import Choice, Choices, read_choice_rows, row_error
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.rows import tokenized_row
+from zo2adapters.tasks.rows import require_known, tokenized_row
 
 _KEYS = ("prompt", "chosen", "rejected")
 
@@ -26,7 +26,12 @@ class Preferences(Choices):
 
 
 def read_preferences(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, options: RowOptions | None = None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    options: RowOptions | None = None,
+    vocabulary: int | None = None,
 ) -> Preferences:
     """Read and tokenise a file of preferences.
 
@@ -36,21 +41,23 @@ def read_preferences(
         tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a prompt with a completion; longer ones are refused by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    tokenized = partial(_tokenized, tokenizer=tokenizer)
-    kept, dropped = read_choice_rows(path, tokenized, sequence_length, options or RowOptions())
+    tokenized = partial(_tokenized, tokenizer=tokenizer, options=options or RowOptions())
+    known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
+    kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())
     return Preferences(kept, dropped=dropped)
 
 
-def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Choice:
+def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> Choice:
     kinds = {type(row.get(key)) for key in _KEYS}
     if kinds not in ({str}, {list}):
         found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
         raise row_error(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "correct the row")
-    both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
+    both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer, options) for key in _KEYS[1:]]
     shared = min(length for _, length in both)
     choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
     if not choice.prompt or not all(choice.candidates):

@@ -92,6 +92,7 @@ def read_rows(
     labelled_for: PretrainedConfig | None = None,
     options: RowOptions | None = None,
     keeps_sources: bool = False,
+    vocabulary: int | None = None,
 ) -> Rows:
     """Read and tokenise a file of rows of any format that can be trained on.
 
@@ -102,12 +103,13 @@ def read_rows(
         labelled_for: Config of a model that takes texts with labels; None for a causal language model.
         options: Columns of the rows, with their labels, and what happens to rows that are too long; None: the defaults.
         keeps_sources: Whether rows of text are kept as JSON as well.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.
     """
     options = RowOptions() if options is None else options
-    reading: Any = {"sequence_length": sequence_length, "options": options}
+    reading: Any = {"sequence_length": sequence_length, "options": options, "vocabulary": vocabulary}
     if labelled_for is not None:
         return read_labelled_rows(path, tokenizer, labelled_for, **reading)
     match format_of(path, options):
@@ -130,7 +132,12 @@ class DataFiles(NamedTuple):
     keeps_sources: bool = False  # whether rows of text are kept as JSON as well
 
     def read(
-        self, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, labelled_for: PretrainedConfig | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sequence_length: int,
+        labelled_for: PretrainedConfig | None,
+        vocabulary: int | None = None,
     ) -> tuple[Rows, EvaluationRows | None]:
         """Read and tokenise the rows to train on, and those to evaluate on. See ``read_rows``.
 
@@ -142,7 +149,7 @@ class DataFiles(NamedTuple):
         """
         options = with_labels(self.options, self.data) if labelled_for is None else self.options
         reading: Any = {"sequence_length": sequence_length, "labelled_for": labelled_for, "options": options}
-        reading["keeps_sources"] = self.keeps_sources
+        reading |= {"keeps_sources": self.keeps_sources, "vocabulary": vocabulary}
         rows = read_rows(self.data, tokenizer, **reading)
         if self.eval_split is not None:
             return split_rows(rows, self.eval_split, seed=self.eval_seed)

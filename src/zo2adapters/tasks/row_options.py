@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from string import Formatter
 from typing import Any, Literal
 
+from zo2adapters.tasks.row_source import Cell
 from zo2core import DataError, OptionError
 
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
+_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # keys of texts or messages
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _LISTED = 12  # columns that a message lists
 
 
@@ -64,6 +69,9 @@ class RowOptions:
     """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them out, refuse stops. auto
     cuts texts and completions, and refuses rows with candidates, preferences or answers, which cannot be cut."""
 
+    rendered_at: str | None = None
+    """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default those of the run's start."""
+
     def require_valid(self, *, takes_labels: bool = False) -> None:
         """Check the template and the labels.
 
@@ -82,6 +90,12 @@ class RowOptions:
                     expected="one of the two",
                     remedy=f"write {{{self.prompt_column}}} in the template, or leave one of the two out",
                 )
+        if self.rendered_at is not None:
+            try:
+                datetime.fromisoformat(self.rendered_at)
+            except ValueError as error:
+                found, expected = repr(self.rendered_at[:80]), "a date and time, such as 2026-01-31T12:00:00"
+                raise OptionError("rendered_at", found=found, expected=expected, remedy="correct it") from error
         if self.labels and (takes_labels or len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
             raise OptionError(
                 "labels",
@@ -132,6 +146,10 @@ class RowOptions:
             DataError: naming the column that a row lacks; the caller adds file and row.
         """
         columns, template = self._columns, self.prompt_template
+        keys = {column: key for key, column in columns.items()}
+        row = {column: _read(keys.get(column, column), value) for column, value in row.items()}
+        if "conversations" in row and not self.names_columns and "messages" not in row:
+            row["messages"] = row.pop("conversations")
         if takes_labels:
             self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
@@ -175,7 +193,10 @@ class RowOptions:
             return row
         label = row.pop("label")
         self._require_label(label)
-        index = label if type(label) is int and self._by_index else self._index_of(label)
+        index = None if type(label) is int and self._by_index else self._index_of(label)
+        number = label.value if isinstance(label, Cell) else label
+        if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
+            index = int(number)
         if index is None or not 0 <= index < len(self.labels):
             near = _nearest(str(label), self.labels)
             raise DataError(
@@ -194,7 +215,8 @@ class RowOptions:
         return not all(map(_is_number, self.labels))
 
     def _index_of(self, label: Any) -> int | None:
-        return self.labels.index(str(label)) if isinstance(label, (str, int)) and str(label) in self.labels else None
+        texts = [str(label), label_text(label)] if isinstance(label, (str, int, float)) else []
+        return next((self.labels.index(text) for text in texts if text in self.labels), None)
 
     def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """The different labels of prompts, sorted; empty if the rows are not prompts with labels.
@@ -213,8 +235,8 @@ class RowOptions:
         for row in rows:
             if (self.prompt_template is None and prompt not in row) or row.keys() & other:
                 return ()
-            if isinstance(row.get(label), (str, int)) and str(row[label]).strip():  # rows without a label are refused
-                labels.add(str(row[label]))
+            if isinstance(row.get(label), (str, int, float)) and str(row[label]).strip():  # rows without one are refused
+                labels.add(label_text(row[label]))
         return tuple(sorted(labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)))
 
     def _filled(self, template: str, row: Mapping[str, Any]) -> str:
@@ -232,6 +254,33 @@ class RowOptions:
                     )
                 parts.append(str(value))
         return "".join(parts)
+
+
+def label_text(label: Any) -> str:
+    """The text of a label. pandas writes whole numbers as 1.0 where a column has an empty cell."""
+    whole = None if type(label) is str else re.fullmatch(r"(-?\d+)\.0", str(label))
+    return str(label) if whole is None else whole[1]
+
+
+def _read(key: str, value: Any) -> Any:
+    """A row's value as its key has it: cells of CSV as texts or lists, and ShareGPT's messages with role and content."""
+    if isinstance(value, Cell) and key not in ("label", "answer"):
+        held = value.value if key in ("candidates", "answers", *_MESSAGES) else value
+        is_list = isinstance(held, list) and (key not in _MESSAGES or _are_messages(held))
+        value = held if is_list else str(value)
+    if key in _MESSAGES and isinstance(value, list):
+        return [_message(item) if isinstance(item, dict) and {"from", "value"} <= item.keys() else item for item in value]
+    return value
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of ShareGPT's form."""
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"], **others}
+
+
+def _are_messages(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, dict) and {"role", "from"} & value.keys() for value in values)
 
 
 def empty_label(column: str) -> DataError:

@@ -22,9 +22,23 @@ RowDict = dict[str, Any]  # a row's values by column, as JSON values
 _HUB = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<configuration>[\w.-]+))?:(?P<split>\w+(?:\[[\w:%+-]*\])?)")
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # the first is in a saved Dataset, the second in a DatasetDict
 _INSTALL_DATASETS, _INSTALL_PARQUET = "zo2core[data]", "pyarrow"
-_JSON_COLUMNS = ("label", "answer", "answers", "candidates", "messages", "prompt", "completion", "chosen", "rejected")
 _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON object on each line
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
+
+
+class Cell(str):
+    """The text of a cell of a CSV file, which stands for a number or a list where a row's format has no text."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """The number or list that the text is as JSON; else the text."""
+        try:
+            value = json.loads(self)
+        except (ValueError, RecursionError):
+            return str(self)
+        return value if isinstance(value, (int, float, list)) and not isinstance(value, bool) else str(self)
 
 
 class _Dataset(NamedTuple):
@@ -254,7 +268,9 @@ def _csv_rows(file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
             between = "semicolons" if ";" in header[0] else "tabs"
             remedy = f"save the file with commas instead of {between} between the cells"
             raise _bad_row(0, found, "commas as the separator of columns", remedy)
-        if len(set(header)) < len(header) or not all(header):
+        if any(header):  # pandas writes its index without a name, and reads it with this one
+            header = [name or f"Unnamed: {column}" for column, name in enumerate(header)]
+        if len(set(header)) < len(header) or not any(header):
             found = f"the header {', '.join(map(repr, header))}"
             raise _bad_row(0, found, "a first line with different names of columns", "name each column once")
         for number, cells in enumerate((cells for cells in reader if cells), 1):
@@ -262,24 +278,12 @@ def _csv_rows(file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
                 found = f"{len(cells)} cells"
                 expected = f"{len(header)}, one for each of the columns {', '.join(map(repr, header))}"
                 raise _bad_row(number, found, expected, "put cells that contain commas or line breaks between quotes")
-            yield number, {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True)}
+            yield number, dict(zip(header, map(Cell, cells), strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         found = f"text that is not CSV in UTF-8 ({error})"
         raise _bad_row(number + 1, found, "cells with commas between them", "save the file as CSV in UTF-8") from error
     finally:
         text.detach()
-
-
-def _cell(column: str, text: str) -> Any:
-    """A cell's text or, where the rows' format has lists and numbers, the value that it holds as JSON."""
-    is_value = column in ("label", "answer") or text.lstrip().startswith(("[", "{"))
-    if column not in _JSON_COLUMNS or not is_value:
-        return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, (int, float, list)) and not isinstance(value, bool) else text
 
 
 def _parquet_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:

@@ -16,7 +16,7 @@ from zo2core import DataError
 _MOST_LABELS = 20  # different texts of a column of labels
 _LEAST_REPEATS = 5  # rows for each label, on average
 _LONGEST_LABEL = 50  # characters
-_MOST_EMPTY = 0.1  # share of the rows in which a column of labels may be empty by mistake; such a row is refused
+_MOST_EMPTY = 0.5  # share of the rows in which a column of labels may be empty by mistake; such a row is refused
 _PAIRS = (  # columns of prompts and completions in well-known data sets
     ("instruction", "output"),
     ("instruction", "response"),
@@ -27,6 +27,18 @@ _PAIRS = (  # columns of prompts and completions in well-known data sets
     ("source", "target"),
 )
 _ANSWERS = {"completion", "label", "candidates", "answer", "answers", "chosen", "rejected"}  # go with a prompt
+_CONTEXT = ("input", "context")  # texts that go with an instruction
+_ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response "
+    "that appropriately completes the request.\\n\\n"
+)
+_USED = {  # keys of a row that has the first key
+    "candidates": ("prompt", "candidates", "answer", "label"),
+    "chosen": ("prompt", "chosen", "rejected"),
+    "messages": ("messages", "conversations"),
+    "completion": ("prompt", "completion"),
+}
+_LABELLED = ("text", "text_pair", "label")  # keys of a row for a classifier
 _KNOWN = {"text", "prompt", "completion", "messages", "candidates", "chosen", "rejected", "label", "answers"}
 
 
@@ -37,6 +49,7 @@ class Survey(NamedTuple):
     kind: str  # what the rows are, in words
     labels: tuple[str, ...]  # labels of a causal language model's rows; empty: they have none
     named: tuple[str, ...]  # options that the survey has set
+    unused: tuple[str, ...]  # columns that are not trained on
 
 
 def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
@@ -66,7 +79,19 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
     except DataError as error:
         raise at_row(error, path, 1) from error
-    return Survey(chosen, _kind(first, labels, takes_labels=takes_labels), labels, changed)
+    unused = _unused(rows, chosen, first, takes_labels=takes_labels)
+    return Survey(chosen, _kind(first, labels, takes_labels=takes_labels), labels, changed, unused)
+
+
+def _unused(
+    rows: Sequence[Mapping[str, Any]], options: RowOptions, first: Mapping[str, Any], *, takes_labels: bool
+) -> tuple[str, ...]:
+    """The columns that are not trained on."""
+    keys = _LABELLED if takes_labels else next((keys for key, keys in _USED.items() if key in first), ("text",))
+    made = {"text", "prompt"} if options.prompt_template is not None else {"prompt"}
+    used = {getattr(options, f"{key}_column", None) or key for key in keys if key not in made}
+    used |= set(options.prompt_columns) if made & set(keys) else set()
+    return tuple(dict.fromkeys(column for row in rows for column in row if column not in used))
 
 
 def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
@@ -122,14 +147,15 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
         DataError: if the rows have none of the known keys, and no columns that look like texts and labels.
     """
     columns = list(rows[0])
-    if {"messages", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
+    if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
         return options
     if {"prompt", "completion"} <= set(columns):
         is_label = _is_label(rows, "completion")
-        return replace(options, label_column="completion") if is_label else options
+        given = replace(options, label_column="completion") if is_label else options
+        return given if is_label else _with_context(rows, "prompt", given)
     for prompt, completion in _PAIRS:
         if {prompt, completion} <= set(columns):
-            return replace(options, prompt_column=prompt, completion_column=completion)
+            return _with_context(rows, prompt, replace(options, completion_column=completion))
     label = _label_of(rows, columns)
     texts = _texts(rows, except_for=label)
     if label is not None and texts:
@@ -142,6 +168,17 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
         expected="columns of a prompt and of a completion or label, text, or messages",
         remedy=f"name them, such as {_example(columns)}",
     )
+
+
+def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions) -> RowOptions:
+    """The options with the prompt, in sections as alpaca has them if rows have a system text or a context, too."""
+    texts = [name for name in _texts(rows, except_for=options.completion_column) if any(row[name].strip() for row in rows)]
+    sections = [name for name in ("system", prompt, *_CONTEXT) if name == prompt or name in texts]
+    if len(sections) == 1:
+        return options if prompt == "prompt" else replace(options, prompt_column=prompt)
+    template = "".join(f"### {name.capitalize()}:\\n{{{name}}}\\n\\n" for name in sections) + "### Response:\\n"
+    preamble = _ALPACA if sections == ["instruction", "input"] else ""
+    return replace(options, prompt_template=preamble + template)
 
 
 def _example(columns: Sequence[str]) -> str:
@@ -162,9 +199,11 @@ def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str 
 def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
     """Whether a column has a few short values that occur again and again; by mistake it may be empty in a few rows."""
     values = [row[column] for row in rows if str(row.get(column, "")).strip()]
-    if len(values) < (1 - _MOST_EMPTY) * len(rows):
+    if len(values) < (1 - _MOST_EMPTY) * len(rows) and column != "label":
         return False
-    if not all(isinstance(value, (str, int)) and len(str(value)) <= _LONGEST_LABEL for value in values):
+    if not all(isinstance(value, (str, int, float)) and len(str(value)) <= _LONGEST_LABEL for value in values):
+        return False
+    if any(isinstance(value, float) and value % 1 for value in values):
         return False
     different = len(set(map(str, values)))
     return 2 <= different <= min(_MOST_LABELS, len(rows) // _LEAST_REPEATS)

@@ -9,8 +9,8 @@ import itertools
 import json
 import os
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -117,6 +117,7 @@ def read_dataset(
     sequence_length: int,
     options: RowOptions | None = None,
     keeps_sources: bool = False,
+    vocabulary: int | None = None,
 ) -> Dataset:
     """Read and tokenise a data file whose rows follow the conventions of TRL's SFTTrainer.
 
@@ -130,6 +131,7 @@ def read_dataset(
         sequence_length: Most tokens of a row, at least 2; longer rows lose their end by default.
         options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
         keeps_sources: Whether each row is kept as JSON as well. Rows then need no completion.
+        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
 
     Returns:
         The tokenised rows, with the number of rows that were shortened or left out.
@@ -147,7 +149,7 @@ def read_dataset(
             kept = json.dumps({**source, **row}) if keeps_sources else ""
             if keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
                 row["completion"] = tokenizer.eos_token or " "
-            ids, prompt, later = _tokenized(row, tokenizer, answers_only=options.train_on == "answers")
+            ids, prompt, later = _tokenized(row, tokenizer, options)
             is_long = len(ids) > sequence_length
             if is_long and options.too_long == "drop":
                 dropped += 1
@@ -159,6 +161,7 @@ def read_dataset(
                 f"{TOO_LONG}; or pass --too-long cut or drop",
             )
             _require_prediction(len(ids), prompt, sequence_length)
+            require_known("row", ids[:sequence_length], tokenizer, vocabulary)
         except DataError as error:  # the error lacks path and line
             raise at_row(error, path, line) from error.__cause__
         truncated += is_long
@@ -181,6 +184,21 @@ def converted_rows(
             yield line, options.converted(row, takes_labels=takes_labels)
         except DataError as error:
             raise at_row(error, path, line) from error
+
+
+def require_known(where: str, ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> None:
+    """Refuse a token that the model's embedding does not have.
+
+    Raises:
+        DataError: naming the token.
+    """
+    if vocabulary is not None and (largest := max(ids, default=0)) >= vocabulary:
+        raise DataError(
+            where,
+            found=f"the token {tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}",
+            expected=f"ids below {vocabulary}, the rows of the model's embedding",
+            remedy="use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings",
+        )
 
 
 def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence_length: int) -> None:
@@ -257,7 +275,7 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
         raise DataError("row", found=found, expected=expected, remedy=remedy)
 
 
-def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> tuple[list[int], int]:
     """Tokenise a row as ``read_dataset`` does, with loss on every token of messages.
 
     Returns:
@@ -266,25 +284,26 @@ def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tu
     Raises:
         DataError: if the row is malformed.
     """
-    ids, prompt, _ = _tokenized(row, tokenizer, answers_only=False)
+    ids, prompt, _ = _tokenized(row, tokenizer, replace(options, train_on="all"))
     return ids, prompt
 
 
 def _tokenized(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, answers_only: bool
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, options: RowOptions
 ) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
     """Token ids, the number of those before the first that is learned, and later ranges that are not learned."""
+    at = options.rendered_at
     match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
         case ["text"]:
             return _text_ids(_string(row, "text"), tokenizer), 0, ()
-        case ["messages"] if answers_only:
-            return _answers(_messages(row, "messages"), tokenizer)
+        case ["messages"] if options.train_on == "answers":
+            return _answers(_messages(row, "messages"), tokenizer, at)
         case ["messages"]:
-            return _chat_ids(_messages(row, "messages"), tokenizer), 0, ()
+            return _chat_ids(_messages(row, "messages"), tokenizer, at), 0, ()
         case ["prompt", "completion"] if isinstance(row["prompt"], list):
             messages = _messages(row, "prompt")
-            prompt = _chat_ids(messages, tokenizer, reply_follows=True)
-            whole = _chat_ids(messages + _messages(row, "completion"), tokenizer)
+            prompt = _chat_ids(messages, tokenizer, at, reply_follows=True)
+            whole = _chat_ids(messages + _messages(row, "completion"), tokenizer, at)
         case ["prompt", "completion"]:
             text = _string(row, "prompt", may_be_empty=True)
             prompt = _text_ids(text, tokenizer, append_eos=False)
@@ -300,17 +319,17 @@ def _tokenized(
 
 
 def _answers(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, at: str | None
 ) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
     """A conversation of which the assistant's answers are learned: what ``_tokenized`` returns."""
-    whole = _chat_ids(messages, tokenizer)
+    whole = _chat_ids(messages, tokenizer, at)
     answers: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _chat_ids(messages[:index], tokenizer, reply_follows=True) if index else []
+        before = _chat_ids(messages[:index], tokenizer, at, reply_follows=True) if index else []
         is_last = index == len(messages) - 1
-        end = len(whole) if is_last else _prompt_length(_chat_ids(messages[: index + 1], tokenizer), whole)
+        end = len(whole) if is_last else _prompt_length(_chat_ids(messages[: index + 1], tokenizer, at), whole)
         start = _prompt_length(before, whole)
         _require(
             start < end,
@@ -344,10 +363,12 @@ def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool
     return [*ids, eos] if append_eos and eos is not None and ids[-1:] != [eos] else ids
 
 
-def _chat_ids(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False) -> list[int]:
+def _chat_ids(
+    messages: list[Any], tokenizer: PreTrainedTokenizerBase, at: str | None, *, reply_follows: bool = False
+) -> list[int]:
     found, expected = "messages, with a tokenizer that has no chat template", "a tokenizer with a chat template"
     _require(bool(tokenizer.chat_template), found, expected, "use a chat model's tokenizer, or write rows of strings")
-    text = render_chat(messages, tokenizer, reply_follows=reply_follows)
+    text = render_chat(messages, tokenizer, reply_follows=reply_follows, rendered_at=at)
     # The template writes the special tokens; the tokenizer would add them a second time.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

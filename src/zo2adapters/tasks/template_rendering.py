@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from datetime import datetime
+from typing import Any, Self
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 
 def answer(request: dict[str, Any]) -> str:
     """Render one conversation as ``tokenizer.apply_chat_template`` does.
 
     Args:
-        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``; and ``longest``, the
-            most characters of the text.
+        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``;
+            ``longest``, the most characters of the text; and ``rendered_at``, the time that the template is told.
 
     Raises:
         ValueError: if the text is longer than ``longest``.
@@ -21,7 +22,15 @@ def answer(request: dict[str, Any]) -> str:
     messages = [
         {key: value for key, value in message.items() if value is not None} for message in json.loads(request["messages"])
     ]
-    rendered: Any = render_jinja_template(
+    told = request["rendered_at"]
+
+    class ToldTime(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Self:
+            return super().now(tz) if told is None else cls.fromisoformat(told)
+
+    chat_template_utils.datetime = ToldTime  # type: ignore[attr-defined]
+    rendered: Any = chat_template_utils.render_jinja_template(
         conversations=[messages],
         chat_template=request["template"],
         add_generation_prompt=request["reply_follows"],

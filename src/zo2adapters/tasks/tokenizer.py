@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.models.companions import companion_files
 from zo2adapters.models.gguf.model import gguf_tokenizer
 from zo2core import DataError
 from zo2core.checkpoint import is_gguf
+
+# Beginnings of the names of the files that hold a tokenizer.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", "bpe", "dict", "prophetnet")
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -22,6 +25,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
+        names = {path.name for path in directory.iterdir()}
+        if not any(name.startswith(_TOKENIZER_FILES) for name in names):  # transformers' own errors mislead
+            raise _unusable(directory, "none of its files has one")
         for path in directory.iterdir():
             if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
                 raise _unusable(directory, f"{path.name} is not a regular file")
@@ -48,6 +54,12 @@ def _unusable(directory: Path, why: str) -> DataError:
         expected="tokenizer files in the model's directory",
         remedy="copy the tokenizer files of the base model into the directory",
     )
+
+
+def vocabulary_of(config: PretrainedConfig) -> int | None:
+    """Rows of a model's embedding; None if its config does not say."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

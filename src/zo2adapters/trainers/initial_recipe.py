@@ -60,6 +60,7 @@ _HELD_OUT, _MOST_HELD_OUT = 0.1, 500  # share, and rows
 _EVALUATING, _MOST_EVALUATIONS = 0.1, 4  # share of the steps' time, and number after the one before the first step
 _MUCH_FASTER = 0.7  # share of another dtype's seconds
 _SAMPLES = 2
+_LISTED = 6  # columns that are named
 
 
 class Choice(NamedTuple):
@@ -307,7 +308,9 @@ def _with_steps(options: TrainOptions, inputs: RunInputs, plan: RunPlan) -> Trai
 
 def _data_choices(options: TrainOptions, surveyed: Survey) -> Iterator[Choice]:
     yield Choice("model", options.model)
-    yield Choice("data", str(options.data), f"The rows are {surveyed.kind}.")
+    unused = f"; not used: {', '.join(surveyed.unused[:_LISTED])}" if surveyed.unused else ""
+    unused += ", ..." if len(surveyed.unused) > _LISTED else ""
+    yield Choice("data", str(options.data), f"The rows are {surveyed.kind}{unused}.")
     for name in _ROW_OPTIONS:
         if (value := getattr(options.rows, name)) is not None:
             yield Choice(name, value)

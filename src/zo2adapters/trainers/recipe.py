@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,16 @@ _LARGEST = 1 << 20  # bytes
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which refuses a key that occurs twice instead of taking the last value."""
+    """PyYAML's safe loader, which leaves texts as they are written and refuses a key that occurs twice.
+
+    YAML 1.1 would read no and on as bools, 1:30 as 90, 010 as 8 and dates as such. Here true and false alone are bools, as
+    in YAML 1.2, and numbers stay texts, which the command line reads.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
+        first: [(tag, form) for tag, form in known if tag.endswith((":null", ":merge"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
         """See PyYAML."""
@@ -34,6 +44,9 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key} a second time", key_node.start_mark)
             keys |= {key} if isinstance(key, Hashable) else set()
         return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
 
 
 def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) -> str:
@@ -74,7 +87,7 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
         mark = error.problem_mark or error.context_mark
         where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"
         raise OptionError(where, found=error.problem or "no YAML", expected=expected, remedy=remedy) from error
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # such as a date that does not exist
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise OptionError(Path(path), found=found, expected=expected, remedy=remedy) from error
     if not isinstance(values, dict):

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.chat_template import is_dated
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.worker_options import settled_alike
@@ -47,9 +48,12 @@ class RunInputs:
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: options.opened(directory))
         tokenizer = load_tokenizer(directory)
+        if not is_dated(tokenizer):
+            options = replace(options, rows=replace(options.rows, rendered_at=None))
         length = options.batching.length_for(model)
         labelled_for = model.config if options.takes_labels else None
-        data, evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
+        given: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
+        data, evaluation = options.files().read(tokenizer, labelled_for=labelled_for, **given)
         return cls(
             options=options,
             directory=directory,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,11 +141,14 @@ def settled_alike(
         The model, and the options with these choices.
     """
     if workers is not None and workers.rank > 0:
-        [dtype, loss_chunk], *_ = workers.all_gather(None)
+        [dtype, loss_chunk, start], *_ = workers.all_gather(None)
         model_options = replace(options.model_options, dtype=dtype)
+        options = replace(options, rows=replace(options.rows, rendered_at=start))
         options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
+    elif options.rows.rendered_at is None:
+        options = replace(options, rows=replace(options.rows, rendered_at=datetime.now().isoformat()))
     model = opened(options)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
-        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk])
+        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk, options.rows.rendered_at])
     return model, options
