@@ -53,6 +53,7 @@ from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.slot_file import SlotFile
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.exclusive_use import ModelUse
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.input_file import InputFile
 from zo2core.sweep.input_offload import InputOffload
@@ -224,6 +225,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         ZO2Error: as for ``ZOEngine``. All opened parts are closed then.
     """
     with ExitStack() as opened:
+        opened.callback(ModelUse(model).end)
         opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
         run, perturbation = _opened_run(model, estimator, options, opened)
         request = replace(
@@ -356,6 +358,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, parts: EngineParts, options
         JournalError: if the journal belongs to another run.
     """
     with ExitStack() as opened:
+        opened.callback(ModelUse(model).end)
         require_rows(options.micro_batch_size)
         estimator = with_perturb_in_place(estimator, default=True)
         source, device, noise = parts.source, parts.device, parts.noise

@@ -33,10 +33,12 @@ from zo2core import (
     Distribution,
     EngineParts,
     Evaluation,
+    HostDevice,
     Journal,
     JournalError,
     MemoryPolicy,
     MeZOSGD,
+    MultiQueryRGE,
     NonFiniteLossError,
     OptionError,
     OutputError,
@@ -46,6 +48,7 @@ from zo2core import (
     Replayer,
     Runner,
     SequentialNoise,
+    SharedBase,
     ZOEngine,
 )
 from zo2core.sources.scratch import Scratch
@@ -503,3 +506,52 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
             for _ in range(7):
                 engine.step(BATCH)
         assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of what stays on the device"
+
+
+@pytest.mark.parametrize("second", ["replayer", "engine", "parts", "shared base"])
+def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_on(base: Path, second: str) -> None:
+    batch, model = make_batch(40, [7]), open_checkpoint(base)
+    with ZOEngine(open_checkpoint(base), MEZO) as alone:
+        expected = [alone.step(batch).losses for _ in range(2)]
+    openings: dict[str, Any] = {
+        "replayer": lambda: Replayer(model),
+        "engine": lambda: ZOEngine(model, MEZO),
+        "shared base": lambda: SharedBase(model),
+    }
+    with ZOEngine(model, MEZO) as engine:
+        losses = [engine.step(batch).losses]
+        device = HostDevice()
+        with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
+            parts = EngineParts(source=source, device=device, noise=SequentialNoise(model.layouts))
+            openings["parts"] = lambda: ZOEngine.from_parts(model, MEZO, parts)
+            with pytest.raises(BusyError, match="open on it"):
+                openings[second]()
+        losses.append(engine.step(batch).losses)
+    assert losses == expected
+    with Replayer(model) as replayer:  # once the first is closed
+        replayer.evaluate([batch])
+
+
+def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
+    model, first, second = open_checkpoint(base), make_batch(40, [7]), make_batch(40, [5, 3], seed=1)
+    with ZOEngine(model, MEZO) as engine:
+        at, *_ = engine.ask()
+        apart = [engine.forwards_at([(one, [batch])], model)[0] for one in (at, None) for batch in (first, second)]
+        together = engine.forwards_at([(at, [first]), (None, [first]), (at, [second]), (None, [second])], model)
+    assert [together[0], together[2], together[1], together[3]] == apart
+
+
+def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed_in_place(base: Path) -> None:
+    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=4, perturb_in_place=False)
+    with ZOEngine(open_checkpoint(base), estimator) as engine:
+        batch, asked, swept = make_batch(40, [7]), engine.ask(), []
+        sweep = engine.sweep
+
+        def counted(groups: Any, forward: Any = None) -> Any:
+            swept.append(len(groups))
+            return sweep(groups, forward)
+
+        engine.sweep = counted  # type: ignore[method-assign]
+        for at in asked:
+            list(engine.forwards([batch], at=at))
+    assert swept == [1] * len(asked)

@@ -887,3 +887,21 @@ def test_an_optimizer_makes_no_more_copies_than_it_says(update: Any, dtype: torc
     assert made.most == (update.copies if widened else update.copies - 1)
     given = spec.nbytes
     assert gradient_bytes(update, [layout]) == 4 * spec.numel + max(given, update.copies * 4 * spec.numel)
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_parameters_are_loaded_before_the_first_step_only(tmp_path: Path, delays: bool) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
+    with FullBackpropEngine(model, Delayed(LOMO()) if delays else LOMO(), lr=1e-2) as engine:
+        values = {name: torch.zeros_like(value) for name, value in engine.parameters_now()}
+        engine.load_parameters(values)
+        assert all(not value.any() for _, value in engine.parameters_now())
+        engine.step(make_batch(40, [7]))
+        with pytest.raises(OptionError, match="without steps"):
+            engine.load_parameters(values)
+
+
+def test_an_engine_without_a_run_refuses_a_snapshot_by_name(tmp_path: Path) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
+    with FullBackpropEngine(model, LOMO(), lr=1e-2) as engine, pytest.raises(OptionError, match="RunRecord"):
+        engine.take_snapshot()

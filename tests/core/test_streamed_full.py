@@ -21,6 +21,7 @@ from zo2core import (
     BAdam,
     BlockUpdate,
     ClosedError,
+    Delayed,
     FullBackpropEngine,
     GradientPolicy,
     HostPlan,
@@ -506,3 +507,27 @@ def test_a_commit_that_fails_closes_the_engine_and_leaves_the_one_before(
         assert engine.version == 2
         assert [engine.step(batch).loss for batch in BATCHES[2:5]] == losses[2:]
         assert equal(weights(engine), expected)
+
+
+@pytest.mark.parametrize("case", ["adamw", "badam"])
+def test_what_would_change_weights_beside_their_commits_is_refused(tmp_path: Path, case: str) -> None:
+    base = save_model(tmp_path / "base", small_config("opt"))
+    with streamed(base, tmp_path / "run", case=case) as engine:
+        asked: list[Callable[[], object]] = [
+            lambda: engine.load_parameters({}),
+            engine.state_dict,
+            lambda: engine.load_state_dict({}),
+            engine.take_snapshot,
+        ]
+        for ask in asked:
+            with pytest.raises(OptionError, match="committed on disk"):
+                ask()
+        engine.step(BATCHES[0])
+
+
+def test_a_delayed_update_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
+    record = RunRecord(directory=tmp_path / "run", journal=tmp_path / "run" / "journal.jsonl")
+    with pytest.raises(OptionError, match="while they are written"):
+        StreamedFullBackpropEngine(model, Delayed(UPDATES["adamw"]()), run=record, lr=1e-2)
+    assert not (tmp_path / "run").exists()

@@ -118,7 +118,7 @@ def adalomo_loop(
                 update = torch.mul(rows, kept[1].unsqueeze(-2).rsqrt()).mul_(gradient)
             update.div_((update.norm(2) / update.numel() ** 0.5).clamp_(min=1.0))
             theta = whole.parameters[name].data.to(torch.float32)
-            rate = lr * max(1e-3, (torch.norm(theta, 2.0) / math.sqrt(theta.numel())).item())
+            rate = lr * max(1e-3, torch.norm(theta, 2.0) / math.sqrt(theta.numel()))  # a tensor, whose products round
             if weight_decay > 0.0:
                 theta.mul_(1.0 - rate * weight_decay)
             theta.add_(update, alpha=-rate)

@@ -147,31 +147,58 @@ class FullBackpropEngine(GradientEngine[StoredParameters]):
             if self._method.broken_at is not None:
                 self._use.close()
 
+    def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of all parameters, before the first step. See the base class.
+
+        Raises:
+            OptionError: after a step, since the optimizer's state may hold copies of the weights; or if they are on disk.
+        """
+        self._states_in_memory("load_parameters")
+        if self.steps:
+            raise OptionError(
+                "load_parameters",
+                found=f"a run of {self.steps} steps, whose optimizer's state belongs to its weights",
+                expected="a run without steps",
+                remedy="use load_state_dict, or a new engine",
+            )
+        super().load_parameters(parameters)
+
+    def _states_in_memory(self, asked: str) -> StateMemory:
+        """The optimizer's states; refuses a run that commits its segments on disk, whose versions are steps."""
+        if self._parts.generations is not None or not isinstance(self._states, StateMemory):
+            raise OptionError(
+                asked,
+                found=f"a {type(self).__name__}, whose weights and states are committed on disk",
+                expected="an engine that keeps them in memory",
+                remedy="call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
+            )
+        return self._states
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later steps depend, which is not copied: the next step changes it.
 
         See the base class.
         """
+        states = self._states_in_memory("state_dict")
         self._update.settle()
-        assert isinstance(self._states, StateMemory), "states on disk are committed there"
         return {
             "steps": self.steps,
             "parameters": dict(self.parameters_now()),
-            "optimizer": self._states.state_dict(),
+            "optimizer": states.state_dict(),
             "values": self._method.values(),
             "method": self._options,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a state. See the base class."""
+        states = self._states_in_memory("load_state_dict")
         self._require_state(state)
         if state.get("method") != self._options:
             raise unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
         self._update.settle()
-        assert isinstance(self._states, StateMemory), "states on disk are committed there"
         self._method.load_values(state.get("values", {}))
-        self._states.load_state_dict(state["optimizer"])
-        self.load_parameters(state["parameters"])
+        states.load_state_dict(state["optimizer"])
+        super().load_parameters(state["parameters"])
         self._method.steps = state["steps"]
 
 

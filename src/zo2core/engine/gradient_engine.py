@@ -95,11 +95,19 @@ class GradientEngine(PresentRunner[TrainedT]):
             keep: Steps whose snapshots are kept as well.
 
         Raises:
+            OptionError: if the engine has no directory of a run, or commits its segments on disk instead.
             OutputError: if it cannot be written.
             WorkerError: if another worker has other parameters.
         """
         self._use.require_open()
         state = self.state_dict()
+        if not hasattr(self, "snapshots"):
+            raise OptionError(
+                "take_snapshot",
+                found=f"a {type(self).__name__} without a directory of its run",
+                expected="one that keeps its run",
+                remedy="use DurableBackpropEngine, or FullBackpropEngine with run=RunRecord(...)",
+            )
         self.workers.require_same("trained parameters", self.workers.digest([state["parameters"]]))
         self.snapshots.write(Snapshot(self.steps, state), keep=keep)
 

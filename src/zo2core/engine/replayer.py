@@ -17,7 +17,7 @@ class Replayer(Runner):
     """Evaluates and exports a model with all updates of a journal, and never trains it.
 
     Objects that the caller passes stay the caller's. The replayer closes what it opens (paths, devices by name) and the
-    model's checkpoint. One replayer or engine at a time uses a model: the last one made has bound its modules.
+    model's checkpoint. One replayer or engine at a time uses a model.
 
     Args:
         model: A model that is divided into embedding, blocks and head.
@@ -34,6 +34,7 @@ class Replayer(Runner):
         shared: As for ``ZOEngine``.
 
     Raises:
+        BusyError: if another engine or replayer that is open uses the model.
         OptionError: if an option is out of its range, or would have no effect.
         MemoryBudgetError: if not even the smallest plan fits into the memory.
         JournalError: if the journal belongs to another base checkpoint, another model or other noise.

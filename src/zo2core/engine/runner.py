@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +25,7 @@ from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.visitor import Groups
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.sweep.watched_visitor import WatchedVisitor
-from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
+from zo2core.types import Batch, Evaluation, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 
 
@@ -141,11 +142,14 @@ class Runner:
             OptionError: if an evaluation is not one of the open step, or is for a group of rows only.
         """
         self._use.require_open()
-        prepared = [(at, list(self.prepared(batches, forward))) for at, batches in self._path_through(groups)]
+        merged: dict[Evaluation | None, list[Batch]] = {}  # a sweep has each evaluation once
+        for at, batches in groups:
+            merged.setdefault(at, []).extend(batches)
+        prepared = [(at, list(self.prepared(batches, forward))) for at, batches in self._path_through([*merged.items()])]
         with self._recorder.sweep("evaluation"):
             outputs = self.sweep(prepared, forward)
-        by_evaluation = dict(zip((at for at, _ in prepared), outputs, strict=True))
-        return [by_evaluation[at] for at, _ in groups]
+        left = {at: iter(of_evaluation) for (at, _), of_evaluation in zip(prepared, outputs, strict=True)}
+        return [list(islice(left[at], len(batches))) for at, batches in groups]
 
     def _path_through(self, groups: Groups) -> Groups:
         """The groups, and before them those through which weights are perturbed in place."""

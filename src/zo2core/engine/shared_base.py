@@ -33,7 +33,7 @@ from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.exclusive_use import ExclusiveUse, ModelUse
 from zo2core.sweep.shared_visitor import (
     BlockDecoder,
     RunReplay,
@@ -117,6 +117,7 @@ class SharedBase:
         self._runs: dict[_Run, RunNeeds] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
+            opened.callback(ModelUse(model).end)
             opened.callback(model.weights.close)
             self.device = choose_device(device) if isinstance(device, str) else device
             if isinstance(device, str):

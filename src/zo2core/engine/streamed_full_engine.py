@@ -11,6 +11,7 @@ from zo2core.engine.full_backprop_engine import FullBackpropEngine, RunRecord, t
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.fused_backprop import GradientPolicy
+from zo2core.optimizers import Delayed
 from zo2core.planning import MemoryPolicy
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.profiling import Trace
@@ -36,6 +37,7 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
             are written that seldom; other blocks are written at each step. Without effect if the optimizer has turns.
 
     Raises:
+        OptionError: if the update is ``Delayed``, or the model has one block only.
         ScratchError: if the files cannot be opened, or another engine has them open.
         ZO2Error: As for ``FullBackpropEngine``.
     """
@@ -57,6 +59,13 @@ class StreamedFullBackpropEngine(FullBackpropEngine):
         blocks = sum(not layout.resident for layout in model.layouts)
         if blocks < 2:
             raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="use FullBackpropEngine")
+        if isinstance(update, Delayed):
+            raise OptionError(
+                "update",
+                found="Delayed, whose thread changes states while they are written",
+                expected="an optimizer that has ended with a segment when it is written",
+                remedy="pass the optimizer that it delays, or use FullBackpropEngine",
+            )
         if not isinstance(commit_every, int) or commit_every < 1:
             expected = "a number of steps of at least 1"
             raise OptionError("commit_every", found=repr(commit_every), expected=expected, remedy="pass such a number")

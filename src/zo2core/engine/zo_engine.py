@@ -183,7 +183,8 @@ class ZOEngine(Runner):
         Args:
             batches: Inputs of ``forward``, taken as sweeps run.
             forward: Runs the segments; by default the model, whose head returns losses.
-            at: One of the evaluations that ``ask`` returned; None: unperturbed weights.
+            at: One of the evaluations that ``ask`` returned; None: unperturbed weights. Where weights are perturbed in
+                place, a sweep passes all evaluations before it, too: ``forwards_at`` runs several in one sweep.
 
         Yields:
             The head's output for each batch, in order, one list for each sweep.
@@ -195,9 +196,8 @@ class ZOEngine(Runner):
         if at is None:
             yield from super().forwards(batches, forward)
             return
-        *passed, _ = self._method.path_to(at)
         for group in self._filled(batches, forward):
-            *_, outputs = self.sweep([*((evaluation, ()) for evaluation in passed), (at, group)], forward)
+            *_, outputs = self.sweep(self._method.path_through([at], {at: group}), forward)
             yield outputs
 
     def _path_through(self, groups: Groups) -> Groups:

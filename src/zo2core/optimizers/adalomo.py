@@ -71,7 +71,7 @@ class AdaLOMO(EverySegment):
             update = self._update(name, gradient, 1.0 - math.pow(inputs.step + 1, self.decay_rate), inputs.states)
             update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
             scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
-            rate = inputs.lr * max(self.eps[1], scale.item())
+            rate = inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
             if self.weight_decay:
                 theta.mul_(1.0 - rate * self.weight_decay)
             theta.add_(update, alpha=-rate)

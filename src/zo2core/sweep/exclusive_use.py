@@ -4,8 +4,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from zo2core.errors import BusyError, ClosedError
+from zo2core.protocols import BlockModel
+
+
+class ModelUse:
+    """The use of a model by one engine, whose buffers its modules read: a second engine would make the first read others.
+
+    Args:
+        model: The model, which is used until ``end``, or until no engine that was left open can be reached.
+
+    Raises:
+        BusyError: if another engine uses it.
+    """
+
+    _present: ClassVar[WeakValueDictionary[int, ModelUse]] = WeakValueDictionary()
+
+    def __init__(self, model: BlockModel) -> None:
+        if id(model) in self._present:
+            raise BusyError(
+                f"model {type(model).__name__}",
+                found="an engine or a replayer that is open on it",
+                expected="one at a time",
+                remedy="close() that one first, or open the model a second time",
+            )
+        self._model = model  # its id stays its own
+        self._present[id(model)] = self
+
+    def end(self) -> None:
+        """Leave the model to another engine."""
+        self._present.pop(id(self._model), None)
 
 
 class ExclusiveUse:
