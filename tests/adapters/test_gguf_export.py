@@ -79,7 +79,7 @@ def test_the_tokenizer_of_a_directory_is_written(name: str, tmp_path: Path) -> N
     written = export(base, tmp_path / "out", kind="Q8_0")
     assert read_gguf(written).metadata["tokenizer.ggml.pre"] == name
     theirs, ours = load_tokenizer(base), load_tokenizer(written)
-    text = "the cat is<|endoftext|> the cat"
+    text = "the cat's<|endoftext|> total:  12\n\n123 the cat"
     assert ours(text).input_ids == theirs(text).input_ids
     assert ours.chat_template == theirs.chat_template
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
+from zo2adapters.models.gguf.vocabulary import byte_level_tokenizer
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
@@ -312,11 +313,15 @@ def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> 
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file describes, by transformers' own reader.
+    """The tokenizer that a GGUF file describes.
 
     Raises:
-        Exception: of any kind, if transformers cannot read it.
+        UnsupportedModelError: if the file splits text in a way that is not known.
+        Exception: of any kind, if it cannot be read.
     """
+    file = read_gguf(path)
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
+        return byte_level_tokenizer(file)
     with isolated(path) as (directory, options):
         # The auto class reads the vocabulary twice, once for a config that decides nothing here.
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
