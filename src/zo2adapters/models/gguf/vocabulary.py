@@ -15,6 +15,7 @@ from zo2core import UnsupportedModelError
 from zo2core.checkpoint import GGUFFile, StoredText
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
+FURTHER_ENDS = ("eot", "eom")  # tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")  # by exports, each for all that split so
 
