@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -511,5 +514,5 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
     shown = r"a\x1b[2Jb\rc\x9bd\x07"
     assert out == f"first {shown}\n\tsecond\r\n\\x1b[A\n\\x1b[A"
     refused, bars = err.split("\n", 1)
-    assert shown in refused
+    assert shown.replace(r"\r", " ") in refused  # an error is one line
     assert bars == f"\r 50%\n\x1b[A\r{shown}", "a progress bar moves the cursor"

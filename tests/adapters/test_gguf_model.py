@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.gguf import vocabulary
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -367,3 +368,9 @@ def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: py
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_text_is_split_as_transformers_splits_it_by_the_same_name() -> None:
+    mapping: Any = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    theirs = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", {})  # since transformers 5.2x
+    assert {name: vocabulary._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}

@@ -9,7 +9,6 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from zo2core import UnsupportedModelError
 from zo2core.checkpoint import GGUFFile, StoredText
@@ -20,17 +19,29 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 _WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")  # by exports, each for all that split so
 
 _DIGIT, _WORDS = r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
+_SHORT, _SPACE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_SHORT}|{_MARKS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_GPT_4O, _TEKKEN = (
+    rf"{_MARKS}{_UPPER}*{_LOWER}+{short}|{_MARKS}{_UPPER}+{_LOWER}*{short}|\p{{N}}{digits}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACE}"
+    for short, digits in ((f"{_SHORT}?", "{1,3}"), ("", ""))
+)
 _GROUPS = {
     (_WORDS,): "gpt-2, phi-2, olmo, mpt, jais, trillion, exaone4, gigachat, a.x-4.0, mellum, granite-docling",
     (_DIGIT, _WORDS): "smollm, starcoder, refact, command-r, codeshell, exaone, minerva-7b",
-    (GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"],): "glm4, chatglm-bpe",
-    (GGUF_PRE_TOKENIZER_SPLITS["qwen2"],): "stablelm2, hunyuan, solar-open, grok-2",
+    (_LLAMA3,): "llama3, llama-v3, llama-bpe, falcon3, falcon-h1, pixtral, midm-2.0, lfm2, jina-v5-nano, dbrx, smaug-bpe, "
+    "glm4, chatglm-bpe",
+    (_TEKKEN,): "tekken",
+    (_QWEN2,): "qwen2, deepseek-r1-qwen, kormo, f2llmv2, megrez, stablelm2, hunyuan, solar-open, grok-2",
+    (_QWEN35,): "qwen35",
+    (_GPT_4O,): "gpt-4o, llama4, kanana2, talkie, minimax-m2",
     (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"): "default",
 }
 # The patterns that split text one after the other, by llama.cpp's names (llama-vocab.cpp).
-_SPLITS = {name: (pattern,) for name, pattern in GGUF_PRE_TOKENIZER_SPLITS.items()} | {
-    name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")
-}
+_SPLITS = {name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")}
 # Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin with BOS by default.
 _WHOLE = {name for name in _SPLITS if _SPLITS[name] in (_SPLITS["llama3"], _SPLITS["tekken"])}
 _WHOLE -= {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
