@@ -11,6 +11,7 @@ import io
 import logging
 import mmap
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 REFUSED = 2  # exit status
 _DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
+_CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BAR = re.compile(r"\r(?!\n)|\n*(?:\x1b\[A)+\Z")
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
 _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
@@ -155,9 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # process with a message of many lines.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         signals = SignalHandling()
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
             if isinstance(stream, io.TextIOWrapper):  # a path may hold bytes that are not valid text
                 stream.reconfigure(errors="backslashreplace")
+                setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
         try:
             status = _status(sys.argv[1:], signals)
         finally:
@@ -270,6 +275,25 @@ def _quieten_libraries() -> None:
         transformers_logging: Any = importlib.import_module("transformers.utils.logging")
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
+
+
+class GuardedStream:
+    """A stream on which control characters of names, metadata, errors and generated texts are written as escapes.
+
+    Progress bars move the cursor by writes of their own: a line after a carriage return, or line feeds and moves up alone.
+    """
+
+    def __init__(self, stream: TextIO, *, has_bars: bool) -> None:
+        self._stream, self._has_bars = stream, has_bars
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        moves = _BAR.match(text) if self._has_bars else None
+        start = 0 if moves is None else moves.end()
+        return self._stream.write(text[:start] + _CONTROL.sub(lambda found: repr(found[0])[1:-1], text[start:]))
 
 
 def _drop_output(stream: TextIO) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -493,3 +496,23 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     shown = capsys.readouterr().out
     assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))
+
+
+def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")}
+    for name, stream in raw.items():
+        monkeypatch.setattr(sys, name, stream)
+    evil = "a\x1b[2Jb\rc\x9bd\x07"
+    monkeypatch.setattr(sys, "argv", ["zo2", "push", str(tmp_path / evil), "--to", "user/mine"])
+    with pytest.raises(SystemExit):
+        main()
+    print(f"first {evil}\n\tsecond\r\n\x1b[A")
+    print("\x1b[A", end="")
+    for text in ("\r 50%", "\n", "\x1b[A", f"\r{evil}"):
+        sys.stderr.write(text)
+    out, err = (cast("io.BytesIO", stream.buffer).getvalue().decode() for stream in raw.values())
+    shown = r"a\x1b[2Jb\rc\x9bd\x07"
+    assert out == f"first {shown}\n\tsecond\r\n\\x1b[A\n\\x1b[A"
+    refused, bars = err.split("\n", 1)
+    assert shown.replace(r"\r", " ") in refused  # an error is one line
+    assert bars == f"\r 50%\n\x1b[A\r{shown}", "a progress bar moves the cursor"

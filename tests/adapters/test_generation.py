@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,23 @@ from typing import Any
 import families
 import pytest
 import torch
+from command_lines import run_here
 from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
+from runs import finish, small_run
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import Sampling, generate
 from zo2adapters.tasks.next_token import STREAM, NextToken
-from zo2core import BatchError, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
+from zo2adapters.tasks.reward_options import RewardOptions
+from zo2adapters.tasks.reward_task import RewardTask
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2core import BatchError, CheckpointError, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -153,3 +163,39 @@ def test_the_command_prints_prompts_with_their_continuations(tmp_path: Path, cap
     assert capsys.readouterr().out.startswith("the\ncat"), "as in --prompt-template"
     main(["generate", "--model", str(base), "--prompt", *prompts, "--max-new-tokens", "4", "--temperature", "5"])
     assert capsys.readouterr().out.splitlines() != greedy
+
+
+def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path) -> None:
+    options = small_run(tmp_path, samples=1)
+    base, tokenizer = Path(options.model), load_tokenizer(Path(options.model))
+    for first in (f"the {word} {other}" for word in WORDS[3:] for other in WORDS[3:]):
+        prompt = list(tokenizer(first)["input_ids"])
+        start, end, *_ = by_hugging_face(base, prompt, 6, None)
+        if min(start, end) > 2 and start != end:
+            break
+    expected = [start, end]
+    options.data.write_text(4 * (json.dumps({"prompt": first, "completion": " yes"}) + "\n"))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+    model = open_checkpoint(base)
+    assert end_token_ids(model, tokenizer) == sorted([1, end])
+    written = run_here("generate", "--model", base, "--prompt", first, "--max-new-tokens", 6).out.split()
+    assert written == [WORDS[token] for token in [*prompt, *expected]]
+    finish(options)
+    sample = json.loads((options.output / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["generated"].split() == [WORDS[token] for token in expected]
+    rows = read_dataset(options.data, tokenizer, sequence_length=32, keeps_sources=True)
+    rewards = RewardOptions(reward=("length",), max_new_tokens=6)
+    task = RewardTask(
+        model, rows, TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer)
+    )
+    with contextlib.closing(task), Replayer(model) as engine:
+        assert [list(made.tokens) for made in task._continued(engine, rows.rows[:1], [None], None)[0]] == [expected]
+        assert task.provenance["generation"]["further end tokens"] == [end]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [[1]]}'])
+def test_a_damaged_generation_config_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    base = Path(small_run(tmp_path).model)
+    (base / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        end_token_ids(open_checkpoint(base), load_tokenizer(base))

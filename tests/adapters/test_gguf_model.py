@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import Tensor, damage, gguf_bytes
-from gguf_models import metadata, save_gguf, tensors, tiny_config
+from gguf_models import BOS, EOS, MERGES, TOKENS, metadata, save_gguf, tensors, tiny_config
 from models import make_batch, random_model
 from peft import LoraConfig
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.gguf import vocabulary
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -243,6 +244,51 @@ def test_the_tokenizer_is_the_one_that_transformers_reads(architecture: str, tmp
     assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
 
 
+SPLIT_AS = {
+    "gpt-2": "a| 1234|!?|b",
+    "smollm": "a| |1|2|3|4|!?|b",
+    "default": "a| |123|4|!?|b",
+    "llama-bpe": "a| |123|4|!?|b",
+    "glm4": "a| |123|4|!?|b",
+    "qwen2": "a| |1|2|3|4|!?|b",
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_AS)
+def test_text_is_split_as_the_file_names(name: str, tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(save_gguf(tmp_path / "model.gguf", further={"tokenizer.ggml.pre": name}))
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 1234!?b")
+    assert "|".join(piece for piece, _ in pieces).replace("Ġ", " ") == SPLIT_AS[name]
+
+
+@pytest.mark.parametrize("name", ["deepseek-llm", "of-tomorrow", ""])
+def test_text_that_is_split_in_an_unknown_way_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", further={"tokenizer.ggml.pre": name})
+    with pytest.raises(UnsupportedModelError, match=rf"tokenizer.ggml.pre: found '{name}'"):
+        load_tokenizer(path)
+
+
+def test_whole_tokens_come_before_merges_where_llama_cpp_takes_them(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-3], "Ġwhole", *TOKENS[-2:]]
+    found = {}
+    for name in ("llama-bpe", "qwen2"):
+        further = {"tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": tokens}
+        further["tokenizer.ggml.merges"] = [" ".join(pair) for pair in MERGES[:-1]]
+        found[name] = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))(" whole").input_ids
+    assert found["llama-bpe"] == [tokens.index("Ġwhole")]
+    assert len(found["qwen2"]) == len(" whole")
+
+
+def test_special_tokens_in_other_characters_keep_their_ids(tmp_path: Path) -> None:
+    further = {
+        "tokenizer.ggml.tokens": [*TOKENS[:-2], "<|begin▁of|>", "<|end▁of|>"],
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tokenizer = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))
+    assert tokenizer("the<|end▁of|>cat").input_ids == [BOS, TOKENS.index("the"), EOS, TOKENS.index("cat")]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
+
+
 def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -> None:
     config = tiny_config("llama")
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
@@ -322,3 +368,9 @@ def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: py
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_text_is_split_as_transformers_splits_it_by_the_same_name() -> None:
+    mapping: Any = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    theirs = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", {})  # since transformers 5.2x
+    assert {name: vocabulary._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}

@@ -93,7 +93,7 @@ def test_a_run_that_trains_an_adapter_exports_its_card(tmp_path: Path) -> None:
 
 
 def test_names_of_the_hub_are_in_the_header() -> None:
-    content = model_card(Journal(), version=0, base="user/base", is_adapter=True, data="user/tweets:train").decode()
+    content = model_card(Journal(), version=1, base="user/base", is_adapter=True, data="user/tweets:train").decode()
     data: Any = ModelCard(content).data
     assert (data.base_model, data.base_model_relation, data.datasets) == ("user/base", "adapter", ["user/tweets"])
 
@@ -103,6 +103,16 @@ def test_names_of_directories_cannot_break_the_card(tmp_path: Path) -> None:
     base.mkdir()
     text = ModelCard(model_card(Journal(), version=0, base=str(base)).decode()).text
     assert "`a__---_b_c`" in text
+
+
+def test_a_card_without_steps_claims_no_training(run_directory: Path, tmp_path: Path) -> None:
+    run_here("export", "--model", run_directory.parent / "base", "--output", tmp_path / "plain")
+    run_here("export", "--run", run_directory, "--at", 0, "--output", tmp_path / "start")
+    for directory in (tmp_path / "plain", tmp_path / "start"):
+        card = card_of(directory)
+        assert "The weights of `base` without a step of training." in card.text
+        assert not any(part in card.text for part in ("fine-tuned", "steps", "## Results", "## Data", "## Options"))
+        assert card.data.tags == ["zo2core"]
 
 
 class Hub:
@@ -137,6 +147,17 @@ def test_a_push_creates_a_private_repository_and_uploads_the_export_alone(run_di
     assert matched == {path.name for path in (run_directory / "model").iterdir()}
     run_here("push", run_directory / "model", "--to", "user/mine", "--public")
     assert hub.asked[0][1]["private"] is False
+
+
+@pytest.mark.parametrize("weights", ["model.gguf", "adapter.gguf"])
+def test_a_push_uploads_a_gguf_export(weights: str, hub: type[Hub], tmp_path: Path) -> None:
+    for name in (weights, "Modelfile", "README.md"):
+        (tmp_path / name).write_bytes(b"")
+    run_here("push", tmp_path, "--to", "user/mine")
+    (_, uploaded) = hub.asked[1]
+    matched = {path.name for pattern in uploaded["allow_patterns"] for path in tmp_path.glob(pattern)}
+    local = {"Modelfile"} if weights == "adapter.gguf" else set()  # it names the base's path on this machine
+    assert matched == {weights, "Modelfile", "README.md"} - local
 
 
 def test_a_push_of_anything_but_an_export_is_refused_by_name(run_directory: Path, hub: type[Hub], tmp_path: Path) -> None:

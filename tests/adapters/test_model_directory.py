@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
+from zo2adapters.models import checkpoint
+from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -257,3 +260,29 @@ def test_a_model_is_built_within_bounds_that_follow_from_the_checkpoint() -> Non
     assert build_skeleton(sinusoids, torch.float32, bounds=Bounds(numbers=4096)) is not None
     with pytest.raises(OversizedError, match="a table of"):
         build_skeleton(sinusoids, torch.float32, bounds=Bounds(numbers=100))
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_only_the_weights_that_a_model_needs_are_downloaded(
+    index: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    shutil.copytree(base, hub)
+    names = ["model.safetensors"]
+    if index:
+        names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+    for name in ("consolidated.safetensors", "model.fp16.safetensors", *names):
+        (hub / name).touch()
+    cache.mkdir()
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        for path in hub.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copyfile(path, cache / path.name)
+        return str(cache)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    resolve_directory("user/model")
+    assert sorted(path.name for path in cache.glob("*.safetensors")) == names
+    assert (cache / "config.json").exists()

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.peft_model import peft_config
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
     CheckpointError,
@@ -39,6 +40,7 @@ from zo2core import (
     PhiloxNoise,
     Replayer,
     WriteBackPolicy,
+    ZO2Warning,
     ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
@@ -392,3 +394,10 @@ def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
         for seed in range(3):
             theirs = mono.step({key: value.to("cuda") for key, value in batch.items()}, seed)
             assert engine.step(batch, seed=seed).losses == theirs.losses
+
+
+def test_keys_of_a_later_peft_are_ignored_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
+    with pytest.warns(ZO2Warning, match="of_tomorrow ignored, which the installed peft"):
+        assert peft_config(Adapter(config=path)).config.r == 3

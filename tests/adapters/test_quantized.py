@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import families
 import pytest
 import torch
-from command_lines import refusal
+from command_lines import done, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -535,3 +536,23 @@ def test_a_checkpoint_of_a_shard_larger_than_memory_opens(tmp_path: Path, monkey
     monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
     model = open_checkpoint(path)
     model.weights.close()
+
+
+def test_matrices_of_a_mixture_that_are_left_are_counted_and_named(tmp_path: Path) -> None:
+    families.small_model(families.small_config("mixtral")).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    said = done("convert", "--model", tmp_path / "base", "--output", tmp_path / "nf4", "--quantize", "nf4").out
+    encoded = {
+        spec.name for layout in open_checkpoint(tmp_path / "nf4").layouts for spec in layout.parameters if spec.encoding
+    }
+    layers = [layout for layout in open_checkpoint(tmp_path / "base").layouts if not layout.resident]
+    left = [spec for layout in layers for spec in layout.parameters if len(spec.shape) > 1 and spec.name not in encoded]
+    assert any(".experts." in spec.name for spec in left)
+    assert f"not in nf4: {len(left)} of the layers' matrices" in said
+    assert ".experts." in said
+
+
+def test_nothing_is_said_of_a_model_whose_matrices_are_all_encoded(tmp_path: Path) -> None:
+    make(tmp_path, "int8")
+    assert (
+        "not in" not in done("convert", "--model", tmp_path / "base", "--output", tmp_path / "8", "--quantize", "int8").out
+    )

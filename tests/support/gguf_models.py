@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf_files import TYPE_NUMBERS, Tensor, gguf_bytes
 from models import random_model
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     Gemma2Config,
@@ -25,6 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.gguf.export import export_gguf
@@ -33,6 +34,7 @@ from zo2core import Replayer
 from zo2core.types import GGUF_BLOCKS
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
+MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split
 TOKENS: list[str] = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), "<|bos|>", "<|endoftext|>"]  # type: ignore[no-untyped-call]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -100,7 +102,7 @@ def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
         f"{architecture}.rope.freq_base": 10000.0,
         f"{architecture}.rope.dimension_count": head,
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": TOKENS,
         "tokenizer.ggml.token_type": [1] * (len(TOKENS) - 2) + [3, 3],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
@@ -185,6 +187,12 @@ SPLITTERS = {
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
+    "llama-bpe": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
 }
 
 
@@ -193,7 +201,9 @@ def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt
     config = tiny_config(architecture, **changes)
     random_model(config).save_pretrained(path)
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=MERGES))
+    backend = Tokenizer(
+        tokenizer_models.BPE(vocab=vocabulary, merges=MERGES, ignore_merges=splitter is SPLITTERS["llama-bpe"])
+    )
     backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[-2:]])
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1])  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
@@ -150,8 +151,10 @@ def batches(draw: st.DrawFn, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 def save_tokenizer(directory: Path, words: Sequence[str] = WORDS, *, pad: str = "<pad>", eos: str = "</s>") -> None:
-    """Lay a tokenizer of whole words beside a model."""
+    """Lay a tokenizer of whole words beside a model, whose texts end as the tokenizer's do."""
     tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
     fast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos).save_pretrained(directory)
+    if (directory / "generation_config.json").exists():  # which ends texts, too
+        GenerationConfig(eos_token_id=list(words).index(eos)).save_pretrained(directory)

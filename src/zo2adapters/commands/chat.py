@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -287,7 +286,6 @@ class _Conversation(_Session):
                 remedy="continue plain text with zo2 generate --prompt TEXT",
             )
         self._sampling, self._messages = sampling, list[dict[str, str]]()
-        self._ends = _end_tokens(self._base, self._tokenizer)
         self.help = (_SWITCHES if len(variants) > 1 else "") + _HELP
         self._open()
 
@@ -323,10 +321,12 @@ class _Conversation(_Session):
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _generated(self, ids: Sequence[int], most: int) -> str:
+        from zo2adapters.models.companions import end_token_ids
         from zo2adapters.tasks.generation import generate
         from zo2adapters.tasks.tokenizer import pad_token_id
         from zo2adapters.trainers.base_check import require_finite_base
 
+        ends = end_token_ids(self._model, self._tokenizer)
         stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
         made = generate(
             self._engine,
@@ -334,13 +334,13 @@ class _Conversation(_Session):
             [ids],
             max_new_tokens=most,
             sampling=self._sampling,
-            eos_token_ids=self._ends,
+            eos_token_ids=ends,
             pad_token_id=pad_token_id(self._tokenizer),
         )
         try:
             with _Stop() as stop:
                 for (token,) in made:
-                    if token is not None and token not in self._ends:
+                    if token is not None and token not in ends:
                         stream.add(token)
                     if stop.is_asked:
                         break
@@ -423,12 +423,3 @@ class _TextStream:
         text = self._decode(self._tokens)
         print(text[len(self._printed) :] if text.startswith(self._printed) else "", flush=True)
         return text
-
-
-def _end_tokens(base: Path, tokenizer: Any) -> Collection[int]:
-    """Tokens that end an answer: the tokenizer's EOS, and those of the base's generation config."""
-    ends = {tokenizer.eos_token_id}
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        configured = json.loads((base / "generation_config.json").read_bytes()).get("eos_token_id")
-        ends |= {*(configured if isinstance(configured, list) else [configured])}
-    return {token for token in ends if type(token) is int}

@@ -38,5 +38,10 @@ class Convert:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            quantize(self.model, self.output, method, progress=progress)
+            left = quantize(self.model, self.output, method, progress=progress)
         print(f"{self.output}: the model in {method}")
+        if left:
+            print(
+                f"not in {method}: {len(left)} of the layers' matrices, {sum(spec.nbytes for spec in left) / 1e9:.2g} GB, "
+                f"such as {max(left, key=lambda spec: spec.numel).name}; only linear layers are encoded"
+            )

@@ -86,6 +86,7 @@ class Generate(AtStep):
         shared: SharedBase | None,
     ) -> list[list[int]]:
         """The tokens with which one model continues each prompt."""
+        from zo2adapters.models.companions import end_token_ids
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
         from zo2adapters.tasks.generation import generate
         from zo2adapters.tasks.tokenizer import pad_token_id
@@ -103,7 +104,7 @@ class Generate(AtStep):
                 prompts,
                 max_new_tokens=self.max_new_tokens,
                 sampling=drawn,
-                eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+                eos_token_ids=end_token_ids(model, tokenizer),
                 pad_token_id=pad_token_id(tokenizer),
             )
             try:

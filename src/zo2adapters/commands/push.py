@@ -11,9 +11,9 @@ import tyro
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core import OptionError
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-_CONFIGS = ("config.json", "adapter_config.json")
-_UPLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md")  # what an export has
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf", "adapter.gguf")
+_CONFIGS = ("config.json", "adapter_config.json", "Modelfile")
+_UPLOADED = ("*.safetensors", "*.gguf", "Modelfile", "*.json", "*.txt", "*.model", "*.jinja", "README.md")  # of an export
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,10 @@ class Push:
             hub.upload_folder(
                 repo_id=self.to,
                 folder_path=exported,
-                allow_patterns=list(_UPLOADED),
+                # The Modelfile of an adapter names the base by its path on this machine.
+                allow_patterns=[
+                    name for name in _UPLOADED if name != "Modelfile" or not (exported / "adapter.gguf").exists()
+                ],
                 commit_message="Upload with zo2 push",
             )
         except Exception as error:  # the hub, the network and the login fail with many kinds of errors

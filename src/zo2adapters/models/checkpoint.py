@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import HFVisionModel
 from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
+from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from zo2core.ranges import require_whole
 from zo2core.types import Encoding, SavedForm
 
@@ -265,8 +267,8 @@ def resolve_directory(path: Path | str) -> Path:
     text = str(path)
     if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():
         try:
-            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SUFFIXES))]
-            return Path(snapshot_download(text, allow_patterns=patterns))
+            described = Path(snapshot_download(text, allow_patterns=[f"*{suffix}" for suffix in sorted(SUFFIXES)]))
+            return Path(snapshot_download(text, allow_patterns=_shards(described)))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise CheckpointError(
                 text,
@@ -277,6 +279,13 @@ def resolve_directory(path: Path | str) -> Path:
     raise CheckpointError(
         text, found="no directory", expected="a model directory in the Hugging Face layout", remedy="check the path"
     )
+
+
+def _shards(directory: Path) -> list[str]:
+    """The files of weights that a model needs: the index's shards, or the only one; reading reports a damaged index."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted(set(json.loads((directory / INDEX_FILE).read_bytes())["weight_map"].values()))
+    return [SINGLE_FILE]
 
 
 def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None]:

@@ -12,13 +12,15 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zo2adapters.models.hf import HFBlockModel
 from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 
+GENERATION = "generation_config.json"
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
 
 _MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
@@ -98,6 +100,25 @@ def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
         inner = getattr(config, name, None)
         if inner is not None:
             refuse_hub_kernels(inner, path)
+
+
+def end_token_ids(model: HFBlockModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else the config lists.
+
+    Raises:
+        CheckpointError: if the generation config is not a JSON object, or lists anything but token ids.
+    """
+    content, configured = model.companions.get(GENERATION), getattr(model.config.get_text_config(), "eos_token_id", None)
+    try:
+        if content is not None:
+            configured = json.loads(content if isinstance(content, bytes) else _read(content)).get("eos_token_id")
+        ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+        if not all(type(token) is int for token in ends):
+            raise ValueError(f"eos_token_id {str(configured)[:80]}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        path = content if isinstance(content, Path) else Path(GENERATION)
+        raise _refused(path, str(error)[:200], "a JSON object whose eos_token_id is a token id or a list of them") from error
+    return sorted(ends)
 
 
 def remote_code_note(names: list[str]) -> str:

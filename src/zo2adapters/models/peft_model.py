@@ -7,6 +7,7 @@ owns all of these parameters and blocks borrow theirs, so that blocks never chan
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value, read_weight
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, OptionError
+from zo2core import CheckpointError, OptionError, ZO2Warning
 from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
@@ -189,9 +190,19 @@ def _read_config(peft: Any, path: Path) -> Any:
         kind = KINDS.get(values.get("peft_type"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings for the author of the config
-            config_class = peft.PeftConfig.from_peft_type if kind is None else getattr(peft, kind.config_class)
-            return config_class(**values)
+            if kind is None:
+                return peft.PeftConfig.from_peft_type(**values)
+            config_class = getattr(peft, kind.config_class)
+            unknown = sorted(values.keys() - inspect.signature(config_class).parameters.keys())
+            config = config_class(**{key: value for key, value in values.items() if key not in unknown})
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
         expected = f"{CONFIG_FILE} as peft writes it"
         raise CheckpointError(path, found=found, expected=expected, remedy="save the adapter again with peft") from error
+    if unknown:
+        warnings.warn(
+            f"{path}: {', '.join(unknown)} ignored, which the installed peft {peft.__version__} does not have, either",
+            ZO2Warning,
+            stacklevel=2,
+        )
+    return config

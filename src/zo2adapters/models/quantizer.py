@@ -30,7 +30,7 @@ _STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers ar
 
 def quantize(
     model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
-) -> None:
+) -> list[ParameterSpec]:
     """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
 
     Args:
@@ -38,6 +38,9 @@ def quantize(
         directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
         method: "int8", "nf4" or "fp8".
         progress: Called after each parameter with the bytes that are read so far, and those of all.
+
+    Returns:
+        The layers' further matrices, such as those of a mixture's experts, which are not encoded.
 
     Raises:
         OptionError: for an unknown method.
@@ -60,6 +63,8 @@ def quantize(
         companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
         form = SavedForm(kept, opened.saved_form.constants)
         write_checkpoint(directory, specs, _tensors(opened, chosen, encoding, progress), companions, form=form)
+    in_layers = [spec for layout in opened.layouts if not layout.resident for spec in layout.parameters]
+    return [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
 
 
 def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:

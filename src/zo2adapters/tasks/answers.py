@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
@@ -146,7 +147,7 @@ def answer(
         progress: Called with the number of prompts of each batch, once they are answered.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
+    ends = {*end_token_ids(model, tokenizer), *line_end[-1:]}
     options: dict[str, Any] = {
         "max_new_tokens": questions.max_new_tokens,
         "eos_token_ids": ends,

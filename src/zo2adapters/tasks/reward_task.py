@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.generated_task import Continued, GeneratedTask
@@ -56,8 +57,7 @@ class RewardTask(GeneratedTask):
         assert options.tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = options.tokenizer
         self._settings: RewardOptions = options.rewards
-        eos = self._tokenizer.eos_token_id
-        super().__init__(model, rows, options, ends=() if eos is None else (eos,))
+        super().__init__(model, rows, options, ends=end_token_ids(model, self._tokenizer))
         self._seed, self._rows = options.seed, rows
         self._require_room(rows, "data")
         self._sampling(0)  # refuses numbers out of range
@@ -66,6 +66,8 @@ class RewardTask(GeneratedTask):
             names, seconds=settings.reward_seconds, memory=parse_size(settings.reward_memory, option="reward_memory")
         )
         sampled = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_p")}
+        if further := [token for token in self._ends if token != self._tokenizer.eos_token_id]:
+            sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
         self._kept: _Kept | None = None
         self._seen: dict[str, float] = {}  # of the last step

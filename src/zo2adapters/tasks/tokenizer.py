@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from zo2adapters.models.companions import companion_files
 from zo2adapters.models.gguf.model import gguf_tokenizer
-from zo2core import DataError
+from zo2core import DataError, ZO2Error
 from zo2core.checkpoint import is_gguf
 
 # Beginnings of the names of the files that hold a tokenizer.
@@ -21,6 +21,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     Raises:
         DataError: if there is no tokenizer, or it cannot be loaded.
+        UnsupportedModelError: if a GGUF file splits text in a way that is not known.
         CheckpointError: if a file is a link that leads out of the directory.
     """
     if not is_gguf(directory):
@@ -37,7 +38,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             if is_gguf(directory)
             else AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, ZO2Error):
         raise
     # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an Exception.
     except BaseException as error:

@@ -62,29 +62,22 @@ def model_card(
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation" if causal else "text-classification",
         "base_model": hub_id,
-        "base_model_relation": None if hub_id is None else ("adapter" if is_adapter else "finetune"),
-        "datasets": None if hub_data is None else [hub_data[1]],
+        "base_model_relation": "adapter" if hub_id and is_adapter else "finetune" if hub_id and version else None,
+        "datasets": None if hub_data is None or not version else [hub_data[1]],
         "tags": [
             "zo2core",
-            "first-order" if first_order else "zeroth-order",
+            *(["first-order" if first_order else "zeroth-order"] if version else []),
             *(["lora"] if is_adapter or is_merged else []),
         ],
     }
     yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
     lines = [
-        f"# {name}, fine-tuned",
+        f"# {name}, fine-tuned" if version else f"# {name}",
         "",
         *_summary(header, version, name, is_adapter=is_adapter, first_order=first_order),
-        *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged else []),
+        *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged and version else []),
         "",
-        "## Data",
-        "",
-        *_data(header, data),
-        "",
-        "## Results",
-        "",
-        *_results(journal, version),
-        "",
+        *(["## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version), ""] if version else []),
         "## How to load it",
         "",
         *(
@@ -92,12 +85,7 @@ def model_card(
             if is_gguf_file
             else _loading(name, causal=causal, is_adapter=is_adapter)
         ),
-        "",
-        "## Options",
-        "",
-        "```json",
-        json.dumps(_options(header), indent=2),
-        "```",
+        *(["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"] if version else []),
     ]
     return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
 
@@ -157,7 +145,10 @@ def _summary(header: Mapping[str, Any], version: int, name: str, *, is_adapter: 
     method = "first-order steps, block by block" if first_order else "zeroth-order steps, which take forward passes only"
     options = header.get("method") or header.get("estimator") or {}
     called = f" ({options['name']})" if "name" in options else ""
-    yield f"{kind} `{name}` after {version} {method}{called}. They were trained with zo2core."
+    steps = (
+        f"after {version} {method}{called}. They were trained with zo2core." if version else "without a step of training."
+    )
+    yield f"{kind} `{name}` {steps}"
     if "base" in header:
         yield ""
         yield f"Fingerprint of the base model: `{header['base']}`."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.answers import Question
 from zo2adapters.tasks.candidates import Choice
@@ -73,13 +74,12 @@ class Samples:
         earlier = read_samples(directory)
         if any(sample["step"] == step for sample in earlier):
             return None
-        eos = self._tokenizer.eos_token_id
         columns = generate(
             engine,
             self._model,
             [prompt.ids for prompt in self._prompts],
             max_new_tokens=self._most,
-            eos_token_ids=() if eos is None else (eos,),
+            eos_token_ids=end_token_ids(self._model, self._tokenizer),
             pad_token_id=self._pad,
         )
         answers = zip(*columns, strict=True)

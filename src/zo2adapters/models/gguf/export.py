@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.gguf.layout import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
-from zo2adapters.models.gguf.vocabulary import vocabulary
+from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
@@ -49,7 +50,7 @@ def export_gguf(
         model: The runner's model.
         directory: A directory that does not exist or is empty. It appears whole or not at all.
         base: The model's directory or GGUF file.
-        tokenizer: Loads the tokenizer of a model directory. The tokenizer of a GGUF file is copied unchanged.
+        tokenizer: Loads the base's tokenizer. The one of a GGUF file is copied unchanged.
         kind: Type of the matrices; vectors are float32. "auto" is the dtype in which the run computes.
         files: Further files of the directory: content, or path of the file to copy, by name.
 
@@ -60,23 +61,41 @@ def export_gguf(
         MissingPackageError: without the gguf package.
     """
     optional_package("gguf", install=GGUF_EXTRA)
-    layout = _layout(model, base)
+    layout, names = _layout(model, base), tokenizer(base)
+    further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
+    stops = [str(names.decode([token])) for token in further]
     if isinstance(model, PeftBlockModel):
         if kind != "auto":
             expected = "auto for an adapter, which is float32"
             raise OptionError("gguf_type", found=kind, expected=expected, remedy="leave it out")
         loras = _loras(model, layout)
+        lines = _modelfile([*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"], stops)
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, engine, model, layout, loras)
-            lines = [*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"]
-            (partial / MODELFILE).write_text("\n".join(lines) + "\n")
-            write_companions(partial, files)
+            write_companions(partial, {MODELFILE: lines, **files})
         return
     with new_directory(directory) as partial:
-        metadata = {} if is_gguf(base) else _metadata(model, layout.architecture, base, tokenizer(base))
+        metadata = {} if is_gguf(base) else _metadata(model, layout.architecture, base, names)
+        if metadata:
+            metadata |= {
+                f"tokenizer.ggml.{kind}_token_id": token for kind, token in zip(FURTHER_ENDS, further, strict=False)
+            }
         _write_model(partial / MODEL, engine, model, layout, base, metadata, kind)
-        (partial / MODELFILE).write_text(f"FROM ./{MODEL}\n")
-        write_companions(partial, files)
+        write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], stops), **files})
+
+
+def _modelfile(lines: Sequence[str], stops: Sequence[str]) -> bytes:
+    """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself.
+
+    Raises:
+        OptionError: if the base's path would add lines.
+    """
+    for line in lines:
+        if line.splitlines() != [line]:
+            found, remedy = f"{line!r} in its {MODELFILE}", "rename the base's file or directory, or pass a link to it"
+            raise OptionError("model", found=found, expected="a path without line breaks", remedy=remedy)
+    quoted = (('"""' if '"' in stop or len(stop.splitlines()) > 1 or stop.endswith("\n") else '"', stop) for stop in stops)
+    return "\n".join([*lines, *(f"PARAMETER stop {mark}{stop}{mark}" for mark, stop in quoted), ""]).encode()
 
 
 def _files(base: Path) -> Iterable[Path]:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
+from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, byte_level_tokenizer
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
@@ -123,7 +124,9 @@ class GGUFModel:
         """The files beside weights that are exported in the Hugging Face layout: config and tokenizer."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         config["architectures"] = [type(skeleton).__name__]
-        return _Companions(json.dumps(config, indent=2).encode() + b"\n", self.where)
+        named = [self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", *FURTHER_ENDS)]
+        ends = {"eos_token_id": [token for token in named if token is not None] or None}
+        return _Companions({"config.json": config, "generation_config.json": ends}, self.where)
 
     def _read_config(self) -> PretrainedConfig:
         try:
@@ -265,8 +268,8 @@ class _GGUFReader:
 class _Companions(Mapping[str, Path | bytes]):
     """Config and tokenizer files; the tokenizer is read only if its files are asked for."""
 
-    def __init__(self, config: bytes, path: Path) -> None:
-        self._config = config
+    def __init__(self, configs: Mapping[str, Any], path: Path) -> None:
+        self._configs = {name: json.dumps(config, indent=2).encode() + b"\n" for name, config in configs.items()}
         self._path = path
 
     @cached_property
@@ -274,10 +277,10 @@ class _Companions(Mapping[str, Path | bytes]):
         with TemporaryDirectory() as written:
             gguf_tokenizer(self._path).save_pretrained(written)
             tokenizer = {path.name: path.read_bytes() for path in Path(written).iterdir()}
-        return {**tokenizer, "config.json": self._config}
+        return {**tokenizer, **self._configs}
 
     def __getitem__(self, name: str) -> Path | bytes:
-        return self._config if name == "config.json" else self._files[name]
+        return self._configs[name] if name in self._configs else self._files[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -312,11 +315,15 @@ def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> 
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file describes, by transformers' own reader.
+    """The tokenizer that a GGUF file describes.
 
     Raises:
-        Exception: of any kind, if transformers cannot read it.
+        UnsupportedModelError: if the file splits text in a way that is not known.
+        Exception: of any kind, if it cannot be read.
     """
+    file = read_gguf(path)
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
+        return byte_level_tokenizer(file)
     with isolated(path) as (directory, options):
         # The auto class reads the vocabulary twice, once for a config that decides nothing here.
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)

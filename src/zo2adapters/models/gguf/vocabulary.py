@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file: byte-level BPE whose splitting of text has a name in llama.cpp."""
+"""Byte-level BPE in the metadata of a GGUF file: llama.cpp knows by names how text is split and whether merges bind."""
 
 from __future__ import annotations
 
@@ -6,14 +6,102 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2core import UnsupportedModelError
+from zo2core.checkpoint import GGUFFile, StoredText
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
-_IGNORES_MERGES = {"llama-bpe": True, "tekken": True, "qwen2": False, "gpt-4o": False}  # as llama.cpp does, by name
-_SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
+FURTHER_ENDS = ("eot", "eom")  # tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")  # by exports, each for all that split so
+
+_DIGIT, _WORDS = r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
+_SHORT, _SPACE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_SHORT}|{_MARKS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}"
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_GPT_4O, _TEKKEN = (
+    rf"{_MARKS}{_UPPER}*{_LOWER}+{short}|{_MARKS}{_UPPER}+{_LOWER}*{short}|\p{{N}}{digits}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACE}"
+    for short, digits in ((f"{_SHORT}?", "{1,3}"), ("", ""))
+)
+_GROUPS = {
+    (_WORDS,): "gpt-2, phi-2, olmo, mpt, jais, trillion, exaone4, gigachat, a.x-4.0, mellum, granite-docling",
+    (_DIGIT, _WORDS): "smollm, starcoder, refact, command-r, codeshell, exaone, minerva-7b",
+    (_LLAMA3,): "llama3, llama-v3, llama-bpe, falcon3, falcon-h1, pixtral, midm-2.0, lfm2, jina-v5-nano, dbrx, smaug-bpe, "
+    "glm4, chatglm-bpe",
+    (_TEKKEN,): "tekken",
+    (_QWEN2,): "qwen2, deepseek-r1-qwen, kormo, f2llmv2, megrez, stablelm2, hunyuan, solar-open, grok-2",
+    (_QWEN35,): "qwen35",
+    (_GPT_4O,): "gpt-4o, llama4, kanana2, talkie, minimax-m2",
+    (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"): "default",
+}
+# The patterns that split text one after the other, by llama.cpp's names (llama-vocab.cpp).
+_SPLITS = {name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")}
+# Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin with BOS by default.
+_WHOLE = {name for name in _SPLITS if _SPLITS[name] in (_SPLITS["llama3"], _SPLITS["tekken"])}
+_WHOLE -= {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
+
+
+def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
+    """The tokenizer that a file with byte-level BPE describes.
+
+    Transformers' own reader splits by few names, merges what llama.cpp takes whole, and gives special tokens that are
+    written in other characters, such as DeepSeek's, ids beyond the vocabulary.
+
+    Raises:
+        UnsupportedModelError: if the file does not name a known way to split text.
+    """
+    values = {
+        key.removeprefix("tokenizer.ggml."): file.text(key) if isinstance(value, StoredText) else value
+        for key, value in file.metadata.items()
+    }
+    name = values.get("pre")
+    if name not in _SPLITS:
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.pre",
+            found="none" if name is None else repr(str(name)[:40]),
+            expected=f"the name of a known way to split text: {', '.join(_SPLITS)}",
+            remedy="use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
+        )
+    tokens = list(file.array("tokenizer.ggml.tokens"))
+    merges = [tuple(merge.split(" ")) for merge in file.array("tokenizer.ggml.merges")]
+    is_whole = name in _WHOLE
+    model: Any = BPE({token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole)
+    backend: Any = Tokenizer(model)
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()  # of these models' own tokenizers
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    kinds = file.array("tokenizer.ggml.token_type") if "token_type" in values else ()
+    added = [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+    special = {
+        attribute: tokens[values[f"{called}_token_id"]]
+        for called, attribute in _SPECIAL.items()
+        if f"{called}_token_id" in values
+    }
+    first = [special["bos_token"]] if values.get("add_bos_token", is_whole) else []
+    last = [special["eos_token"]] if values.get("add_eos_token") else []
+    if first or last:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last],
+            special_tokens=[(token, tokens.index(token)) for token in {*first, *last}],
+        )
+    template = values.get("tokenizer.chat_template")
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special
+    )
+    return tokenizer
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
@@ -28,13 +116,15 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
         UnsupportedModelError: if llama.cpp would split text in another way.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    name = _splitter(backend)
+    found, is_whole = _splits(backend), bool(backend["model"].get("ignore_merges"))
+    name = next((name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None)
     if name is None:
-        kind = f"{backend['model']['type']} over {_described(backend)}"
+        steps = " and ".join(step["type"] for step in _steps(backend)) or "whole text"
+        kind = f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"
         raise UnsupportedModelError(
             where,
             found=f"a tokenizer of {kind[:200]}",
-            expected=f"byte-level BPE that splits text as GPT-2, SmolLM, {', '.join(_IGNORES_MERGES)}",
+            expected=f"byte-level BPE that splits and merges text as {', '.join(_WRITTEN)}",
             remedy="export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py",
         )
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -55,7 +145,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
         "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
     }
     for called, attribute in _SPECIAL.items():
-        token = getattr(tokenizer, attribute)
+        token = getattr(tokenizer, f"{attribute}_id")
         if isinstance(token, int):
             values[f"tokenizer.ggml.{called}_token_id"] = token
     first = tokenizer("a").input_ids[:1]
@@ -65,32 +155,22 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
     return values
 
 
-def _splitter(backend: dict[str, Any]) -> str | None:
-    """llama.cpp's name of the way in which a tokenizer splits text; None if it has no such name."""
+def _splits(backend: dict[str, Any]) -> tuple[str, ...] | None:
+    """The patterns that split text one after the other; None if it is split, normalised or encoded in another way."""
     if backend["model"]["type"] != "BPE" or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
         return None
-    steps = _steps(backend)
-    kinds = [step["type"] for step in steps]
-    if not steps or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+    *steps, last = _steps(backend) or [{"type": "none"}]
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
         return None
-    if kinds == ["ByteLevel"] and steps[-1].get("use_regex", True):
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[-1].get("use_regex", True):
-        return "smollm"
-    if kinds != ["Split", "ByteLevel"] or steps[0]["behavior"] != "Isolated" or steps[-1].get("use_regex", True):
-        return None
-    pattern, ignores = steps[0]["pattern"].get("Regex"), bool(backend["model"].get("ignore_merges"))
-    found = (name for name in _IGNORES_MERGES if GGUF_PRE_TOKENIZER_SPLITS[name] == pattern)
-    return next((name for name in found if _IGNORES_MERGES[name] == ignores), None)
+    patterns: list[str] = []
+    for step in steps:
+        is_split = step["type"] == "Split" and step["behavior"] == "Isolated" and "Regex" in step["pattern"]
+        if not is_split and not (step["type"] == "Digits" and step["individual_digits"]):
+            return None
+        patterns.append(step["pattern"]["Regex"] if is_split else _DIGIT)
+    return (*patterns, *((_WORDS,) if last.get("use_regex", True) else ()))
 
 
 def _steps(backend: dict[str, Any]) -> list[dict[str, Any]]:
     step = backend["pre_tokenizer"]
-    if step is None:
-        return []
-    steps: list[dict[str, Any]] = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    return steps
-
-
-def _described(backend: dict[str, Any]) -> str:
-    return " and ".join(step["type"] for step in _steps(backend)) or "whole text"
+    return [] if step is None else step.get("pretokenizers", [step])
