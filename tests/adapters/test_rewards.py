@@ -491,7 +491,7 @@ def pauses(prompt, completion, row):
     calls = pathlib.Path(__file__).with_name("calls")
     with calls.open("ab") as file:
         file.write(b".")
-    time.sleep(calls.stat().st_size == 40 and 1)
+    time.sleep(calls.stat().st_size in (40, 41) and 0.8)  # the run's last call, and the first one of its continuation
     return completion.split().count("cat")
 """
 

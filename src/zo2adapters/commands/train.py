@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from zo2adapters.tasks.registry import REWARD, function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
+from zo2adapters.trainers.option_table import Change, changed, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.provenance import distrust
 from zo2adapters.trainers.recipe import read_recipe
@@ -33,21 +33,7 @@ from zo2adapters.trainers.worker_options import (
 )
 from zo2core import OptionError, Workers
 
-# Options that may change when a run is resumed. Where weights are kept changes no bit of the result, but the device may.
-_REWARD_LIMITS = ("rewards.reward_seconds", "rewards.reward_memory", "rewards.max_drift")
-_CHANGEABLE = ("steps", "schedule_steps", "storage.", "keep_best", "report_to", *_REWARD_LIMITS)
-_FIXED = ("storage.device",)
-
-# Files that may have moved; the run has their digests.
-_PATHS = ("model", "data", "evaluation")
-_MODEL_PATHS = ("architecture", "adapter")
 _NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
-
-_LOW_RANK = ("optimization.rank", "optimization.period", "optimization.stack")  # a run has one kind of directions
-
-# Options that may change in a branch: how later steps are taken, but not the noise, with which earlier ones are replayed.
-_CHANGEABLE_IN_BRANCH = (*_CHANGEABLE, "optimization.", "evaluate_every")
-_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_LOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +141,10 @@ class Train(RunOptions):
         if self.output is not None and self.output.resolve() != self.resume.resolve():
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
         given = self.of_run(model=self.model, data=self.data, output=self.resume)
-        _require_same(
-            saved, given, changeable=_CHANGEABLE, fixed=_FIXED, remedy="start a new run, or branch with --from-step"
-        )
-        return replace(
-            saved.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
-        )
+        given = given.settled_as(saved)
+        remedy = "start a new run, or branch with --from-step"
+        require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, remedy=remedy)
+        return changed(saved.with_steps(self.steps), given, Change.RESUME)
 
     def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.
@@ -183,10 +167,7 @@ class Train(RunOptions):
                     expected="the same function on the command line, because its code will be run",
                     remedy=f"read the file, and pass --{option} FILE.py:function if you trust it",
                 )
-        paths = _given_paths(_PATHS, saved, self)
-        paths["model_options"] = replace(
-            saved.model_options, **_given_paths(_MODEL_PATHS, saved.model_options, self.model_options)
-        )
+        saved, paths = changed(saved, self, Change.MOVED), dict[str, Any]()
         moved = _moved_rewards(saved.rewards.names, self.rewards.names)
         paths["rewards"] = replace(saved.rewards, reward=tuple(map(str, moved)))
         given_file, saved_file = function_file(self.objective), function_file(saved.objective)
@@ -217,7 +198,8 @@ class Train(RunOptions):
             )
         model, data = (saved.model if self.model is None else self.model), (saved.data if self.data is None else self.data)
         given = self.of_run(model=model, data=data, output=self.output)
-        _require_same(saved, given, changeable=_CHANGEABLE_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or start a new run")
+        changes = (Change.RESUME, Change.BRANCH)
+        require_unchanged(saved.to_json(), given.to_json(), *changes, remedy="or start a new run")
         return given
 
     def run(self) -> None:
@@ -249,15 +231,14 @@ class Train(RunOptions):
         for name, values in read_differences(runs).items():
             command = replace(self, runs=None, output=self.output / name)
             arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
-            if holds_run(self.output / name):
-                saved = replace(command, resume=self.output / name).saved_command()
-                assert saved is not None, "a run is there"
-                command = replace(saved, steps=self.steps, storage=self.storage)
-            options = parse_options("train", Train, arguments, default=command).options()
-            if options.optimization.lr == "auto":
+            command = parse_options("train", Train, arguments, default=command)
+            if command.optimization.lr == "auto":
                 expected = "a number with --runs, each of whose runs has its own"
                 raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
-            planned.append(PlannedRun(name=name, options=options, resume=command.resume is not None))
+            resume = command.output if holds_run(command.output) else None
+            planned.append(
+                PlannedRun(name=name, options=replace(command, resume=resume).options(), resume=resume is not None)
+            )
         if not planned:
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
@@ -385,11 +366,6 @@ def _moved_rewards(saved: Sequence[RewardName], given: Sequence[RewardName]) -> 
     ]
 
 
-def _given_paths(names: tuple[str, ...], saved: object, given: object) -> dict[str, Any]:
-    """The paths that a command names for a run's files, by option."""
-    return {name: getattr(given, name) for name in names if None not in (getattr(saved, name), getattr(given, name))}
-
-
 def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
     """Why the run's own functions have to be named again; None if they do not."""
     return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
@@ -399,27 +375,3 @@ def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
     """The options with a worker's own directory, and whether its run exists already."""
     options = replace(options, output=worker_directory(options.output))
     return options, (options.output / OPTIONS).exists()
-
-
-def _require_same(
-    saved: TrainOptions, given: TrainOptions, *, changeable: tuple[str, ...], fixed: tuple[str, ...], remedy: str
-) -> None:
-    """Refuse options that differ from a run's and may not change."""
-    kept = dict(_leaves(saved.to_json()))
-    for name, value in _leaves(given.to_json()):
-        if value != kept[name] and (name in fixed or not name.startswith(changeable)):
-            raise OptionError(
-                name.rpartition(".")[2],
-                found=json.dumps(value),
-                expected=f"{json.dumps(kept[name])}, as in the run, whose result depends on it",
-                remedy=f"leave it out, {remedy}",
-            )
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested options by dotted name."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

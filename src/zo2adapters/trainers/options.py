@@ -292,17 +292,33 @@ class TrainOptions(RunOptions):
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
-        if self.rewards.reward and self.objective != REWARD:
-            return replace(self, objective=REWARD, rewards=self.rewards.absolute()).settled(model)
-        model_options = self.model_options.with_lora_defaults()
+        named = self._with_defaults()
         if model.autocast is None:
-            return replace(self, model_options=replace(model_options, precision="exact"))
+            return replace(named, model_options=replace(named.model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
-            self,
-            model_options=replace(model_options, precision="mixed", dtype=computed),
+            named,
+            model_options=replace(named.model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
+
+    def settled_as(self, saved: TrainOptions) -> TrainOptions:
+        """Replace what was left out by its value in a run, as it was settled when the run began."""
+        named, kept = self._with_defaults(), saved.model_options
+        model_options, batching = named.model_options, named.batching
+        if model_options.precision == "auto":
+            model_options = replace(model_options, precision=kept.precision)
+        if model_options.dtype == "auto":
+            model_options = replace(model_options, dtype=kept.dtype)
+        if batching.loss_chunk is None:
+            batching = replace(batching, loss_chunk=saved.batching.loss_chunk)
+        return replace(named, model_options=model_options, batching=batching)
+
+    def _with_defaults(self) -> TrainOptions:
+        """Replace what was left out by its value, where this depends on neither model nor machine."""
+        objective = REWARD if self.rewards.reward else self.objective
+        model_options = self.model_options.with_lora_defaults()
+        return replace(self, objective=objective, rewards=self.rewards.absolute(), model_options=model_options)
 
     def require_valid(self) -> None:
         """Check the options as above, and refuse to lengthen a run whose learning rate decays."""
