@@ -41,8 +41,8 @@ def provenance(
 ) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
-    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, evaluations, and the
-    number of steps.
+    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
+    steps.
 
     Args:
         options: The run's options.
@@ -70,6 +70,8 @@ def provenance(
         declared["packed"] = True
     if options.takes_labels:
         declared["head"] = options.model_options.head
+    if options.evaluates:  # which steps --keep-best chooses among
+        declared["evaluated every"] = options.evaluate_every
     return {
         **declared,
         **task,
@@ -164,12 +166,15 @@ def _distrust_of(path: Path, digest: str | None, options: TrainOptions) -> str |
 
 
 def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """Provenance of a branch, whose learning-rate schedule may differ from its parent's."""
-    return {**provenance, "schedule": _schedule(options)}
+    """Provenance of a branch, whose learning-rate schedule and evaluations may differ from its parent's."""
+    evaluated = {"evaluated every": options.evaluate_every} if options.evaluates else {}
+    return {**provenance, **evaluated, "schedule": _schedule(options)}
 
 
 def _schedule(options: TrainOptions) -> dict[str, Any]:
+    trains_all = options.first_order.method is not None and not options.model_options.trains_adapter
     return {
+        **({"lr": options.optimization.rate} if trains_all else {}),  # other methods name it beside their own options
         "decay": options.optimization.decay.value,
         "warmup steps": options.optimization.warmup_steps,
         "steps": options.steps if options.schedule_steps is None else options.schedule_steps,
