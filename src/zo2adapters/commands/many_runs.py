@@ -126,7 +126,7 @@ def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
         except KeyboardInterrupt:
             print("\nstopped; the same command continues all runs; to continue one of them:", file=sys.stderr)
             for run in runs:
-                print(f"  zo2 train --resume {run.options.output}", file=sys.stderr)
+                print(f"  {run.options.resume_command}", file=sys.stderr)
             raise
     outcomes, first = [], None
     for run in runs:

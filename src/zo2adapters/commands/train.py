@@ -14,15 +14,14 @@ from typing import Any, ClassVar
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
-from zo2adapters.tasks.registry import REWARD, function_file
+from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.option_table import Change, changed, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.provenance import distrust
 from zo2adapters.trainers.recipe import read_recipe
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
     directory_to_resume,
@@ -89,11 +88,12 @@ class Train(RunOptions):
         """Replace a recipe at the start of the arguments by the options in it, which later ones override.
 
         Raises:
-            OptionError: if the recipe cannot be read, or a key or a value of it is not one of this command's.
+            OptionError: if the recipe cannot be read, a key or a value of it is not one of this command's, or it names a
+                function that the other arguments do not name.
         """
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
-        return [*arguments_of_recipe(Path(arguments[0])), *arguments[1:]]
+        return [*arguments_of_recipe(Path(arguments[0]), arguments[1:]), *arguments[1:]]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -110,8 +110,8 @@ class Train(RunOptions):
             return None
         options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-        if _reason_to_distrust(resume, options) is not None:
-            is_reward = options.objective == REWARD
+        if options.own_functions is not None:
+            is_reward = options.own_functions[0] == "reward"
             shared |= {"rewards": replace(options.rewards, reward=())} if is_reward else {"objective": _NOT_NAMED}
         output = resume if self.from_step is None else None
         return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
@@ -152,21 +152,13 @@ class Train(RunOptions):
         The run has digests of all files, which are compared where the files are read.
 
         Raises:
-            OptionError: if the run's objective is a function that its journal does not authenticate, and this command does
-                not name it.
+            OptionError: if the run has functions of the user's own, and this command does not name them.
         """
         assert self.resume is not None
-        distrusted = _reason_to_distrust(self.resume, saved)
-        if distrusted is not None:
-            is_reward = saved.objective == REWARD
-            option, named = ("reward", " ".join(saved.rewards.reward)) if is_reward else ("objective", saved.objective)
-            if not self.rewards.reward if is_reward else self.objective in (_NOT_NAMED, RunOptions().objective):
-                raise OptionError(
-                    option,
-                    found=f"{named}, which the run names: {distrusted}",
-                    expected="the same function on the command line, because its code will be run",
-                    remedy=f"read the file, and pass --{option} FILE.py:function if you trust it",
-                )
+        if saved.own_functions is not None:
+            option, named = saved.own_functions
+            if not self.rewards.reward if option == "reward" else self.objective in (_NOT_NAMED, RunOptions().objective):
+                raise _unnamed(option, named, f"{named}, which the run names")
         saved, paths = changed(saved, self, Change.MOVED), dict[str, Any]()
         moved = _moved_rewards(saved.rewards.names, self.rewards.names)
         paths["rewards"] = replace(saved.rewards, reward=tuple(map(str, moved)))
@@ -223,8 +215,10 @@ class Train(RunOptions):
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
         if torchrun_rank() is not None:
             raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
-        if self.output is None:
-            raise OptionError("output", found="nothing", expected="a directory for all runs", remedy="pass a new directory")
+        for option in ("model", "data", "output"):
+            if getattr(self, option) is None:
+                raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
+        assert self.output is not None
         if self.execution != Execution():
             raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
         planned = []
@@ -235,10 +229,12 @@ class Train(RunOptions):
             if command.optimization.lr == "auto":
                 expected = "a number with --runs, each of whose runs has its own"
                 raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
-            resume = command.output if holds_run(command.output) else None
-            planned.append(
-                PlannedRun(name=name, options=replace(command, resume=resume).options(), resume=resume is not None)
-            )
+            if command.own_functions not in (None, self.own_functions):
+                option, named = command.own_functions
+                raise _unnamed(option, named, named, f"{runs}, {name}: ")
+            is_there = holds_run(self.output / name)
+            command = replace(command, resume=self.output / name if is_there else None)
+            planned.append(PlannedRun(name=name, options=command.options(), resume=is_there))
         if not planned:
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
@@ -315,7 +311,7 @@ class Train(RunOptions):
             )
         except KeyboardInterrupt:
             if holds_run(options.output):
-                print(f"\nstopped; to continue: zo2 train --resume {options.output}", file=sys.stderr)
+                print(f"\nstopped; to continue: {options.resume_command}", file=sys.stderr)
             raise
 
 
@@ -334,7 +330,8 @@ def train(
     Raises:
         ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown key.
     """
-    arguments = [*arguments_of_recipe(recipe), *arguments_of_recipe(overrides)]
+    later = arguments_of_recipe(overrides)
+    arguments = [*arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later), *later]
     command: Train = parse_command("train", Train, arguments)
     command.run()
     output = command.output or command.resume
@@ -342,8 +339,15 @@ def train(
     return output
 
 
-def arguments_of_recipe(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list[str]:
+def arguments_of_recipe(
+    recipe: str | os.PathLike[str] | Mapping[str, object], later: Sequence[str] | None = None
+) -> list[str]:
     """The command line of a recipe, whose keys and values are checked.
+
+    Args:
+        recipe: File, or mapping.
+        later: Arguments behind those of the recipe, which have to name the functions that it names; None: no code is run,
+            or the caller has written the recipe.
 
     Raises:
         OptionError: naming the recipe and its key.
@@ -352,9 +356,12 @@ def arguments_of_recipe(recipe: str | os.PathLike[str] | Mapping[str, object]) -
     values: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
     arguments = recipe_arguments(values, where=where, options=Train)
     try:
-        parse_options("train", Train, arguments)
+        command: Train = parse_options("train", Train, arguments)
     except OptionError as error:
         raise OptionError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+    own = None if later is None else command.own_functions
+    if own is not None and f"--{own[0]}" not in {argument.partition("=")[0] for argument in later or ()}:
+        raise _unnamed(*own, own[1], f"{where}: ")
     return arguments
 
 
@@ -366,9 +373,11 @@ def _moved_rewards(saved: Sequence[RewardName], given: Sequence[RewardName]) -> 
     ]
 
 
-def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
-    """Why the run's own functions have to be named again; None if they do not."""
-    return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
+def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
+    """The error of functions that a file or directory names, which may be somebody else's, and the command line does not."""
+    expected = "the same functions on the command line, because their code will be run"
+    remedy = f"read the file, and pass --{option} {named} if you trust it"
+    return OptionError(f"{where}{option}", found=found, expected=expected, remedy=remedy)
 
 
 def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:

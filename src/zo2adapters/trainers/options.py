@@ -191,6 +191,13 @@ class RunOptions(EvaluationOptions):
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
 
+    @property
+    def own_functions(self) -> tuple[str, str] | None:
+        """The option that names functions of the user's own, and its value; None: there are none."""
+        if any(name.file is not None for name in self.rewards.names):
+            return "reward", " ".join(self.rewards.reward)
+        return None if function_file(self.objective) is None else ("objective", self.objective)
+
     def require_valid(self) -> None:
         """Check the options that depend on neither model nor data."""
         super().require_valid()
@@ -271,6 +278,12 @@ class TrainOptions(RunOptions):
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must be new or empty."""
     schedule_steps: int | None = None
     """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run. The run's own functions are named in it: a directory does not start code."""
+        own = self.own_functions
+        return f"zo2 train --resume {self.output}" + ("" if own is None else f" --{own[0]} {own[1]}")
 
     def precision_asked(self) -> PrecisionName:
         """Precision to open the model in."""
