@@ -17,6 +17,7 @@ from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, replace_file
 from zo2core import Journal, OptionError, OutputError, ZO2Error
 from zo2core.errors import reason
+from zo2core.planning.shared_runs import MOST_RUNS
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions  # a command line is read without transformers
@@ -75,6 +76,9 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     except OptionError as error:
         expected = "a YAML file with a line such as small: {lr: 1e-4} for each run"
         raise OptionError(path, found=error.found, expected=expected, remedy=error.remedy) from error
+    if len(named) > MOST_RUNS:
+        expected = f"at most {MOST_RUNS}, which take their steps together"
+        raise OptionError(path, found=f"{len(named)} runs", expected=expected, remedy="write several files")
     for name, values in named.items():
         values = {} if values is None else values
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
