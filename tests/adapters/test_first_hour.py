@@ -66,9 +66,9 @@ def test_a_name_means_another_option_only_where_that_one_exists() -> None:
 
 def test_a_first_order_option_without_a_method_says_what_is_missing(here: Path) -> None:
     told = refusal(*TRAIN, "--output", "run", "--stream-blocks")
-    assert "--stream-blocks: found no --method; expected --method with it" in told
+    assert "--stream-blocks: found True without --method; expected --method and no adapter" in told
     told = refusal(*TRAIN, "--output", "run", "--max-grad-norm", 1)
-    assert "--max-grad-norm: found 1 without --method" in told
+    assert "--max-grad-norm: found 1.0 without --method" in told
     assert "--clip-grad" in told
 
 

@@ -10,14 +10,17 @@ import pytest
 from command_lines import ROWS, make_place, write_rows
 
 from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import JournalError, ZO2Error
+from zo2core.optimizers import OptimizerName
 
 
 @pytest.fixture
@@ -46,6 +49,8 @@ def test_whatever_shapes_the_result_is_told(options: TrainOptions) -> None:
         told(replace(options, batching=Batching(batch_size=3, loss_chunk=2))),
         told(replace(options, optimization=Optimization(lr=1e-3, decay=Decay.LINEAR))),
         told(replace(options, storage=Storage(device="cuda"))),
+        told(replace(options, evaluation=options.data, evaluate_every=1)),
+        told(replace(options, first_order=FirstOrder(method="adamw"))),
     ]
     write_rows(options.data, ROWS[1:])
     others.append(told(options))
@@ -61,7 +66,7 @@ def test_nothing_else_is_told(options: TrainOptions) -> None:
     before = told(options)
     for other in (
         replace(options, storage=Storage(memory="4GiB", write_back_every=3, snapshot_every=5, activation_memory="1MB")),
-        replace(options, evaluation=options.data, evaluate_every=1),
+        replace(options, keep_best=True, report_to="wandb", samples=2),
         replace(options, output=Path("elsewhere")),
         options.with_steps(5),
     ):
@@ -80,3 +85,31 @@ def test_options_that_were_changed_on_disk_are_refused(options: TrainOptions, na
     with pytest.raises(ZO2Error) as info:
         Trainer(changed, resume=True, quiet=True)
     assert isinstance(info.value, JournalError) or name == "sequence_length"
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("adamw", "lr", 2e-3),
+        ("adamw", "weight_decay", 0.1),
+        ("adamw", "betas", [0.8, 0.9]),
+        ("badam", "switch_every", 2),
+        ("sgd", "lr", 2e-3),
+        (None, "lr", 2e-3),
+        (None, "evaluate_every", 2),
+    ],
+)
+def test_what_decides_the_weights_and_was_edited_is_refused(
+    options: TrainOptions, method: OptimizerName | None, name: str, value: object
+) -> None:
+    evaluated = replace(options, evaluation=options.data, evaluate_every=1, keep_best=True)
+    with Trainer(replace(evaluated, first_order=FirstOrder(method=method)), quiet=True) as trainer:
+        trainer.run()
+    path = options.output / "options.json"
+    record = json.loads(path.read_text())
+    groups = (record["options"], record["options"]["optimization"], record["options"]["first_order"])
+    [group] = [group for group in groups if name in group]
+    group[name] = value
+    path.write_text(json.dumps(record))
+    with pytest.raises(JournalError, match=name if name != "evaluate_every" else "evaluated every"):
+        Trainer(RunDirectory.options(options.output).with_steps(3), resume=True, quiet=True)

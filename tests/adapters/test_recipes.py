@@ -159,6 +159,8 @@ def test_a_run_that_was_killed_before_its_recipe_was_written_gets_it_when_it_is_
         ("max_steps", "steps"),
         ("per_device_train_batch_size", "batch_size"),
         ("evaluate_evry", "evaluate_every"),
+        ("save_steps", "snapshot_every"),
+        ("load_best_model_at_end", "keep_best"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(here: Path, key: str, nearest: str) -> None:
@@ -166,6 +168,37 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(here: Path, key: str, n
     assert line.startswith(
         f"zo2: recipe.yaml: found the key {key}; expected an option of zo2 train; did you mean {nearest}."
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["logging_steps", "data_seed", "hub_model_id", "metric_for_best_model", "deepspeed", "lr_scheduler_kwargs", "do_train"],
+)
+def test_a_name_that_only_contains_another_one_is_not_taken_for_it(key: str) -> None:
+    assert nearest_name(key, option_names(Train)) is None
+
+
+@pytest.mark.parametrize("line", ['data: "rows\\0.jsonl"', 'labels: [yes, "n\\0"]', 'reward: "a\\0.py:f"'])
+def test_nul_in_a_value_is_refused_with_its_key(here: Path, line: str) -> None:
+    assert f"recipe.yaml: found NUL in the value of {line.partition(':')[0]};" in refused_recipe(RECIPE + line)
+
+
+def test_nul_in_a_saved_path_is_refused(here: Path) -> None:
+    done("train", "recipe.yaml")
+    record = json.loads(Path("run/options.json").read_text())
+    record["options"]["data"] = "rows\0.jsonl"
+    Path("run/options.json").write_text(json.dumps(record))
+    assert "run/options.json: found PosixPath" in refusal("train", "--resume", "run")
+
+
+def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
+    given = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--steps", 3)
+    told = done("plan", *given, "--lr", 3, "--objective", "loss", "--seed", 3, "--exact-mezo", "--no-guard", "--samples", 2)
+    assert "3 steps of 3 rows" in told.out
+    assert told.err == "not in the plan: the answers to 2 samples\n"
+    assert "--objective: found exact-match" in refusal("plan", *given, "--objective", "exact-match")
+    assert "--write-back-every: found 3" in refusal("plan", *given, "--write-back-every", 3)
+    assert "the unknown option --lrr" in refusal("plan", *given, "--lrr", 3, "--lr", 3)
 
 
 def test_an_unknown_key_without_a_similar_name_is_refused_with_all_names(here: Path) -> None:

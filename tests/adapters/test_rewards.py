@@ -432,7 +432,7 @@ def test_a_run_writes_rewards_and_a_resumed_one_has_its_bits(functions: Path, tm
     whole = run_here(*asked(tmp_path, reward, output=tmp_path / "whole", **evaluated))
     assert whole.status == 0, whole
     assert run_here(*asked(tmp_path, reward, steps=3, **evaluated)).status == 0
-    assert run_here("train", "--resume", tmp_path / "run", "--steps", 6).status == 0
+    assert run_here("train", "--resume", tmp_path / "run", "--steps", 6, "--reward", f"{functions}:cats").status == 0
     records = [
         [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
         for name in ("whole", "run")
@@ -474,10 +474,10 @@ def test_a_function_of_a_run_from_elsewhere_is_named_again(functions: Path, tmp_
     reward = f"{functions}:cats"
     assert run_here(*asked(tmp_path, reward, steps=2)).status == 0
     resumed = ["train", "--resume", str(tmp_path / "run"), "--steps", "3"]
+    assert f"pass --reward {reward} if you trust it" in refusal(*resumed)
     moved = tmp_path / "moved.py"
     functions.rename(moved)
-    assert "reward: found" in refusal(*resumed)
-    assert "--reward FILE.py:function" in refusal(*resumed)
+    assert f"pass --reward {reward} if you trust it" in refusal(*resumed)
     moved.write_text(FUNCTIONS + "\n# changed\n")
     assert "other digests" in refusal(*resumed, "--reward", f"{moved}:cats")
     moved.write_text(FUNCTIONS)
@@ -491,7 +491,7 @@ def pauses(prompt, completion, row):
     calls = pathlib.Path(__file__).with_name("calls")
     with calls.open("ab") as file:
         file.write(b".")
-    time.sleep(calls.stat().st_size == 40 and 1)
+    time.sleep(calls.stat().st_size in (40, 41) and 0.8)  # the run's last call, and the first one of its continuation
     return completion.split().count("cat")
 """
 
@@ -505,7 +505,7 @@ def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(tmp_p
     assert "resume with more --reward-seconds" in told
     taken = (tmp_path / "run/journal.jsonl").read_bytes().count(b"projected_grads")
     assert taken == 2, "18 calls a step"
-    assert run_here("train", "--resume", tmp_path / "run", "--reward-seconds", 5).status == 0
+    assert run_here("train", "--resume", tmp_path / "run", "--reward-seconds", 5, "--reward", f"{path}:pauses").status == 0
     assert run_here(*asked(tmp_path, f"{path}:pauses", output=tmp_path / "whole")).status == 0
     journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("run", "whole")]
     assert journals[0] == journals[1]

@@ -185,6 +185,12 @@ METHODS: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_more_runs_than_one_process_can_take_are_refused_at_once(options: TrainOptions, tmp_path: Path) -> None:
+    many = written(tmp_path, {f"run-{number}": {"rank": 2} for number in range(1000)})
+    told = refusal(*arguments(options, "--output", tmp_path / "all", "--runs", many))
+    assert "runs.yaml: found 1000 runs; expected at most 64" in told
+
+
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str
 ) -> None:
@@ -249,7 +255,7 @@ def of_graphs(plan: Any) -> Any:
 def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int
 ) -> None:
-    memory = f"{(process_memory >> 20) + 400}MiB"
+    memory = f"{(process_memory >> 20) + 100}MiB"
     one, three = (plan_of(options, *method, "--memory", memory, "--runs", runs) for runs in (1, 3))
     assert beside_process(three) - beside_process(one) == pytest.approx(2 * three["memory_a_run"], abs=4 << 20)
     assert three["seconds"] <= three["seconds_apart"] * 1.5
@@ -261,6 +267,12 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
     told = re.search(r"of which (\d+) fit", refusal_of_plan(options, *method, "--memory", memory, "--runs", 2 * most))
     assert told is not None
     assert int(told[1]) == most
+
+
+def test_a_plan_of_runs_counts_what_they_generate(options: TrainOptions, process_memory: int) -> None:
+    given = ("--rank", 2, "--runs", 2, "--batch-size", 2, "--memory", f"{(process_memory >> 20) + 400}MiB")
+    short, long = (plan_of(options, *given, "--max-new-tokens", tokens)["memory_a_run"] for tokens in (1, 8))
+    assert long > short
 
 
 def refusal_of_plan(options: TrainOptions, *more: object) -> str:

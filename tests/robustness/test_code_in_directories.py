@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from command_lines import Ended, make_place, refusal, run_here
 
+import zo2adapters
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.function_task import user_function
+from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal, OptionError, UnsupportedModelError
 
 FUNCTION = "def calm(model, batch):\n    return model(**batch).logits.square().mean()\n"
@@ -48,15 +50,50 @@ def steps() -> int:
     return len(Journal("run/journal.jsonl").updates)
 
 
-def test_a_function_where_the_run_began_with_it_needs_no_name(place: Path) -> None:
-    assert resumed().status == 0
+NAMED = ("--objective", "own.py:calm")
+
+
+def test_a_run_runs_no_function_that_the_command_does_not_name(place: Path) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    assert "own.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
+    assert "own.py:calm if you trust it" in refusal("train", "--resume", "run", "--from-step", 1, "--output", "branch")
+    assert not (place / "mark").exists()
+    (place / "own.py").write_text(FUNCTION)
+    assert resumed(*NAMED).status == 0
     assert steps() == 3
 
 
-@pytest.mark.parametrize("more", [(), ("--objective", "own.py:calm")], ids=["not named", "named"])
-def test_a_file_that_was_changed_is_not_imported(place: Path, more: tuple[str, ...]) -> None:
+def test_the_command_that_continues_a_run_names_its_functions(place: Path) -> None:
+    command = RunDirectory.options(Path("run")).resume_command
+    assert run_here(*command.split()[1:], "--steps", 3).status == 0
+
+
+@pytest.mark.parametrize("line", ["objective: own.py:calm", "reward: own.py:calm", "reward: [length, own.py:calm=2]"])
+def test_a_recipe_runs_no_function_that_the_command_does_not_name(place: Path, line: str) -> None:
     (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
-    line = refusal("train", "--resume", "run", "--steps", 3, *more)
+    option, more = line.partition(":")[0], "estimator: es\nqueries: 2\n" if line.startswith("reward") else ""
+    (place / "recipe.yaml").write_text(f"model: base\ndata: rows.jsonl\noutput: other\nsteps: 2\n{more}{line}\n")
+    told = refusal("train", "recipe.yaml")
+    assert told.startswith(f"zo2: recipe.yaml: {option}: found ")
+    assert "expected the same functions on the command line" in told
+    with pytest.raises(OptionError, match="the same functions on the command line"):
+        zo2adapters.train(place / "recipe.yaml", {"steps": 1})
+    (place / "runs.yaml").write_text(f"one: {{{line}}}\n")
+    given = ("--model", "base", "--data", "rows.jsonl", "--output", "all", "--rank", 2)
+    assert f"runs.yaml, one: {option}: found" in refusal("train", *given, "--runs", "runs.yaml")
+    assert not (place / "mark").exists()
+
+
+def test_a_recipe_runs_a_function_that_the_command_names(place: Path) -> None:
+    values = {"model": "base", "data": "rows.jsonl", "output": "other", "steps": 2, "objective": "own.py:calm"}
+    (place / "recipe.yaml").write_text(json.dumps(values))
+    assert run_here("train", "recipe.yaml", *NAMED).status == 0
+    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), "who writes a mapping names the function"
+
+
+def test_a_file_that_was_changed_is_not_imported(place: Path) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    line = refusal("train", "--resume", "run", "--steps", 3, *NAMED)
     assert line.startswith("zo2: --objective: found ")
     assert not (place / "mark").exists()
     assert steps() == 2
@@ -66,39 +103,16 @@ def test_a_file_that_was_changed_is_not_imported(place: Path, more: tuple[str, .
 def test_another_file_that_the_options_name_is_not_imported(place: Path, function: str) -> None:
     (place / "other.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION.replace("calm", function))
     rewrite_objective(place / "run", f"{place / 'other.py'}:{function}")
-    assert "pass --objective FILE.py:function if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
+    assert f"other.py:{function} if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
     assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", f"other.py:{function}")
     assert not (place / "mark").exists()
 
 
-@pytest.mark.parametrize("objective", ["own.py:calm", "{run}/own.py:calm"], ids=["relative", "in the run"])
-def test_a_file_that_may_have_come_with_the_run_is_named_again(place: Path, objective: str) -> None:
-    (place / "run" / "own.py").write_text(FUNCTION)
-    rewrite_objective(place / "run", objective.format(run=place / "run"))
-    assert "pass --objective FILE.py:function if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
-    assert resumed("--objective", "own.py:calm").status == 0
-
-
-def test_a_journal_without_a_digest_does_not_vouch_for_a_file(place: Path) -> None:
-    (place / "run" / "journal.jsonl").unlink()
-    (place / "run" / "metrics.jsonl").unlink()
-    assert "whose digest is not in the journal" in refusal("train", "--resume", "run", "--steps", 3)
-
-
 def test_a_file_that_moved_is_named_at_its_new_place(place: Path) -> None:
     (place / "own.py").rename(place / "moved.py")
-    assert "a file that cannot be read" in refusal("train", "--resume", "run", "--steps", 3)
     assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", "moved.py:gone")
     assert resumed("--objective", "moved.py:calm").status == 0
-    assert run_here("train", "--resume", "run", "--steps", 4).status == 0  # the new path was written down
-    assert steps() == 4
-
-
-def test_a_branch_compares_the_function_as_well(place: Path) -> None:
-    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
-    refusal("train", "--resume", "run", "--from-step", 1, "--output", "branch")
-    assert not (place / "mark").exists()
-    assert not (place / "branch").exists()
+    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), "the new path is saved"
 
 
 def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:

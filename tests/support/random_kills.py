@@ -91,6 +91,8 @@ class KilledRuns:
         shutil.rmtree("run")
         return made
 
+    named: Sequence[object] = ()  # options that name the run's own functions again
+
     def killed(self, rng: random.Random, most: int) -> int:
         """Run and kill, at most so often, and then run to the end; returns the number of kills."""
         kills, wanted = 0, rng.randint(1, min(most, MOST_KILLS))
@@ -114,7 +116,7 @@ class KilledRuns:
 
     def _start(self, *, is_begun: bool) -> None:
         self._phase[0] = 0
-        command = ("train", "--resume", "run") if is_begun else self._command
+        command = ("train", "--resume", "run", *self.named) if is_begun else self._command
         self._apart.start(*command, patch=self._patch)
 
     def _wait_for_a_step(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from zo2adapters.tasks.registry import AUTO
+from zo2adapters.tasks.registry import AUTO, function_file
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.model_options import HeadName, RunModelOptions
 from zo2adapters.trainers.options import Storage, TrainOptions
@@ -67,7 +67,8 @@ class Init:
                 file.write(recipe.text().encode())
         except OSError as error:
             raise self._in_use(reason(error)) from error
-        print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}"]))
+        consent = "" if function_file(self.objective) is None else f" --objective {self.objective}"
+        print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}{consent}"]))
 
     def _in_use(self, found: str) -> OutputError:
         return OutputError(

@@ -17,6 +17,7 @@ from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, acquire, directory_lock, replace_file
 from zo2core import Journal, OptionError, OutputError, ZO2Error
 from zo2core.errors import reason
+from zo2core.planning.shared_runs import MOST_RUNS
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions  # a command line is read without transformers
@@ -75,6 +76,9 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     except OptionError as error:
         expected = "a YAML file with a line such as small: {lr: 1e-4} for each run"
         raise OptionError(path, found=error.found, expected=expected, remedy=error.remedy) from error
+    if len(named) > MOST_RUNS:
+        expected = f"at most {MOST_RUNS}, which take their steps together"
+        raise OptionError(path, found=f"{len(named)} runs", expected=expected, remedy="write several files")
     for name, values in named.items():
         values = {} if values is None else values
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
@@ -127,7 +131,7 @@ def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
         except KeyboardInterrupt:
             print("\nstopped; the same command continues all runs; to continue one of them:", file=sys.stderr)
             for run in runs:
-                print(f"  zo2 train --resume {run.options.output}", file=sys.stderr)
+                print(f"  {run.options.resume_command}", file=sys.stderr)
             raise
     outcomes, first = [], None
     for run in runs:

@@ -19,8 +19,11 @@ from zo2core import OptionError
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
-# Options of other trainers that are called otherwise here, and are not alike enough to be recognised.
-_OTHER_NAMES = {
+# Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
+_OTHER_NAMES: dict[str, str | None] = {  # None: nothing here does the same
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
     "bf16": "dtype",
     "cutoff_len": "sequence_length",
     "epochs": "steps",
@@ -28,15 +31,21 @@ _OTHER_NAMES = {
     "fp16": "dtype",
     "gradient_accumulation_steps": "micro_batch_size",
     "lora_r": "lora_rank",
+    "lr_scheduler_kwargs": None,
     "lr_scheduler_type": "decay",
+    "max_completion_length": "max_new_tokens",
     "max_length": "sequence_length",
     "max_seq_length": "sequence_length",
+    "load_best_model_at_end": "keep_best",
     "num_epochs": "steps",
     "num_train_epochs": "steps",
     "optim": "method",
+    "packing": "pack",
+    "save_steps": "snapshot_every",
     "target_modules": "lora_targets",
     "warmup_ratio": "warmup_steps",
 }
+_QUALIFIERS = {"", "per", "device", "train", "eval", "max", "total", "num", "global", "gpu", "model", "output", "input"}
 
 
 class Command(Protocol):
@@ -196,6 +205,9 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             found = f"{value!r} as {key}"
             raise OptionError(where, found=found, expected="texts or numbers", remedy="write each text between quotes")
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
+        if any("\0" in text for text in texts):
+            expected = "text without NUL, which no path can have"
+            raise OptionError(where, found=f"NUL in the value of {key}", expected=expected, remedy="correct the value")
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, (list, tuple)):
@@ -229,11 +241,11 @@ def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The known name that a user who wrote another one most likely meant; None if there is no similar one.
 
-    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or is the longest contained in it
-    (``batch_size`` in ``per_device_train_batch_size``).
+    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or stands after words that only
+    qualify it (``batch_size`` in ``per_device_train_batch_size``).
     """
     known = list(names)
-    if _OTHER_NAMES.get(name) in known:
+    if name in _OTHER_NAMES and _OTHER_NAMES[name] in (None, *known):
         return _OTHER_NAMES[name]
     alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     if alike:
@@ -242,10 +254,9 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     initials = "".join(word[:1] for word in words)
     if len(words) > 1 and initials in known:
         return initials
-    contained = [other for other in known if f"_{other}_" in f"_{name}_"]
-    if contained:
-        return max(contained, key=len)
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    contained = [other for other in known if name.endswith(f"_{other}")]
+    contained = [other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS]
+    return max(contained, key=len, default=None)
 
 
 def _is_unknown(argument: str, names: Sequence[str]) -> bool:

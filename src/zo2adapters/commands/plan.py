@@ -17,11 +17,13 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder, require_method, require_state_bits
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
+from zo2adapters.trainers.option_table import require_effect
 from zo2adapters.trainers.options import EvaluationOptions
 from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
+from zo2core.planning.shared_runs import MOST_RUNS
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from zo2adapters.trainers.shared_plan import SharedRunsPlan
 
 MOST_WORKERS = 1024  # on one host
-MOST_RUNS = 1024  # of one base
 _PLANNED_OBJECTIVES = ("auto", "loss", "choice-loss", "accuracy", "f1", "dpo", "reward")  # which the rows determine
 
 
@@ -105,24 +106,28 @@ class Plan(EvaluationOptions):
 
     @classmethod
     def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
-        """Replace a recipe of zo2 train at the start of the arguments by those of its options that a plan depends on.
+        """Keep those options that a plan depends on, of a recipe of zo2 train at the start and of other options of it.
 
         A line names what a run of the recipe takes beside the plan.
 
         Raises:
             OptionError: if the recipe cannot be read, or a plan does not know an option that changes what the run takes.
         """
-        if not arguments or arguments[0].startswith("-"):
-            return list(arguments)
-        recipe, later = Path(arguments[0]), list(arguments[1:])
-        given = arguments_of_recipe(recipe)
-        run: Train = parse_options("train", Train, given)
+        recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+        later, of_train = list(arguments if recipe is None else arguments[1:]), {*option_names(Train)}
+        given = [] if recipe is None else arguments_of_recipe(recipe)
+        of_both = _of_options(later, of_train - {"runs"})  # which is a file there, and a number here
+        later = _of_options(later, of_train - {*option_names(cls)}, is_kept=False)
+        if recipe is None and len(later) == len(arguments):
+            return later
+        run: Train = parse_options("train", Train, [*given, *of_both])
         on_device = run.storage.device != "cpu"
         names_memory = run.storage.device_memory != "auto" or any(text.startswith("--device-memory") for text in later)
         for option, value, fits, expected in _unplanned(run, names_device=not on_device or names_memory):
             if not fits:
-                remedy = "leave it out, or plan with options in place of the recipe"
-                raise OptionError(f"{recipe}: {option}", found=str(value), expected=expected, remedy=remedy)
+                where, remedy = f"{recipe}: {option}", "leave it out, or plan with options in place of the recipe"
+                where, remedy = (option, "leave it out") if recipe is None else (where, remedy)
+                raise OptionError(where, found=str(value), expected=expected, remedy=remedy)
         if beside := ", ".join(_beside_plan(run)):
             print(f"not in the plan: {beside}", file=sys.stderr)
         left_out = {"max_new_tokens", *(() if on_device and run.storage.device_memory != "auto" else ("device_memory",))}
@@ -159,11 +164,12 @@ class Plan(EvaluationOptions):
             activations, least = reserved_bytes(model, shapes.longest.rows, round(shapes.longest.tokens), shapes.micro_rows)
             graph_bytes = measured_graph_bytes(model, shapes.step)
         else:
-            activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
+            given: Any = {"new_tokens": self.max_new_tokens}
+            activations = least = step_memory(model, shapes.longest, optimization, shapes.micro_rows, **given).nbytes
         needs = needs_of(model, activations, least, None if is_first_order else optimization.perturbation)
         base = self if not self.adapter_options.trains_adapter else replace(self, adapter_options=AdapterOptions())
         base_model, _ = base._opened(precision="exact")
-        given: Any = {"runs": runs, "memory": self.memory, "passes": 2 if is_first_order else 1, "graph_bytes": graph_bytes}
+        given = {"runs": runs, "memory": self.memory, "passes": 2 if is_first_order else 1, "graph_bytes": graph_bytes}
         return plan_shared_runs(base_model, run, needs, **given)
 
     def _require_consistent(self) -> None:
@@ -201,16 +207,10 @@ class Plan(EvaluationOptions):
             require_whole("max_new_tokens", self.max_new_tokens, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         self.adapter_options.require_valid()
-        trains_all = self.method is not None and not self.adapter_options.trains_adapter
-        for option, fits, expected in (
-            ("stream_blocks", trains_all, "--method beside it, and no adapter"),
-            ("delayed_update", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
-            ("state_bits", trains_all and self.method == "adamw", "--method adamw beside it, and no adapter"),
-            ("switch_every", self.method == "badam", "--method badam beside it"),
-            ("snapshot_every", self.stream_blocks and self.method != "badam", "--stream-blocks, and not badam"),
-        ):
-            if (value := getattr(self, option)) not in (None, False, 32) and not fits:
-                raise OptionError(option, found=str(value), expected=expected, remedy="leave it out")
+        require_effect(self, self.method, trains_adapter=self.adapter_options.trains_adapter)
+        if self.snapshot_every is not None and not (self.stream_blocks and self.method != "badam"):
+            found, expected = str(self.snapshot_every), "--stream-blocks, and not badam"
+            raise OptionError("snapshot_every", found=found, expected=expected, remedy="leave it out")
         require_state_bits(self.state_bits)
         require_whole("snapshot_every", self.snapshot_every or 1, 1)
 
@@ -260,17 +260,9 @@ class Plan(EvaluationOptions):
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
         require_method(method, self.adapter_options)
-        for option in (
-            "transfer_dtype",
-            "replay",
-            *(("write_limit_tb",) if self.adapter_options.trains_adapter else ()),
-            "device_memory",
-            "workers",
-            "directions",
-            "max_new_tokens",
-        ):
+        for option in ("device_memory", "workers"):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
-                expected = f"no such option with --method {method}, on which it has no effect"
+                expected = "no --method: it has no effect otherwise"
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
         model, directory = self._opened(precision=self.model_options.precision)
         return plan_first_order_run(
@@ -360,12 +352,12 @@ def _beside_plan(run: Train) -> Iterator[str]:
         yield "a second sweep of each step for max_grad_norm"
 
 
-def _of_options(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """The arguments of these options, as ``recipe_arguments`` writes them: an option, followed by the values of a list."""
-    kept, is_kept = list[str](), False
+def _of_options(arguments: Sequence[str], names: set[str], *, is_kept: bool = True) -> list[str]:
+    """The arguments of these options, or all others: each is an option, followed by its values."""
+    kept, is_named = list[str](), False
     for argument in arguments:
         if argument.startswith("--"):
             name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-            is_kept = name in names or name.removeprefix("no_") in names
-        kept += [argument] if is_kept else []
+            is_named = name in names or name.removeprefix("no_") in names
+        kept += [argument] if is_named is is_kept else []
     return kept

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Any, ClassVar
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
-from zo2adapters.tasks.registry import REWARD, function_file
+from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
+from zo2adapters.trainers.option_table import Change, changed, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.provenance import distrust
 from zo2adapters.trainers.recipe import read_recipe
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
     directory_to_resume,
@@ -33,21 +32,7 @@ from zo2adapters.trainers.worker_options import (
 )
 from zo2core import OptionError, Workers
 
-# Options that may change when a run is resumed. Where weights are kept changes no bit of the result, but the device may.
-_REWARD_LIMITS = ("rewards.reward_seconds", "rewards.reward_memory", "rewards.max_drift")
-_CHANGEABLE = ("steps", "schedule_steps", "storage.", "keep_best", "report_to", *_REWARD_LIMITS)
-_FIXED = ("storage.device",)
-
-# Files that may have moved; the run has their digests.
-_PATHS = ("model", "data", "evaluation")
-_MODEL_PATHS = ("architecture", "adapter")
 _NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
-
-_LOW_RANK = ("optimization.rank", "optimization.period", "optimization.stack")  # a run has one kind of directions
-
-# Options that may change in a branch: how later steps are taken, but not the noise, with which earlier ones are replayed.
-_CHANGEABLE_IN_BRANCH = (*_CHANGEABLE, "optimization.", "evaluate_every")
-_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_LOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +88,12 @@ class Train(RunOptions):
         """Replace a recipe at the start of the arguments by the options in it, which later ones override.
 
         Raises:
-            OptionError: if the recipe cannot be read, or a key or a value of it is not one of this command's.
+            OptionError: if the recipe cannot be read, a key or a value of it is not one of this command's, or it names a
+                function that the other arguments do not name.
         """
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
-        return [*arguments_of_recipe(Path(arguments[0])), *arguments[1:]]
+        return [*arguments_of_recipe(Path(arguments[0]), arguments[1:]), *arguments[1:]]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -124,8 +110,8 @@ class Train(RunOptions):
             return None
         options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-        if _reason_to_distrust(resume, options) is not None:
-            is_reward = options.objective == REWARD
+        if options.own_functions is not None:
+            is_reward = options.own_functions[0] == "reward"
             shared |= {"rewards": replace(options.rewards, reward=())} if is_reward else {"objective": _NOT_NAMED}
         output = resume if self.from_step is None else None
         return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
@@ -155,12 +141,10 @@ class Train(RunOptions):
         if self.output is not None and self.output.resolve() != self.resume.resolve():
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
         given = self.of_run(model=self.model, data=self.data, output=self.resume)
-        _require_same(
-            saved, given, changeable=_CHANGEABLE, fixed=_FIXED, remedy="start a new run, or branch with --from-step"
-        )
-        return replace(
-            saved.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
-        )
+        given = given.settled_as(saved)
+        remedy = "start a new run, or branch with --from-step"
+        require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, remedy=remedy)
+        return changed(saved.with_steps(self.steps), given, Change.RESUME)
 
     def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.
@@ -168,25 +152,14 @@ class Train(RunOptions):
         The run has digests of all files, which are compared where the files are read.
 
         Raises:
-            OptionError: if the run's objective is a function that its journal does not authenticate, and this command does
-                not name it.
+            OptionError: if the run has functions of the user's own, and this command does not name them.
         """
         assert self.resume is not None
-        distrusted = _reason_to_distrust(self.resume, saved)
-        if distrusted is not None:
-            is_reward = saved.objective == REWARD
-            option, named = ("reward", " ".join(saved.rewards.reward)) if is_reward else ("objective", saved.objective)
-            if not self.rewards.reward if is_reward else self.objective in (_NOT_NAMED, RunOptions().objective):
-                raise OptionError(
-                    option,
-                    found=f"{named}, which the run names: {distrusted}",
-                    expected="the same function on the command line, because its code will be run",
-                    remedy=f"read the file, and pass --{option} FILE.py:function if you trust it",
-                )
-        paths = _given_paths(_PATHS, saved, self)
-        paths["model_options"] = replace(
-            saved.model_options, **_given_paths(_MODEL_PATHS, saved.model_options, self.model_options)
-        )
+        if saved.own_functions is not None:
+            option, named = saved.own_functions
+            if not self.rewards.reward if option == "reward" else self.objective in (_NOT_NAMED, RunOptions().objective):
+                raise _unnamed(option, named, f"{named}, which the run names")
+        saved, paths = changed(saved, self, Change.MOVED), dict[str, Any]()
         moved = _moved_rewards(saved.rewards.names, self.rewards.names)
         paths["rewards"] = replace(saved.rewards, reward=tuple(map(str, moved)))
         given_file, saved_file = function_file(self.objective), function_file(saved.objective)
@@ -217,7 +190,8 @@ class Train(RunOptions):
             )
         model, data = (saved.model if self.model is None else self.model), (saved.data if self.data is None else self.data)
         given = self.of_run(model=model, data=data, output=self.output)
-        _require_same(saved, given, changeable=_CHANGEABLE_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or start a new run")
+        changes = (Change.RESUME, Change.BRANCH)
+        require_unchanged(saved.to_json(), given.to_json(), *changes, remedy="or start a new run")
         return given
 
     def run(self) -> None:
@@ -241,23 +215,26 @@ class Train(RunOptions):
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
         if torchrun_rank() is not None:
             raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
-        if self.output is None:
-            raise OptionError("output", found="nothing", expected="a directory for all runs", remedy="pass a new directory")
+        for option in ("model", "data", "output"):
+            if getattr(self, option) is None:
+                raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
+        assert self.output is not None
         if self.execution != Execution():
             raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
         planned = []
         for name, values in read_differences(runs).items():
             command = replace(self, runs=None, output=self.output / name)
             arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
-            if holds_run(self.output / name):
-                saved = replace(command, resume=self.output / name).saved_command()
-                assert saved is not None, "a run is there"
-                command = replace(saved, steps=self.steps, storage=self.storage)
-            options = parse_options("train", Train, arguments, default=command).options()
-            if options.optimization.lr == "auto":
+            command = parse_options("train", Train, arguments, default=command)
+            if command.optimization.lr == "auto":
                 expected = "a number with --runs, each of whose runs has its own"
                 raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
-            planned.append(PlannedRun(name=name, options=options, resume=command.resume is not None))
+            if command.own_functions not in (None, self.own_functions):
+                option, named = command.own_functions
+                raise _unnamed(option, named, named, f"{runs}, {name}: ")
+            is_there = holds_run(self.output / name)
+            command = replace(command, resume=self.output / name if is_there else None)
+            planned.append(PlannedRun(name=name, options=command.options(), resume=is_there))
         if not planned:
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
@@ -334,7 +311,7 @@ class Train(RunOptions):
             )
         except KeyboardInterrupt:
             if holds_run(options.output):
-                print(f"\nstopped; to continue: zo2 train --resume {options.output}", file=sys.stderr)
+                print(f"\nstopped; to continue: {options.resume_command}", file=sys.stderr)
             raise
 
 
@@ -353,7 +330,8 @@ def train(
     Raises:
         ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown key.
     """
-    arguments = [*arguments_of_recipe(recipe), *arguments_of_recipe(overrides)]
+    later = arguments_of_recipe(overrides)
+    arguments = [*arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later), *later]
     command: Train = parse_command("train", Train, arguments)
     command.run()
     output = command.output or command.resume
@@ -361,8 +339,15 @@ def train(
     return output
 
 
-def arguments_of_recipe(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list[str]:
+def arguments_of_recipe(
+    recipe: str | os.PathLike[str] | Mapping[str, object], later: Sequence[str] | None = None
+) -> list[str]:
     """The command line of a recipe, whose keys and values are checked.
+
+    Args:
+        recipe: File, or mapping.
+        later: Arguments behind those of the recipe, which have to name the functions that it names; None: no code is run,
+            or the caller has written the recipe.
 
     Raises:
         OptionError: naming the recipe and its key.
@@ -371,9 +356,12 @@ def arguments_of_recipe(recipe: str | os.PathLike[str] | Mapping[str, object]) -
     values: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
     arguments = recipe_arguments(values, where=where, options=Train)
     try:
-        parse_options("train", Train, arguments)
+        command: Train = parse_options("train", Train, arguments)
     except OptionError as error:
         raise OptionError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+    own = None if later is None else command.own_functions
+    if own is not None and f"--{own[0]}" not in {argument.partition("=")[0] for argument in later or ()}:
+        raise _unnamed(*own, own[1], f"{where}: ")
     return arguments
 
 
@@ -385,41 +373,14 @@ def _moved_rewards(saved: Sequence[RewardName], given: Sequence[RewardName]) -> 
     ]
 
 
-def _given_paths(names: tuple[str, ...], saved: object, given: object) -> dict[str, Any]:
-    """The paths that a command names for a run's files, by option."""
-    return {name: getattr(given, name) for name in names if None not in (getattr(saved, name), getattr(given, name))}
-
-
-def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
-    """Why the run's own functions have to be named again; None if they do not."""
-    return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
+def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
+    """The error of functions that a file or directory names, which may be somebody else's, and the command line does not."""
+    expected = "the same functions on the command line, because their code will be run"
+    remedy = f"read the file, and pass --{option} {named} if you trust it"
+    return OptionError(f"{where}{option}", found=found, expected=expected, remedy=remedy)
 
 
 def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
     """The options with a worker's own directory, and whether its run exists already."""
     options = replace(options, output=worker_directory(options.output))
     return options, (options.output / OPTIONS).exists()
-
-
-def _require_same(
-    saved: TrainOptions, given: TrainOptions, *, changeable: tuple[str, ...], fixed: tuple[str, ...], remedy: str
-) -> None:
-    """Refuse options that differ from a run's and may not change."""
-    kept = dict(_leaves(saved.to_json()))
-    for name, value in _leaves(given.to_json()):
-        if value != kept[name] and (name in fixed or not name.startswith(changeable)):
-            raise OptionError(
-                name.rpartition(".")[2],
-                found=json.dumps(value),
-                expected=f"{json.dumps(kept[name])}, as in the run, whose result depends on it",
-                remedy=f"leave it out, {remedy}",
-            )
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested options by dotted name."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -85,7 +85,7 @@ class Tune(RunOptions):
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
         print(
             f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
-            f"to continue this run: zo2 train --resume {best.directory} --steps 1000"
+            f"to continue this run: {replace(options, output=best.directory).resume_command} --steps 1000"
         )
 
 

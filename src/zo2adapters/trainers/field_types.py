@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,6 @@ def _fits(value: object, hint: Any) -> bool:
         return type(value) is int and abs(value) <= LARGEST
     if hint is float:
         return type(value) is float and math.isfinite(value)
-    if hint is str:
-        return type(value) is str and "\0" not in value
+    if hint in (str, Path):
+        return isinstance(value, hint) and "\0" not in str(value)
     return value is None if hint is NoneType else isinstance(value, hint)

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.adapter_options import AdapterOptions
+from zo2adapters.trainers.option_table import ROWS, require_effect
 from zo2core import BlockUpdate, Delayed, OptionError, TorchOptimizer
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.ranges import require_number, require_whole
 
-_OPTIMIZER_OPTIONS = {option: name for name, entry in OPTIMIZERS.items() for option in entry.options}
-_OF_ADAMW = {"delayed_update": False, "state_bits": 32}  # options of how adamw runs, and their defaults
-_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
-
-
-class CheckedOptions(Protocol):
-    """The options of a run that have to go with those of its method."""
-
-    @property
-    def model_options(self) -> AdapterOptions:
-        """The adapter."""
-
-    @property
-    def optimization(self) -> Any:
-        """Rates, and the options of zeroth-order steps."""
-
-    @property
-    def storage(self) -> Any:
-        """Memory, device, and what is written."""
-
-    @property
-    def keep_best(self) -> bool:
-        """Whether the best evaluation's model is kept."""
+if TYPE_CHECKING:
+    from zo2adapters.trainers.options import RunOptions  # it has these options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +71,13 @@ class FirstOrder:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """The options of the method's optimizer that were given, under the names that torch.optim has."""
-        given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
+        given = {name: getattr(self, name) for entry in OPTIMIZERS.values() for name in entry.options}
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
     @property
     def measures_gradients(self) -> bool:
         """Whether a step of all parameters sweeps twice: first to measure the gradients of more than one segment."""
         return (self.max_grad_norm is not None and self.method != "badam") or self.loss_scaling
-
-    @property
-    def _unusual(self) -> dict[str, Any]:
-        """All options that belong to one method and were given."""
-        given = {name: getattr(self, name) for name in _OF_ADAMW}
-        return self.optimizer_options | {name: value for name, value in given.items() if value != _OF_ADAMW[name]}
 
     def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
         """The optimizer of all parameters.
@@ -126,7 +100,7 @@ class FirstOrder:
             update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
 
-    def require_valid(self, options: CheckedOptions) -> None:
+    def require_valid(self, options: RunOptions) -> None:
         """Refuse options that cannot be combined with the method.
 
         Args:
@@ -135,39 +109,21 @@ class FirstOrder:
         Raises:
             OptionError: naming the option.
         """
-        self._require_optimizer_options()
+        if self.method is not None:
+            require_method(self.method, options.model_options)
+        require_effect(options, self.method, trains_adapter=options.model_options.trains_adapter)
         if self.method is None:
-            for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks", "loss_scaling"):
-                if (value := getattr(self, option)) not in (None, False):
-                    found = "no --method" if value is True else f"{value:g} without --method"
-                    remedy = "pass --method, or leave it out"
-                    if option in ("max_grad_norm", "max_grad_value"):
-                        remedy = "pass --method, or --clip-grad, which clips zeroth-order steps"
-                    raise OptionError(option, found=found, expected="--method with it", remedy=remedy)
             return
-        require_method(self.method, options.model_options)
-        if options.model_options.trains_adapter:
-            for option in ("max_grad_value", "stream_blocks", "loss_scaling", "delayed_update", "state_bits"):
-                if (value := getattr(self, option)) not in (None, False, 32):
-                    found, expected = f"{value:g} with an adapter", "no adapter"
-                    raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
+        self._require_optimizer_options()
         if self.max_grad_value is not None:
             require_number("max_grad_value", self.max_grad_value, above=0)
         if self.switch_every is not None:
-            if self.method != "badam":
-                found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
-                raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
             require_whole("switch_every", self.switch_every, 1)
         if self.stream_blocks:
             self._require_streamable(options)
         require_state_bits(self.state_bits)
         optimization, storage = options.optimization, options.storage
-        unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
-        self._refuse(optimization, unused)
-        self._refuse(storage, ["write_back_every"])  # no block is written back
-        if options.model_options.trains_adapter:
-            self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
-        elif storage.write_limit_tb is not None:
+        if storage.write_limit_tb is not None:
             require_number("write_limit_tb", storage.write_limit_tb, above=0)
         self._require_lr(optimization)
         require_number("weight_decay", optimization.weight_decay, least=0)
@@ -176,7 +132,7 @@ class FirstOrder:
         if storage.snapshot_every is not None:
             require_whole("snapshot_every", storage.snapshot_every, 1)
 
-    def _require_streamable(self, options: CheckedOptions) -> None:
+    def _require_streamable(self, options: RunOptions) -> None:
         """Refuse what does not go with blocks that stream and change."""
         refused: list[tuple[str, object, object, str]] = [
             ("delayed_update", self.delayed_update, False, "the host computes all of a step"),
@@ -195,16 +151,7 @@ class FirstOrder:
                 )
 
     def _require_optimizer_options(self) -> None:
-        """Refuse options of another optimizer than the method's, and numbers out of range."""
-        for name, value in self._unusual.items():
-            method = _OPTIMIZER_OPTIONS.get(name, "adamw")
-            if method != self.method:
-                raise OptionError(
-                    name,
-                    found=" ".join(map(str, value)) if isinstance(value, tuple) else str(value),
-                    expected=f"no such option without --method {method}, which has it",
-                    remedy=f"pass --method {method}, or leave it out",
-                )
+        """Refuse numbers out of range."""
         rates = [("betas", beta) for beta in self.betas or ()]
         rates += [] if self.momentum is None else [("momentum", self.momentum)]
         for name, rate in rates:
@@ -215,17 +162,6 @@ class FirstOrder:
             raise OptionError(
                 "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
             )
-
-    def _refuse(self, group: Any, names: list[str] | tuple[str, ...]) -> None:
-        for name in names:
-            value = getattr(group, name)
-            if value != getattr(type(group), name):
-                raise OptionError(
-                    name,
-                    found=str(getattr(value, "value", value)),
-                    expected=f"no such option with --method {self.method}, on which it has no effect",
-                    remedy="leave one of the two out",
-                )
 
     def _require_lr(self, optimization: Any) -> None:
         """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
@@ -274,5 +210,7 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(group, dict) and group.get("method") is None:
         del used["first_order"]
     elif isinstance(group, dict) and isinstance(optimization, dict):
-        used["optimization"] = {name: value for name, value in optimization.items() if name in _OPTIMIZATION}
+        used["optimization"] = {
+            name: value for name, value in optimization.items() if name in ROWS and len(ROWS[name].effect.methods) > 1
+        }
     return used

@@ -191,6 +191,13 @@ class RunOptions(EvaluationOptions):
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
 
+    @property
+    def own_functions(self) -> tuple[str, str] | None:
+        """The option that names functions of the user's own, and its value; None: there are none."""
+        if any(name.file is not None for name in self.rewards.names):
+            return "reward", " ".join(self.rewards.reward)
+        return None if function_file(self.objective) is None else ("objective", self.objective)
+
     def require_valid(self) -> None:
         """Check the options that depend on neither model nor data."""
         super().require_valid()
@@ -272,6 +279,12 @@ class TrainOptions(RunOptions):
     schedule_steps: int | None = None
     """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
 
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run. The run's own functions are named in it: a directory does not start code."""
+        own = self.own_functions
+        return f"zo2 train --resume {self.output}" + ("" if own is None else f" --{own[0]} {own[1]}")
+
     def precision_asked(self) -> PrecisionName:
         """Precision to open the model in."""
         model_options, on_cpu = self.model_options, self.storage.device == "cpu"
@@ -292,17 +305,33 @@ class TrainOptions(RunOptions):
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
-        if self.rewards.reward and self.objective != REWARD:
-            return replace(self, objective=REWARD, rewards=self.rewards.absolute()).settled(model)
-        model_options = self.model_options.with_lora_defaults()
+        named = self._with_defaults()
         if model.autocast is None:
-            return replace(self, model_options=replace(model_options, precision="exact"))
+            return replace(named, model_options=replace(named.model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
-            self,
-            model_options=replace(model_options, precision="mixed", dtype=computed),
+            named,
+            model_options=replace(named.model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
+
+    def settled_as(self, saved: TrainOptions) -> TrainOptions:
+        """Replace what was left out by its value in a run, as it was settled when the run began."""
+        named, kept = self._with_defaults(), saved.model_options
+        model_options, batching = named.model_options, named.batching
+        if model_options.precision == "auto":
+            model_options = replace(model_options, precision=kept.precision)
+        if model_options.dtype == "auto":
+            model_options = replace(model_options, dtype=kept.dtype)
+        if batching.loss_chunk is None:
+            batching = replace(batching, loss_chunk=saved.batching.loss_chunk)
+        return replace(named, model_options=model_options, batching=batching)
+
+    def _with_defaults(self) -> TrainOptions:
+        """Replace what was left out by its value, where this depends on neither model nor machine."""
+        objective = REWARD if self.rewards.reward else self.objective
+        model_options = self.model_options.with_lora_defaults()
+        return replace(self, objective=objective, rewards=self.rewards.absolute(), model_options=model_options)
 
     def require_valid(self) -> None:
         """Check the options as above, and refuse to lengthen a run whose learning rate decays."""

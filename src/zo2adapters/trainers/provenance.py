@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -41,8 +40,8 @@ def provenance(
 ) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
-    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, evaluations, and the
-    number of steps.
+    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
+    steps.
 
     Args:
         options: The run's options.
@@ -70,6 +69,8 @@ def provenance(
         declared["packed"] = True
     if options.takes_labels:
         declared["head"] = options.model_options.head
+    if options.evaluates:  # which steps --keep-best chooses among
+        declared["evaluated every"] = options.evaluate_every
     return {
         **declared,
         **task,
@@ -129,47 +130,16 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
         )
 
 
-def distrust(options: TrainOptions, header: Mapping[str, Any] | None) -> str | None:
-    """Reason not to import the file of a user's function because the run's directory names it.
-
-    Args:
-        options: Options that the run's directory has saved.
-        header: Header of its journal; None if the journal is empty.
-
-    Returns:
-        The reason as text; None if the file has the digest in the journal, or if the run has no such function.
-    """
-    saved = {} if header is None else header.get("provenance", {})
-    path = function_file(options.objective)
-    named = [] if path is None else [(path, saved.get("objective sha256"))]
-    digests = [digest for *_, digest in saved.get("rewards", [])]
-    rewards = itertools.zip_longest(options.rewards.names, digests)
-    named += [(name.file, digest) for name, digest in rewards if name is not None and name.file is not None]
-    reasons = (_distrust_of(path, digest, options) for path, digest in named)
-    return next((why for why in reasons if why is not None), None)
-
-
-def _distrust_of(path: Path, digest: str | None, options: TrainOptions) -> str | None:
-    """Reason not to import a file, whose digest the journal has; None if it has none."""
-    if not path.is_absolute():
-        return "a relative path, which depends on the current directory"
-    if path.resolve().is_relative_to(options.output.resolve()):
-        return "a file in the run's own directory, which was empty when the run began"
-    if digest is None:
-        return "a file whose digest is not in the journal"
-    try:
-        return None if file_sha256(path) == digest else "a file with another digest than in the journal"
-    except DataError as error:
-        return f"a file that cannot be read ({error.found})"
-
-
 def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """Provenance of a branch, whose learning-rate schedule may differ from its parent's."""
-    return {**provenance, "schedule": _schedule(options)}
+    """Provenance of a branch, whose learning-rate schedule and evaluations may differ from its parent's."""
+    evaluated = {"evaluated every": options.evaluate_every} if options.evaluates else {}
+    return {**provenance, **evaluated, "schedule": _schedule(options)}
 
 
 def _schedule(options: TrainOptions) -> dict[str, Any]:
+    trains_all = options.first_order.method is not None and not options.model_options.trains_adapter
     return {
+        **({"lr": options.optimization.rate} if trains_all else {}),  # other methods name it beside their own options
         "decay": options.optimization.decay.value,
         "warmup steps": options.optimization.warmup_steps,
         "steps": options.steps if options.schedule_steps is None else options.schedule_steps,

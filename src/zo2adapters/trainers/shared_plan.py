@@ -12,13 +12,11 @@ from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.perturbation import Perturbation, factor_bytes
 from zo2core.planning.memory_plan import MemoryPart
-from zo2core.planning.shared_runs import RunNeeds, shared_request
+from zo2core.planning.shared_runs import MOST_RUNS, RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import shown_bytes, trained
-
-MOST_RUNS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

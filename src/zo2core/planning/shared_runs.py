@@ -13,6 +13,8 @@ from zo2core.planning.policies import MemoryPolicy
 from zo2core.planning.run_spec import RunRequest
 from zo2core.types import BlockLayout, SegmentKind, aligned
 
+MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunNeeds:

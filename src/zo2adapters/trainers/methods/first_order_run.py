@@ -139,7 +139,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         return (
             f"stopped after {engine.version} steps; "
             f"to go on from the snapshot of step {last}, or to get its {self.exported}:\n"
-            f"  zo2 train --resume {output}\n"
+            f"  {self.options.resume_command}\n"
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 

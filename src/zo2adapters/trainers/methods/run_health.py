@@ -108,6 +108,6 @@ def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) 
         expected=error.expected,
         remedy=f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch size "
         f"and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue from "
-        f"step {best}, the best so far: zo2 train --resume {options.output} --from-step {best} --output NEW --lr RATE",
+        f"step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE",
         best_step=best,
     )

@@ -122,7 +122,7 @@ class RunMethod(ABC, Generic[EngineT]):
         output = self.options.output
         return (
             f"stopped after {engine.version} steps; to continue the run, or to export the model at this step:\n"
-            f"  zo2 train --resume {output}\n"
+            f"  {self.options.resume_command}\n"
             f"  zo2 export --run {output} --output DIR"
         )
 

@@ -99,7 +99,7 @@ class StreamedFullRun(FullRun):
         assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
         return (
             f"stopped after {engine.version} steps; the run goes on from the commit of step {engine.committed}:\n"
-            f"  zo2 train --resume {self.options.output}"
+            f"  {self.options.resume_command}"
         )
 
     def _require_few_writes(self, opening: Opening, update: BlockUpdate) -> None:
