@@ -7,18 +7,22 @@ a key, crash the interpreter or are hashed for ever. None of them runs code; eac
 
 This file is both sides. The parent imports it; the child is run by its path, with the path of a task's file as argument,
 and imports nothing of this package but the task. A request is a line of JSON on standard input, {"request", "memory",
-"seconds"}; the answer is a line on standard output, {"answer"} or {"failure"}. The child leads a session of its own, whose
-processes all end when the parent has ended.
+"seconds"}; the answer is a line on standard output, {"answer"} or {"failure"}. The child runs no task itself. It forks the
+process that does, and ends it with the parent, and with it every process that it has started.
+
+Note: what a task has started. A process may leave its session by setsid, and outlive its parent. The child is the subreaper
+of all of them: an orphan becomes its child, so that it finds them as its descendants. Where the system has no subreapers,
+which are Linux's, it ends the process group of the task.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import math
 import os
-import queue
 import resource
 import select
 import signal
@@ -28,12 +32,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 _TIME = "it takes longer than allowed"
 _MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
 _LONGEST_WAIT = (1 << 31) - 1  # milliseconds that the system's poll can wait: 24 days
+_ENDING_SECONDS = 10.0  # in which the child ends what the task has started
+_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # options of Linux's prctl
 
 
 class LimitedProcessError(Exception):
@@ -117,7 +123,7 @@ class LimitedProcess:
         # Or the end of the file, at the latest when the system ends the child.
         answer = b"" if is_late else process.stdout.readline()
         if not answer.endswith(b"\n"):
-            _end_session(process)  # what the child has started may outlive it
+            _end_child(process)  # what the task has started may outlive it
             status = process.wait()
             raise LimitedProcessError(_TIME if is_late else _cause_of(status))
         result: dict[str, Any] = json.loads(answer)
@@ -128,18 +134,21 @@ class LimitedProcess:
         if process is None:
             return
         if process.returncode is None:
-            _end_session(process)
-            process.wait()
+            _end_child(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """End the child, which leads its session, and the processes that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _end_child(process: subprocess.Popen[bytes]) -> None:
+    """End the child, which ends the processes that its task has started."""
+    process.terminate()
+    try:
+        process.wait(_ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _cause_of(status: int) -> str:
@@ -150,37 +159,84 @@ def _cause_of(status: int) -> str:
     return f"its process ended with status {status}"
 
 
+def _supervise() -> None:
+    """The child: fork, return in the forked process alone, and end it and all that it has started with the parent."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signals = signal.SIGTERM, signal.SIGCHLD
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for number in signals:
+        signal.signal(number, lambda *_: None)  # it wakes the poll below
+    _prctl(_SET_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+        os.close(woken)
+        os.close(wake)
+        os.setpgid(0, 0)  # what the task sends to its group spares the supervisor
+        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        return
+    os.close(1)
+    waiting = select.poll()
+    waiting.register(0, 0)  # hung up when the parent has ended, or closes it; the requests are the worker's
+    waiting.register(woken, select.POLLIN)
+    ended = status = 0
+    while not ended and 0 not in dict(waiting.poll()) and signal.SIGTERM not in os.read(woken, 1 << 12):
+        ended, status = os.waitpid(worker, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            for pid in _descendants(worker):
+                with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                    os.kill(pid, signal.SIGKILL)
+            ended, code = os.waitpid(-1, 0)
+            status = code if ended == worker else status
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # end as the worker did
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _descendants(worker: int) -> list[int]:
+    """This process's descendants, or the worker's group (negative, for ``kill``) where the system does not tell them."""
+    if sys.platform != "linux":
+        return [-worker]
+    children = dict[int, list[int]]()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(file.parent.name))
+    found = children.get(os.getpid(), [])
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
 def _serve(task_file: str) -> None:
-    """The child: answer requests until standard input ends."""
+    """The worker: answer requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.register_at_fork(after_in_child=answers.close)  # a fork of the task answers nothing, and keeps no answer from ending
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the task reads no requests
     os.dup2(2, 1)  # what a library prints is no answer
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = importlib.util.spec_from_file_location("task", task_file)
     assert spec is not None
     assert spec.loader is not None
     task = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = task
     spec.loader.exec_module(task)
-    lines = queue.SimpleQueue[bytes]()
-    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
-    while True:
-        result = _limited(task.answer, **json.loads(lines.get()))
-        with contextlib.suppress(BrokenPipeError):  # the parent has ended, and the thread ends the session
-            answers.write(json.dumps(result).encode() + b"\n")
-            answers.flush()
-
-
-def _read(requests: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Read requests in a thread, so as to notice the parent's end while a request is answered.
-
-    Code in C that keeps the interpreter's lock delays it, until the limit of processor time at the latest.
-    """
     for line in requests:
-        lines.put(line)
-    os.killpg(0, signal.SIGKILL)
+        answers.write(json.dumps(_limited(task.answer, **json.loads(line))).encode() + b"\n")
+        answers.flush()
 
 
 def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds: float) -> dict[str, Any]:
@@ -207,4 +263,5 @@ def _limit(kind: int, soft: int) -> None:
 
 
 if __name__ == "__main__":
+    _supervise()
     _serve(sys.argv[1])

@@ -139,25 +139,18 @@ def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoT
     model = AutoModelForCausalLM.from_pretrained(task.model)
     right, total, tokens = 0, 0.0, 0
     for row in rows:
-        losses = {}
+        losses, counts = {}, {}
         for label in LABELS:
             prompt = len(tokenizer(row["prompt"])["input_ids"])
             ids = torch.tensor([tokenizer(row["prompt"] + label)["input_ids"]])
             logprobs = torch.log_softmax(model(ids).logits[0, :-1].detach(), -1)
-            losses[label] = -logprobs.gather(1, ids[0, 1:, None])[prompt - 1 :].sum().item()
-            tokens += (ids.shape[1] - prompt) * (label == row["completion"])
+            losses[label] = -logprobs.gather(1, ids[0, 1:, None])[prompt - 1 :].mean().item()
+            counts[label] = ids.shape[1] - prompt
         right += min(losses, key=lambda label: losses[label]) == row["completion"]
-        total += losses[row["completion"]]
+        total += losses[row["completion"]] * counts[row["completion"]]
+        tokens += counts[row["completion"]]
     assert score.accuracy == right / len(rows)
     assert score.loss == pytest.approx(total / tokens, rel=1e-4)
-
-
-def test_a_tie_counts_as_wrong(task: DemoTask) -> None:
-    rows = [{"prompt": "a line" + QUESTION, "completion": " same"}]
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    model = open_checkpoint(task.model)
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
-        assert accuracy(engine, model, rows, tokenizer, labels=(" same", " same")).accuracy == 0.0
 
 
 def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(

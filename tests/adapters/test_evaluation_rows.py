@@ -48,7 +48,7 @@ def test_a_run_on_completions_is_evaluated_by_accuracy(rows: list[dict[str, Any]
     assert results.keys() == {0, 3}
     for step, values in results.items():
         assert values.keys() == {"choice_loss", "accuracy"}, "steps minimise another loss"
-        assert f"by mean log-likelihood {values['accuracy']:.1%}" in printed_accuracy(options, step)
+        assert f"accuracy {values['accuracy']:.1%}," in printed_accuracy(options, step)
 
 
 def test_a_run_on_completions_is_evaluated_by_the_answers_it_writes(tmp_path: Path) -> None:

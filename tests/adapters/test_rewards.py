@@ -111,10 +111,33 @@ def waits(prompt, completion, row):
     time.sleep(row["weight"] == 3 and 600)
     return 0.5
 
+class Endless:
+    def __float__(self):
+        while True:
+            pass
+
+class Unreadable(Exception):
+    __str__ = Endless.__float__
+
+def loops(prompt, completion, row):
+    return Endless() if row["weight"] == 3 else 0.5
+
+def raises(prompt, completion, row):
+    if row["weight"] == 3:
+        raise Unreadable
+    return 0.5
+
+def huge(prompt, completion, row):
+    return 1e308
+
 def starts(prompt, completion, row):
     started = subprocess.Popen(["sleep", "600"])
+    away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    orphan = subprocess.check_output("setsid sleep 600 > /dev/null & echo $!", shell=True, text=True).strip()
     with open(row["file"], "w") as file:
-        file.write(f"{os.getpid()} {started.pid} ")
+        file.write(f"{os.getpid()} {started.pid} {away.pid} {orphan} ")
+    if row["weight"] == 4:
+        os.kill(os.getpid(), signal.SIGXCPU)
     goes_on(prompt, completion, row)
     return 1
 """
@@ -143,6 +166,7 @@ def functions(tmp_path: Path) -> Path:
         ("exact-match", {"answers": ["a b", 3], "completion": "c"}, ["a b", "3", "c"], [1, 1, 0]),
         ("arithmetic", {"completion": "so 1,200"}, ["3 + 4 is 1200", "1200.0", "12", "none", "1200 or 5"], [1, 1, 0, 0, 0]),
         ("arithmetic", {"answer": -7}, ["it is -7.", "7"], [1, 0]),
+        ("arithmetic", {"answer": "1" * 400}, ["1" * 400, "2" * 400], [1, 0]),  # both are beyond the largest float
         ("regex", {"pattern": r"\d+ cats"}, ["12 cats ", "cats", "12 cats\nand"], [1, 0, 0]),
         ("length", {}, ["", "x" * 50], [0, -0.5]),
         (
@@ -175,7 +199,10 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
     ("function", "why"),
     [
         ("divides", "ZeroDivisionError"),
-        ("infinite", "inf, which is not finite"),
+        ("infinite", "inf, "),
+        ("huge", r"1e\+308, .* from -1e\+30 to 1e\+30"),
+        ("loops", "TimeoutError: it takes longer than 0.3 s"),
+        ("raises", "Unreadable, which gives no text"),
         ("text", "str 'good', which is not a number"),
         ("sleeps", "longer than 0.3 s"),
         ("computes", "longer than"),
@@ -190,7 +217,7 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
     # Code in C ends at the limit of a whole request, which nothing else has to wait for.
     judge = rewards(f"{functions}:{function}", seconds=0.3, start_seconds=1 if function == "computes" else 600)
     rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
-    line = 4 if function in ("infinite", "text") else 5
+    line = 4 if function in ("infinite", "huge", "text") else 5
     try:
         with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line} of --data: found .*{why}"):
             judge.of(rows)
@@ -200,10 +227,19 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
         judge.close()
 
 
+def test_a_weight_that_makes_a_reward_too_large_is_told(functions: Path) -> None:
+    judge = rewards("length=1e31")
+    try:
+        with pytest.raises(DataError, match=r"line 2 of --data: found -1 with a weight of 1e\+31"):
+            judge.of(completions("", "x" * 100))
+    finally:
+        judge.close()
+
+
 def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
     judge = rewards(f"{functions}:number")
     found = {
-        "1": "nan, which is not finite",
+        "1": "nan, for the completion",
         "2": "NoneType 'None'",
         "3": "str '0.5'",
         "4": "list '[1]', which is not a number",
@@ -275,12 +311,12 @@ limited.LimitedProcess(pathlib.Path(sys.argv[2])).ask({**request, "calls": calls
 """
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("end", ["killed", "closed", "crashed"])
 def test_a_rewards_process_ends_with_its_parent_and_with_all_that_it_has_started(
-    is_killed: bool, functions: Path, tmp_path: Path
+    end: str, functions: Path, tmp_path: Path
 ) -> None:
     started = tmp_path / "started"
-    if is_killed:
+    if end == "killed":
         program = (limited_process.__file__, reward_program.__file__, str(functions), str(started))
         parent = subprocess.Popen([sys.executable, "-c", PARENT, *program])
         while not (started.exists() and started.read_text().endswith(" ")):
@@ -290,11 +326,15 @@ def test_a_rewards_process_ends_with_its_parent_and_with_all_that_it_has_started
         parent.wait()
     else:
         judge = rewards(f"{functions}:starts")
-        assert judge.of(completions("text", weight=1, file=str(started))) == [[1.0]]
+        if end == "crashed":
+            with pytest.raises(DataError, match="takes longer than allowed"):
+                judge.of(completions("text", weight=4, file=str(started)))
+        else:
+            assert judge.of(completions("text", weight=1, file=str(started))) == [[1.0]]
         judge.close()
-    end = time.monotonic() + 100
+    last = time.monotonic() + 10
     while any(map(is_running, map(int, started.read_text().split()))):
-        assert time.monotonic() < end
+        assert time.monotonic() < last
         time.sleep(0.01)
 
 
@@ -592,9 +632,11 @@ def run(tmp_path: Path) -> Path:
         ({"max_new_tokens": 30}, "max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"reward_seconds": 0}, "reward_seconds"),
+        ({"reward_seconds": 1e308}, "reward_seconds"),
         ({"reward_memory": "much"}, "reward_memory"),
         ({"max_drift": -1}, "max_drift"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"),
         ({"top_p": 0.5, "temperature": 0}, "top_p"),
         ({"estimator": "mezo", "fitness": "ranks"}, "fitness"),
         ({"reward": "exact"}, "reward"),

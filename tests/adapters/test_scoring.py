@@ -13,12 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.commands.demo import accuracy as demo_accuracy
 from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.candidates import read_choices
+from zo2adapters.tasks.candidates import Choice, read_choices
+from zo2adapters.tasks.choice_task import AccuracyTask
+from zo2adapters.tasks.objectives import ChoiceError
 from zo2adapters.tasks.row_files import format_of
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
+from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BatchError, DataError, MeZOSGD, Replayer, ZOEngine
 from zo2core.sweep.activation_offload import storage_bytes
@@ -81,10 +85,36 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
     assert f"accuracy {right / 1000:.1%}," in printed
 
 
-def test_the_likeliest_is_chosen_by_sum_or_by_mean() -> None:
+def test_the_candidate_with_the_largest_mean_is_chosen_and_the_first_of_equal_ones() -> None:
     scored = Scored(((-3.0, -2.0), (-1.0, -1.0)), ((3, 1), (1, 1)), 1)
-    assert scored.choices() == (1, 0)
-    assert scored.choices(by_length=True) == (0, 0)
+    assert scored.means == [[-1.0, -2.0], [-1.0, -1.0]]
+    assert scored.choices() == (0, 0)
+
+
+def test_steps_evaluations_and_the_demo_judge_candidates_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The candidates have one and four tokens, so that by sums the short one would always be chosen."""
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    labels = [" yes", " no cat sat the"]
+    rows = [{"prompt": f"the {word}", "candidates": labels, "answer": number % 2} for number, word in enumerate(WORDS[3:9])]
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer = open_checkpoint(base), load_tokenizer(base)
+    choices = read_choices(data, tokenizer, sequence_length=12)
+    with Replayer(model) as engine:
+        task = AccuracyTask(model, choices, TaskOptions(objective="accuracy", batch_size=2, pad=0))
+        [[outputs]] = engine.forwards([(batch := task.batch(choices.rows))], forward := ChoiceError(model))
+        step = 1 - float(forward.loss([outputs], [batch]))
+        held_out = task.evaluate(engine, choices)
+        texts = [{"prompt": str(row["prompt"]), "completion": labels[number % 2]} for number, row in enumerate(rows)]
+        shown = demo_accuracy(engine, model, texts, tokenizer, labels=labels).accuracy
+        scored = score(engine, model, [row.prompt for row in choices], [row.candidates for row in choices])
+    main(["evaluate", "--model", str(base), "--data", str(data)])
+    assert f"accuracy {step:.1%}, 6 rows" in capsys.readouterr().out
+    assert held_out == {"loss": pytest.approx(1 - step), "accuracy": pytest.approx(step)}
+    assert shown == pytest.approx(step)
+    sums = [max((0, 1), key=values.__getitem__) for values in scored.log_likelihoods]
+    assert sum(map(Choice.is_right, choices, sums)) / 6 != pytest.approx(step), "sums would give another accuracy"
 
 
 @pytest.mark.parametrize(

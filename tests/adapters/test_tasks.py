@@ -362,7 +362,7 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
         assert_same_bits(name, value, then[name])
     main(["evaluate", "--model", "run/model", "--data", "choices.jsonl"])
     said = capsys.readouterr().out.splitlines()[-1]
-    assert f"by mean log-likelihood {evaluations[best]['evaluation_accuracy']:.1%}" in said
+    assert f"accuracy {evaluations[best]['evaluation_accuracy']:.1%}," in said
     assert len(journal.updates) == 4
 
 

@@ -394,7 +394,7 @@ class _Labelling(_Session):
             batch_size=len(labels),
             pad_token_id=pad_token_id(self._tokenizer),
         )
-        means = [value / tokens for value, tokens in zip(scored.log_likelihoods[0], scored.tokens[0], strict=True)]
+        means = scored.means[0]
         weights = [math.exp(mean - max(means)) for mean in means]
         shares = sorted(zip(weights, labels, strict=True), key=lambda pair: -pair[0])
         print(", ".join(f"{label} {weight / sum(weights):.1%}" for weight, label in shares[:_MOST_LABELS]), flush=True)

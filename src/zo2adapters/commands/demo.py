@@ -122,7 +122,7 @@ def accuracy(
     *,
     labels: Sequence[str] = LABELS,
 ) -> TaskScore:
-    """Compute how often the likeliest label is the right one; a tie counts as wrong.
+    """Compute how often the likeliest label is the right one.
 
     Args:
         engine: The engine whose current weights are evaluated.
@@ -139,10 +139,9 @@ def accuracy(
         [choice.candidates for choice in choices],
         pad_token_id=pad_token_id(tokenizer),
     )
-    right, log_likelihoods, tokens = 0, [], 0
+    right = sum(choice.is_right(index) for choice, index in zip(choices, scored.choices(), strict=True))
+    log_likelihoods, tokens = [], 0
     for choice, likelihoods, lengths in zip(choices, scored.log_likelihoods, scored.tokens, strict=True):
-        others = [value for index, value in enumerate(likelihoods) if index != choice.answer]
-        right += all(likelihoods[choice.answer] > other for other in others)
         log_likelihoods.append(likelihoods[choice.answer])
         tokens += lengths[choice.answer]
     return TaskScore(accuracy=right / len(rows), loss=-math.fsum(log_likelihoods) / tokens)

@@ -47,7 +47,7 @@ class ChoiceTask(Task):
         return engine.step(batch, self._forward)
 
     def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
-        """Compute the objective and accuracy, comparing candidates by mean log-probability as in MeZO's program."""
+        """Compute the objective and accuracy."""
         scored = score(
             engine,
             self._model,
@@ -56,12 +56,11 @@ class ChoiceTask(Task):
             batch_size=self._options.micro_batch_size or self._options.batch_size * rows.most_sequences,
             pad_token_id=self._options.pad,
         )
-        right = sum(row.is_right(index) for row, index in zip(rows, scored.choices(by_length=True), strict=True))
-        means = [
-            torch.tensor([value / count for value, count in zip(values, counts, strict=True)], dtype=torch.float64)
-            for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
+        right = sum(row.is_right(index) for row, index in zip(rows, scored.choices(), strict=True))
+        rated = [
+            CandidateScores(torch.tensor(means, dtype=torch.float64), (row.answer, *row.also))
+            for means, row in zip(scored.means, rows, strict=True)
         ]
-        rated = [CandidateScores(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
         return {self.evaluated: float(self._forward.value(rated)), "accuracy": right / len(rows)}
 
 

@@ -144,12 +144,9 @@ def _choices(engine: Runner, model: HFBlockModel, choices: Choices, pad: int, op
         pad_token_id=pad,
         progress=options.progress,
     )
-    measures = []
-    for name, by_length in (("accuracy", False), ("by mean log-likelihood", True)):
-        chosen = scored.choices(by_length=by_length)
-        measures.append(_mean(name, [float(choice.is_right(index)) for index, choice in zip(chosen, choices, strict=True)]))
+    right = [float(choice.is_right(index)) for index, choice in zip(scored.choices(), choices, strict=True)]
     size = _size((len(choices), "row"), (units_of(choices)[0], "candidate"), (scored.sweeps, "sweep"))
-    return Evaluated(measures, size, [value for values in scored.log_likelihoods for value in values])
+    return Evaluated([_mean("accuracy", right)], size, [value for values in scored.log_likelihoods for value in values])
 
 
 def _answers(

@@ -16,6 +16,7 @@ from zo2core.ranges import LARGEST, require_number, require_whole
 
 STREAM = "generation_stream"  # entry of a batch: number of its stream, which has a cache, for each row
 DRAW = "generation_draw"  # entry of a batch: a number from 0 to 1 for each row, with which its next token is drawn
+_LEAST_TEMPERATURE = 1e-6  # by less, logits that are divided overflow; the likeliest token is all but sure anyway
 _DRAWN_ROWS = 64  # rows whose probabilities are in memory at a time
 
 
@@ -27,7 +28,7 @@ class Sampling:
     that neither other rows nor other evaluations change it.
 
     Args:
-        temperature: Divisor of the logits, above 0.
+        temperature: Divisor of the logits, at least 1e-6.
         top_p: Probability mass of the likeliest tokens that are sampled from, above 0 and at most 1.
         seed: Seed of the sampling; no global generator is used.
 
@@ -40,7 +41,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, above=0, remedy="pass a value near 1")
+        require_number("temperature", self.temperature, least=_LEAST_TEMPERATURE, remedy="pass a value near 1")
         require_number("top_p", self.top_p, above=0, most=1, remedy="pass 1 for all tokens")
 
     def number(self, row: int, position: int) -> float:

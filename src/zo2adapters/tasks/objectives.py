@@ -1,7 +1,6 @@
 """Objectives of prompts with candidate answers: cross entropy, accuracy, F1, and preference optimisation.
 
-Every pair of prompt and candidate is a row, as in ``score``. A candidate's score is the mean log-probability of its tokens,
-as in MeZO's program for classification (arXiv 2305.17333).
+Every pair of prompt and candidate is a row, as in ``score``. A candidate's score is the mean log-probability of its tokens.
 """
 
 from __future__ import annotations

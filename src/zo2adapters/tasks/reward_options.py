@@ -10,6 +10,8 @@ from zo2core import OptionError
 from zo2core.planning.host_budget import parse_size
 from zo2core.ranges import require_number, require_whole
 
+_MOST_SECONDS = 1e6  # of a call; the system's timers end at some number
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
@@ -58,7 +60,7 @@ class RewardOptions:
         if len(set(self.reward)) < len(self.reward):
             raise OptionError("reward", found="one twice", expected="different ones", remedy="give it a weight of 2")
         require_whole("max_new_tokens", self.max_new_tokens, 1)
-        require_number("reward_seconds", self.reward_seconds, above=0)
+        require_number("reward_seconds", self.reward_seconds, above=0, most=_MOST_SECONDS)
         parse_size(self.reward_memory, option="reward_memory")
         if self.max_drift is not None:
             require_number("max_drift", self.max_drift, above=0)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import re
 import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 Reward = Callable[[Any, str, Mapping[str, Any]], Any]
@@ -107,18 +107,24 @@ def _function(*, name: str, file: str, source: str, start_seconds: float, **_: o
 def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, Any], *, seconds: float) -> float | str:
     try:
         with _at_most(seconds):
-            value = reward(prompt, completion, row)
+            return _number(reward(prompt, completion, row))
     except MemoryError:
         raise
     except Exception as error:  # the user's program may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        name = type(error).__name__
+        with contextlib.suppress(Exception), _at_most(seconds):
+            return f"{name}: {' '.join(str(error).split())[:300]}"
+        return f"{name}, which gives no text"
+
+
+def _number(value: Any) -> float | str:
+    """A reward as a number, or as a text that says what it is instead. Its methods are the user's program, too."""
     try:
         if isinstance(value, (str, bytes)):  # which float() would parse
             raise TypeError
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return f"{type(value).__name__} {str(value)[:40]!r}, which is not a number"
-    return number if math.isfinite(number) else f"{number}, which is not finite"
 
 
 @contextlib.contextmanager
@@ -155,5 +161,5 @@ def _column(row: Mapping[str, Any], name: str, reward: str) -> Any:
     return row[name]
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))

@@ -18,6 +18,7 @@ from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)
 _MOST_NAMES = 12  # that an error lists
+_LARGEST = 1e30  # absolute value of a reward: sums and squares of many have to be finite, in float32 also each of them
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -131,8 +132,8 @@ class Rewards:
             For each reward, its value for each completion, without its weight.
 
         Raises:
-            DataError: naming the reward and the row, if a reward fails, takes too long or too much memory, or is not a
-                finite number.
+            DataError: naming the reward and the row, if a reward fails, takes too long or too much memory, or is no number
+                or too large a one.
         """
         starts = range(0, len(completions), _CALLS)
         return [
@@ -159,8 +160,13 @@ class Rewards:
             if len(completions) > 1:
                 return [value for completion in completions for value in self._values(index, [completion], option)]
             raise self._failure(index, completions[0], str(error), option) from error
-        if isinstance(values[-1], str):
-            raise self._failure(index, completions[len(values) - 1], values[-1], option)
+        weight = self.names[index].weight
+        for completion, value in zip(completions, values, strict=False):  # up to the first one that is a text
+            why = (
+                value if isinstance(value, str) else f"{value:g}" + (f" with a weight of {weight:g}" if weight != 1 else "")
+            )
+            if isinstance(value, str) or not max(abs(value), abs(weight * value)) <= _LARGEST:  # also if it is NaN
+                raise self._failure(index, completion, why, option)
         return list(values)
 
     def _ask(self, index: int, completions: Sequence[Completion]) -> list[Any]:
@@ -181,7 +187,7 @@ class Rewards:
         return DataError(
             f"reward {self.names[index]}, row on line {completion.line} of --{option}",
             found=f"{why}, for the completion {completion.text[:60]!r}",
-            expected="a finite number, within the limits of time and memory",
+            expected=f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory",
             remedy="correct the row or the function and start anew, or resume with more --reward-seconds or --reward-memory",
         )
 

@@ -1,5 +1,8 @@
 """Log-likelihoods of candidate answers: multiple choice, and classification by label words.
 
+Candidates are compared by the mean log-probability of their tokens, in steps and evaluations, as in MeZO's program
+(arXiv 2305.17333): what training minimises is what is measured, and a candidate is not preferred for having few tokens.
+
 Every pair of prompt and candidate is a row; the batches whose activations fit into the engine's budget share a sweep.
 """
 
@@ -27,15 +30,15 @@ class Scored(NamedTuple):
     tokens: tuple[tuple[int, ...], ...]  # [prompt][candidate], number of the candidate's tokens
     sweeps: int  # number of passes over all blocks
 
-    def choices(self, *, by_length: bool = False) -> tuple[int, ...]:
-        """The index of each prompt's likeliest candidate, the first one if several are equal.
-
-        Args:
-            by_length: Whether means over tokens are compared instead of sums.
-        """
+    @property
+    def means(self) -> list[list[float]]:
+        """Mean log-probability of the tokens of each candidate, by which candidates are compared: [prompt][candidate]."""
         rows = zip(self.log_likelihoods, self.tokens, strict=True)
-        values = [[v / n if by_length else v for v, n in zip(*row, strict=True)] for row in rows]
-        return tuple(max(range(len(row)), key=row.__getitem__) for row in values)
+        return [[value / count for value, count in zip(*row, strict=True)] for row in rows]
+
+    def choices(self) -> tuple[int, ...]:
+        """The index of each prompt's candidate with the largest mean, the first one if several are equal."""
+        return tuple(max(range(len(means)), key=means.__getitem__) for means in self.means)
 
 
 class LogLikelihood:
