@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -499,7 +499,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")}
+    raw: dict[str, Any] = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")}
     for name, stream in raw.items():
         monkeypatch.setattr(sys, name, stream)
     evil = "a\x1b[2Jb\rc\x9bd\x07"
@@ -510,7 +510,7 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
     print("\x1b[A", end="")
     for text in ("\r 50%", "\n", "\x1b[A", f"\r{evil}"):
         sys.stderr.write(text)
-    out, err = (cast("io.BytesIO", stream.buffer).getvalue().decode() for stream in raw.values())
+    out, err = (stream.buffer.getvalue().decode() for stream in raw.values())
     shown = r"a\x1b[2Jb\rc\x9bd\x07"
     assert out == f"first {shown}\n\tsecond\r\n\\x1b[A\n\\x1b[A"
     refused, bars = err.split("\n", 1)

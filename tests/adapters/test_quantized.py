@@ -539,7 +539,8 @@ def test_a_checkpoint_of_a_shard_larger_than_memory_opens(tmp_path: Path, monkey
 
 
 def test_matrices_of_a_mixture_that_are_left_are_counted_and_named(tmp_path: Path) -> None:
-    families.small_model(families.small_config("mixtral")).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    small: Any = families.small_model(families.small_config("mixtral"))
+    small.to(torch.bfloat16).save_pretrained(tmp_path / "base")
     said = done("convert", "--model", tmp_path / "base", "--output", tmp_path / "nf4", "--quantize", "nf4").out
     encoded = {
         spec.name for layout in open_checkpoint(tmp_path / "nf4").layouts for spec in layout.parameters if spec.encoding

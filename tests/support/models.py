@@ -157,4 +157,5 @@ def save_tokenizer(directory: Path, words: Sequence[str] = WORDS, *, pad: str = 
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
     fast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos).save_pretrained(directory)
     if (directory / "generation_config.json").exists():  # which ends texts, too
-        GenerationConfig(eos_token_id=list(words).index(eos)).save_pretrained(directory)
+        config: Any = GenerationConfig
+        config(eos_token_id=list(words).index(eos)).save_pretrained(directory)

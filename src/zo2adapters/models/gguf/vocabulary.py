@@ -56,7 +56,7 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     Raises:
         UnsupportedModelError: if the file does not name a known way to split text.
     """
-    values = {
+    values: dict[str, Any] = {
         key.removeprefix("tokenizer.ggml."): file.text(key) if isinstance(value, StoredText) else value
         for key, value in file.metadata.items()
     }
@@ -98,7 +98,8 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
             special_tokens=[(token, tokens.index(token)) for token in {*first, *last}],
         )
     template = values.get("tokenizer.chat_template")
-    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    tokenizer: PreTrainedTokenizerBase = make(
         tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special
     )
     return tokenizer
