@@ -68,14 +68,14 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
             expected=f"the name of a known way to split text: {', '.join(_SPLITS)}",
             remedy="use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
         )
-    tokens = list(file.array("tokenizer.ggml.tokens"))
-    merges = [tuple(merge.split(" ")) for merge in file.array("tokenizer.ggml.merges")]
+    tokens = [str(token) for token in file.array("tokenizer.ggml.tokens")]
+    merges = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
     is_whole = name in _WHOLE
     model: Any = BPE({token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole)
     backend: Any = Tokenizer(model)
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()  # of these models' own tokenizers
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     kinds = file.array("tokenizer.ggml.token_type") if "token_type" in values else ()
