@@ -69,7 +69,7 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
             remedy="use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
         )
     tokens = [str(token) for token in file.array("tokenizer.ggml.tokens")]
-    merges = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
+    merges: Any = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
     is_whole = name in _WHOLE
     model: Any = BPE({token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole)
     backend: Any = Tokenizer(model)
