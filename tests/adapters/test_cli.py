@@ -7,8 +7,9 @@ import io
 import itertools
 import json
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zo2core.build
 from zo2adapters.cli import COMMANDS, main
 from zo2adapters.commands.option_fields import option_fields
+from zo2adapters.commands.signals import SIGNALS
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
@@ -219,6 +221,7 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
             "labels": [],
             "train_on": "answers",
             "too_long": "auto",
+            "rendered_at": record["options"]["rows"]["rendered_at"],
         },
         "rewards": {
             "reward": [],
@@ -498,6 +501,17 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))
 
 
+@pytest.fixture
+def _signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    hook = sys.unraisablehook
+    yield
+    sys.unraisablehook = hook
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
 def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw: dict[str, Any] = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")}
     for name, stream in raw.items():

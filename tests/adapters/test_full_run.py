@@ -565,7 +565,7 @@ def test_a_run_that_writes_more_than_a_disk_bears_needs_a_word(here: Path, monke
 
 
 def test_where_blocks_stream_and_change_is_checked(here: Path) -> None:
-    assert "--stream-blocks: found True; expected --method" in refusal("plan", "--model", "base", *STREAMED)
+    assert "--stream-blocks: found True without --method; expected --method" in refusal("plan", "--model", "base", *STREAMED)
     assert "--stream-blocks: found True with --method adamw and" in refusal(*train("run", *STREAMED, "--lora-rank", 2))
     told = refusal("plan", "--model", "base", "--method", "lomo", "--snapshot-every", 2)
     assert "--snapshot-every: found 2; expected --stream-blocks" in told

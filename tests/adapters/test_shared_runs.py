@@ -184,13 +184,13 @@ METHODS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_more_runs_than_one_process_can_take_are_refused_at_once(options: TrainOptions, tmp_path: Path) -> None:
     many = written(tmp_path, {f"run-{number}": {"rank": 2} for number in range(1000)})
     told = refusal(*arguments(options, "--output", tmp_path / "all", "--runs", many))
     assert "runs.yaml: found 1000 runs; expected at most 64" in told
 
 
+@pytest.mark.parametrize("method", METHODS)
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str
 ) -> None:

@@ -338,10 +338,11 @@ def test_a_function_of_ones_own_is_monolithic_mezo(here: Path) -> None:
         assert update.losses == literal.step(collate(rows, pad_token_id=0), *update.seeds).losses
     assert journal.header is not None
     assert journal.header["provenance"]["objective"] == "calm"
-    main(["train", "--resume", "run", "--steps", "5"])
+    resumed = ["train", "--resume", "run", "--objective", "own.py:calm", "--steps"]
+    main([*resumed, "5"])
     (here / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits.abs().mean()\n")
     with pytest.raises(SystemExit):
-        main(["train", "--resume", "run", "--steps", "6"])
+        main([*resumed, "6"])
     assert len(Journal("run/journal.jsonl").updates) == 5
 
 

@@ -26,7 +26,7 @@ def fingerprint(prompt, completion, row):
     strike = pathlib.Path("strike")
     if strike.exists() and pathlib.Path("run/journal.jsonl").read_bytes().count(b"seeds") == 3:
         strike.unlink()
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(int(pathlib.Path("pid").read_text()), signal.SIGKILL)
         time.sleep(600)
     return int.from_bytes(hashlib.sha256(f"{row['completion']} {completion}".encode()).digest()[:4], "big") / 2**32
 """
@@ -36,7 +36,8 @@ KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl"}  # with 
 MEASURED = {"reward", "best", "completion", "generated", "drift"}  # first words of what the journal does not have of a step
 
 TEMPORARY = """
-import os, tempfile
+import os, pathlib, tempfile
+pathlib.Path("pid").write_text(str(os.getpid()))
 tempfile.tempdir = os.path.abspath("temporary")
 os.environ["TMPDIR"] = tempfile.tempdir
 """

@@ -34,7 +34,7 @@ def trained(folder: Path, rank: int, steps: int, workers: Workers | None) -> lis
 def main(folder: Path, steps: int) -> None:
     """Train as one of several workers."""
     (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    with Workers.from_torchrun(split="directions", timeout=60.0) as workers:
+    with Workers.from_torchrun(split="directions", timeout=20.0) as workers:
         weights = trained(folder, workers.rank, steps, workers)
         (folder / f"{workers.rank}.weights").write_bytes(b"".join(weights))
 

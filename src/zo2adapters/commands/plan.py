@@ -126,7 +126,7 @@ class Plan(EvaluationOptions):
         for option, value, fits, expected in _unplanned(run, names_device=not on_device or names_memory):
             if not fits:
                 where, remedy = f"{recipe}: {option}", "leave it out, or plan with options in place of the recipe"
-                where, remedy = (option, "leave it out") if recipe is None else (where, remedy)
+                where, remedy = (f"--{option.replace('_', '-')}", "leave it out") if recipe is None else (where, remedy)
                 raise OptionError(where, found=str(value), expected=expected, remedy=remedy)
         if beside := ", ".join(_beside_plan(run)):
             print(f"not in the plan: {beside}", file=sys.stderr)

@@ -71,13 +71,15 @@ def model_card(
         ],
     }
     yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
+    is_described = bool(version or journal.evaluations)
+    results = ["## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version), ""]
     lines = [
         f"# {name}, fine-tuned" if version else f"# {name}",
         "",
         *_summary(header, version, name, is_adapter=is_adapter, first_order=first_order),
         *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged and version else []),
         "",
-        *(["## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version), ""] if version else []),
+        *(results if is_described else []),
         "## How to load it",
         "",
         *(
@@ -85,7 +87,7 @@ def model_card(
             if is_gguf_file
             else _loading(name, causal=causal, is_adapter=is_adapter)
         ),
-        *(["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"] if version else []),
+        *(["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"] if is_described else []),
     ]
     return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
 

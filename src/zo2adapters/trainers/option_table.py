@@ -63,14 +63,15 @@ _NAMES: dict[tuple[Change, Effect], str] = {
     (Change.NEVER, _ZEROTH): "noise exact_mezo rank period stack reward max_new_tokens temperature top_p transfer_dtype",
     (Change.NEVER, _ANY): "seed device dtype precision head objective beta method samples eval_split eval_seed "
     "adapter_frozen lora_rank lora_targets lora_alpha batch_size micro_batch_size loss_chunk pack sequence_length "
-    "prompt_template text_column prompt_column completion_column label_column messages_column labels train_on too_long",
+    "prompt_template text_column prompt_column completion_column label_column messages_column labels train_on too_long "
+    "rendered_at",
     (Change.NEVER, _METHOD): "max_grad_norm",
     (Change.NEVER, _FULL): "max_grad_value stream_blocks loss_scaling",
     (Change.NEVER, _ADAMW): "betas eps",
     (Change.NEVER, _FULL_ADAMW): "delayed_update state_bits",
     (Change.NEVER, _SGD): "momentum nesterov",
     (Change.NEVER, _BADAM): "switch_every",
-    (Change.CALL, _ANY): "task shots output resume from_step runs trace verify_base scheduler split step_deadline key_file",
+    (Change.CALL, _ANY): "task shots output resume from_step runs trace verify_base scheduler split",
     (Change.CALL, _ZEROTH): "replay",
 }
 ROWS = {name: Row(*row) for row, names in _NAMES.items() for name in names.split()}

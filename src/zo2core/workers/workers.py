@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -86,7 +87,8 @@ class Workers:
         if neighbours == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
-        _connected(lambda: distributed.init_process_group(backend, timeout=timedelta(seconds=timeout)))
+        wait = timedelta(seconds=timeout)
+        _connected(lambda: _at_most(timeout, lambda: distributed.init_process_group(backend, timeout=wait)))
         workers = cls(distributed.group.WORLD, split=split, neighbours=neighbours)
         workers._owns_group = True
         return workers
@@ -242,6 +244,25 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _at_most(seconds: float, call: Callable[[], object]) -> None:
+    """Call in a thread: gloo never stops waiting for a worker that was killed while it connected."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # any: raised below, where it is expected
+            failures.append(error)
+
+    thread = Thread(target=run, name="zo2-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RuntimeError(f"no connection within {seconds:g} seconds")
+    for failure in failures:
+        raise failure
 
 
 def _connected(call: Callable[[], object]) -> None:
