@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,14 @@ def test_checkpoints_and_the_best_model_are_adapters_that_peft_loads(base: Path,
     assert not (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path, bf16: bool) -> None:
+    """Also with TRL's default bf16=True: the weights are float32, and autocast computes in bfloat16."""
     rows = datasets.Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES])
 
     def sft(kind: type[Any], model: Any, output: Path, **given: Any) -> Any:
-        return kind(model=model, args=trl.SFTConfig(**trainer_options(output, max_length=16)), train_dataset=rows, **given)
+        args = trl.SFTConfig(**trainer_options(output, max_length=16, bf16=bf16))
+        return kind(model=model, args=args, train_dataset=rows, **given)
 
     ours = sft(FirstOrderSFTTrainer, str(base), tmp_path / "run", peft_config=lora())
     before = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
@@ -188,6 +192,51 @@ def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path)
     ours.train()
     stock.train()
     assert_alike(ours, stock)
+
+
+def test_a_model_in_another_precision_is_refused_with_what_mends_it(base: Path, tmp_path: Path) -> None:
+    def trainer(model: Any, **given: Any) -> Any:
+        asked = {"bf16": True, **{key: given.pop(key) for key in ("bf16", "fp16") if key in given}}
+        return FirstOrderTrainer(model=model, args=TrainingArguments(**trainer_options(tmp_path, **asked)), **given)
+
+    def mixed(dtype: str) -> Any:
+        return open_checkpoint(base, adapter=Adapter(config=lora()), precision="mixed", dtype=dtype)
+
+    with pytest.raises(OptionError, match=r"bf16=False, fp16=False, or .*precision='mixed', dtype='bfloat16'"):
+        trainer(opened(base))
+    with pytest.raises(OptionError, match=r"bf16=False, fp16=True, or .*precision='mixed', dtype='bfloat16'"):
+        trainer(mixed("float16"))
+    with pytest.raises(OptionError, match=r"bf16=True, fp16=False, or .*precision='exact'"):
+        trainer(mixed("bfloat16"), bf16=False)
+    with pytest.raises(OptionError, match=r"bf16, fp16: found mixed with DoRA; .*bf16=False, fp16=False.*dtype='bfloat16'"):
+        trainer(str(base), peft_config=lora(use_dora=True))
+    trainer(mixed("bfloat16"))
+    trainer(mixed("float16"), bf16=False, fp16=True)
+    trainer(open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), dtype="bfloat16"), bf16=False)
+
+
+OF_ZEROTH_ORDER = re.compile(r"ZOArguments|estimator|MeZO|projected|all parameters")
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({"auto_find_batch_size": True}, {}),
+        ({"optim_target_modules": "all-linear"}, {}),
+        ({"deepspeed": {}, "fsdp": "full_shard"}, {}),
+        ({}, {"optimizers": (object(), None)}),
+    ],
+    ids=str,
+)
+def test_remedies_name_what_a_first_order_trainer_has(
+    base: Path, tmp_path: Path, changes: dict[str, Any], given: dict[str, Any]
+) -> None:
+    args = TrainingArguments(**trainer_options(tmp_path))
+    for name, value in changes.items():
+        setattr(args, name, value)
+    with pytest.raises(OptionError) as refused:
+        FirstOrderTrainer(model=opened(base), args=args, **given)
+    assert not OF_ZEROTH_ORDER.search(str(refused.value))
 
 
 def test_what_has_no_adapter_or_two_is_refused(base: Path, tmp_path: Path) -> None:

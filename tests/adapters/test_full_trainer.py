@@ -161,3 +161,19 @@ def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None
 def test_what_needs_the_whole_model_is_refused(changes: dict[str, Any], told: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=told):
         ours(base, tmp_path / "run", **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"peft_config": object()}, "BackpropTrainerMixin trains an adapter"),
+        ({"optimizers": (object(), None)}, "optim names the optimizer"),
+        ({"optimizer_cls_and_kwargs": (object, {})}, "optim names the optimizer"),
+    ],
+)
+def test_options_of_the_constructor_are_refused_with_what_applies(
+    given: dict[str, Any], remedy: str, base: Path, tmp_path: Path
+) -> None:
+    make: Any = FullTrainer
+    with pytest.raises(OptionError, match=remedy):
+        make(model=str(base), args=options(tmp_path), train_dataset=ROWS, **given)

@@ -248,7 +248,14 @@ def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("options", [{"precision": Precision(stored=torch.float32)}, {"transfer_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": Precision(stored=torch.float32, transfer_dtype=torch.bfloat16)},
+        {"transfer_dtype": "bfloat16"},
+        {"export_dtype": "bfloat16"},
+    ],
+)
 def test_what_does_not_go_with_an_adapter_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     with pytest.raises(OptionError, match="with an adapter"):

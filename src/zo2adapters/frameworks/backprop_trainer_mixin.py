@@ -8,7 +8,7 @@ read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin
+from zo2adapters.frameworks.supported import FIRST_ORDER
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
@@ -24,9 +25,14 @@ from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_model import Adapter
 from zo2core import BackpropEngine, Batch, MemoryPolicy, OptionError, Runner
 
-_SUPPORTED = frozenset(  # arguments and options that have their usual meaning here
-    {"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optimizer_cls_and_kwargs"}
-)
+_SUPPORTED: Mapping[str, str | None] = {
+    **FIRST_ORDER,
+    "optimizer_cls_and_kwargs": None,
+    "optim_target_modules": "leave it out: the adapter's config names the modules",
+    "ref_model": "leave it out: the reference is the model with the adapter that training starts from",
+    "sync_ref_model": "leave it out: the reference is always the model with the adapter that training starts from",
+    "model_init_kwargs": "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config",
+}
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # as in transformers.Trainer
 
 

@@ -6,7 +6,7 @@ The trainer keeps its loop, data, schedule, logs, evaluation, callbacks and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, Trainer
 
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
+from zo2adapters.frameworks.supported import FIRST_ORDER
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
     LOMO,
@@ -31,7 +32,11 @@ from zo2core import (
 )
 from zo2core.checkpoint import Snapshot, Snapshots
 
-_SUPPORTED = frozenset({"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"})
+_SUPPORTED: Mapping[str, str | None] = {
+    **FIRST_ORDER,
+    "optimizer_cls_and_kwargs": FIRST_ORDER["optimizers"],
+    "peft_config": "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter",
+}
 
 
 class FullBackpropTrainerMixin(EngineStepsMixin):

@@ -18,6 +18,17 @@ _REWARD_MODEL = (
     "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "
     "directory"
 )
+# For each dtype of autocast, or none: a trainer's arguments, and the options of open_checkpoint.
+_ARGUMENTS = {
+    None: "bf16=False, fp16=False",
+    torch.bfloat16: "bf16=True, fp16=False",
+    torch.float16: "bf16=False, fp16=True",
+}
+_OPTIONS = {
+    None: "precision='exact'",
+    torch.bfloat16: "precision='mixed', dtype='bfloat16'",
+    torch.float16: "precision='mixed', dtype='float16'",
+}
 
 
 def open_for(
@@ -43,6 +54,12 @@ def open_for(
         precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         try:
             model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
+        except OptionError as error:
+            if autocast is None or error.where != "precision":
+                raise
+            half = str(autocast).removeprefix("torch.")
+            remedy = f"pass {_ARGUMENTS[None]}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
+            raise OptionError("bf16, fp16", found=error.found, expected=error.expected, remedy=remedy) from error
         except CheckpointError as error:
             if head == CAUSAL_LM.name:
                 raise
@@ -70,7 +87,7 @@ def open_for(
             "bf16, fp16",
             found=f"a model that computes {_precision(model.autocast)}",
             expected=f"a model that computes {_precision(autocast)}, as the arguments say",
-            remedy="pass bf16=False with a model in exact precision, or open the model with precision='mixed'",
+            remedy=f"pass {_ARGUMENTS[model.autocast]}, or open the model with {_OPTIONS[autocast]}",
         )
     return model
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         args: The trainer's arguments.
         options: Other options of the trainer, by name.
         adapter: The adapter to open the model with; None: none.
-        supported: Names of arguments and options that this mixin supports and others refuse.
+        supported: What the mixin supports (None), or says itself, of arguments and options that others refuse.
 
     Raises:
         OptionError: if an argument is not supported, the trainer is one of TRL's that is not supported, or the model was
@@ -64,7 +65,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         options: Mapping[str, Any],
         *,
         adapter: Adapter | None = None,
-        supported: frozenset[str] = frozenset(),
+        supported: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
         require_supported_trainer(type(self), self.trl_trainers)
         if not isinstance(args, TrainingArguments):
@@ -74,7 +75,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
                 expected="TrainingArguments",
                 remedy="pass args=TrainingArguments(...)",
             )
-        require_supported(args, options, supported=supported)
+        require_supported(args, options, supported)
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the whole reference model
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
         self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation

@@ -45,6 +45,16 @@ _ABSENT: Mapping[str, str] = {  # options of the trainer's constructor that must
     "ref_model": "leave it out: the reference is the base checkpoint, streamed once",
 }
 
+# The same for the mixins of first-order steps: what these support (None), and what to do about the rest.
+FIRST_ORDER: Mapping[str, str | None] = {
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
+    "auto_find_batch_size": "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches",
+    "disable_dropout": "leave it out: forwards run without dropout",
+    "deepspeed": "leave it out: the weights are streamed as memory=MemoryPolicy(...) says",
+    "fsdp": "leave it out: the weights are streamed as memory=MemoryPolicy(...) says",
+    "optimizers": "leave it out: optim names the optimizer, and lr_scheduler_type the schedule",
+}
+
 # TRL's trainers whose steps are tested to equal those of the monolithic loop.
 TRL_SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "TPOTrainer")
 _GENERATES = "generates text during training, for which the model would have to be whole in memory"
@@ -84,26 +94,26 @@ def head_for(kind: type) -> str:
     return "sequence-classification" if is_reward else "causal-lm"
 
 
-def require_supported(args: Any, options: Mapping[str, Any], *, supported: frozenset[str] = frozenset()) -> None:
+def require_supported(args: Any, options: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
     """Refuse arguments and options of a trainer that are not supported.
 
     Args:
         args: The trainer's arguments: ``transformers.TrainingArguments`` or a class derived from it.
         options: Other options of the trainer's constructor, by name.
-        supported: Names among both that are supported here.
+        own: What a mixin supports (None), or says itself of an argument or option, by name.
 
     Raises:
         OptionError: naming the argument.
     """
-    for name, remedy in _ABSENT.items():
+    for name, remedy in {**_ABSENT, **own}.items():
         given = options.get(name)
-        if name not in supported and given is not None and given != (None, None):
+        if remedy is not None and given is not None and given != (None, None):
             raise OptionError(name, found=f"a {type(given).__name__}", expected="no such option", remedy=remedy)
     defaults = {field.name: _default(field) for field in dataclasses.fields(args)}
-    for name, remedy in _AT_DEFAULT.items():
+    for name, remedy in {**_AT_DEFAULT, **own}.items():
         given = getattr(args, name, None)
         if (
-            name in supported
+            remedy is None
             or name not in defaults
             or given == defaults[name]
             or not (given or defaults[name])

@@ -129,7 +129,8 @@ def open_checkpoint(
     pieces, encodings = encodings_of(matched.parameters, encoded)
     opened: OpenedAdapter | None = None
     if adapter is not None and adapter_config is not None:
-        base = partial(open_checkpoint, directory, dtype=dtype, architecture=architecture, head=head)
+        base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
+        base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
         opened = inject(skeleton, adapter, adapter_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
         architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
@@ -181,10 +182,11 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
 
 def _require_adapter_options(precision: Precision | str, transfer_dtype: str, export_dtype: torch.dtype | str) -> None:
     """Refuse dtypes that cannot be chosen with an adapter."""
-    if transfer_dtype != "stored" or isinstance(precision, Precision):
-        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", repr(precision))
-        expected = "exact or mixed precision and the stored transfer dtype with an adapter"
-        raise OptionError(option, found=found, expected=expected, remedy="leave it out")
+    if isinstance(precision, Precision) and precision.transfer_dtype not in (None, precision.stored):
+        transfer_dtype = str(precision.transfer_dtype)
+    if transfer_dtype != "stored":
+        expected = "the stored transfer dtype with an adapter"
+        raise OptionError("transfer_dtype", found=transfer_dtype, expected=expected, remedy="leave it out")
     if export_dtype != "auto":
         expected = "auto with an adapter, which is exported in float32"
         raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
