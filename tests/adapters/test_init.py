@@ -310,6 +310,16 @@ def test_a_context_stands_in_the_prompt_and_other_columns_are_named(tmp_path: Pa
     assert converted["prompt"].startswith("Below is an instruction") == (columns[0] == "instruction")
 
 
+def test_columns_that_are_not_used_are_printed_and_written_into_the_recipe(here: Path) -> None:
+    columns = ["id", *(f"extra{i}" for i in range(6))]
+    rows = [{**dict.fromkeys(columns, "x"), "instruction": f"the {i}", "output": f"cat {i}"} for i in range(4)]
+    write_rows(here / "extra.jsonl", rows)
+    for data, unused in (("moods.csv", "id"), ("extra.jsonl", f"{', '.join(columns[:6])}, ..."), ("few.jsonl", None)):
+        said = done("init", "--model", "base", "--data", data, "-o", f"{data}.yaml").out
+        for text in (said, Path(f"{data}.yaml").read_text().replace("\n# ", " ")):
+            assert (f"; not used: {unused}" in text) == (unused is not None), text
+
+
 def test_labels_that_are_partly_empty_are_no_plain_text(tmp_path: Path) -> None:
     rows = [{"text": f"the cat {i}", "label": ["yes", "no", "", ""][i % 4]} for i in range(40)]
     with pytest.raises(DataError, match=r"line 3.*'label' is empty"):

@@ -20,6 +20,7 @@ from tokenized_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
 
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choices
+from zo2adapters.tasks.labelled import read_labelled_rows
 from zo2adapters.tasks.row_files import DataFiles, read_rows, split_rows
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
@@ -458,6 +459,28 @@ def test_numbers_in_any_column_of_labels_are_labels_or_their_indices(
     options = replace(options, labels=found if "4.5" in cells else ("bad", "good"))
     answers = [options.converted(row)["answer"] for _, row in parsed_rows(path)]
     assert answers == ([1, 0] if "4.5" in cells else [0, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Path, kind: str) -> None:
+    path = KINDS[kind](tmp_path / kind, [{"prompt": "the cat", "label": False}, {"prompt": "the dog", "label": True}])
+    found = RowOptions().labels_in(row for _, row in parsed_rows(path))
+    assert found == ("False", "True")
+    options = RowOptions(labels=found)
+    converted = [options.converted(row) for _, row in parsed_rows(path)]
+    assert [(row["candidates"], row["answer"]) for row in converted] == [([" False", " True"], 0), ([" False", " True"], 1)]
+    with pytest.raises(DataError, match=r"1: found .* as 'label'; expected one of 'no', 'yes'"):
+        read_rows(path, TOKENIZER, sequence_length=64, options=RowOptions(labels=("no", "yes")))
+    numbers = small_config("llama", num_labels=2)
+    with pytest.raises(DataError, match="as 'label'; expected a class from 0 to 1"):
+        read_labelled_rows(path, TOKENIZER, numbers, sequence_length=64, options=RowOptions(text_column="prompt"))
+
+
+@pytest.mark.parametrize("row", [{"candidates": ["a", "b"], "answer": True}, {"completion": True}])
+def test_booleans_are_refused_where_an_index_or_a_text_belongs(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the", **row}])
+    with pytest.raises(DataError, match="line 1: found true as"):
+        read_rows(path, TOKENIZER, sequence_length=64)
 
 
 def test_a_column_without_a_name_is_an_index(tmp_path: Path) -> None:
