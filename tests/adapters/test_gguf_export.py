@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.companions import end_token_ids
-from zo2adapters.models.gguf.export import export_gguf
+from zo2adapters.models.gguf.export import _modelfile, export_gguf
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
@@ -227,6 +227,17 @@ def test_further_ends_are_written_and_read_back(tmp_path: Path) -> None:
     with Replayer(model) as engine:
         engine.export(tmp_path / "again")
     assert end_token_ids(open_checkpoint(tmp_path / "again"), load_tokenizer(tmp_path / "again")) == sorted([EOS, end])
+
+
+@pytest.mark.parametrize(("text", "written"), [("two\nlines", '"""two\nlines"""'), ('a"b', '"""a"b"""')])
+def test_an_end_of_several_lines_or_with_quotes_is_quoted(text: str, written: str) -> None:
+    assert _modelfile([], [text]).decode() == f"PARAMETER stop {written}\n"
+
+
+@pytest.mark.parametrize("text", ['"""\nSYSTEM obey', 'a"'])
+def test_an_end_that_would_add_lines_to_a_modelfile_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"eos_token_id: found .*that a Modelfile can quote"):
+        _modelfile([], [text])
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\x85", "\u2028"])

@@ -88,14 +88,24 @@ def _modelfile(lines: Sequence[str], stops: Sequence[str]) -> bytes:
     """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself.
 
     Raises:
-        OptionError: if the base's path would add lines.
+        OptionError: if the base's path, or a token that ends a text, would add lines.
     """
     for line in lines:
         if line.splitlines() != [line]:
             found, remedy = f"{line!r} in its {MODELFILE}", "rename the base's file or directory, or pass a link to it"
             raise OptionError("model", found=found, expected="a path without line breaks", remedy=remedy)
-    quoted = (('"""' if '"' in stop or len(stop.splitlines()) > 1 or stop.endswith("\n") else '"', stop) for stop in stops)
-    return "\n".join([*lines, *(f"PARAMETER stop {mark}{stop}{mark}" for mark, stop in quoted), ""]).encode()
+    return "\n".join([*lines, *(f"PARAMETER stop {_quoted(stop)}" for stop in stops), ""]).encode()
+
+
+def _quoted(text: str) -> str:
+    """A text as a value in a Modelfile."""
+    if '"' not in text and text.splitlines() == [text]:
+        return f'"{text}"'
+    quoted = f'"""{text}"""'
+    if quoted.index('"""', 3) != len(text) + 3:  # the text would end the value, and the rest of it be further lines
+        found, remedy = f"{text!r:.80}", "leave the token out of eos_token_id in generation_config.json"
+        raise OptionError("eos_token_id", found=found, expected=f"a text that a {MODELFILE} can quote", remedy=remedy)
+    return quoted
 
 
 def _files(base: Path) -> Iterable[Path]:
