@@ -226,7 +226,7 @@ OF_ZEROTH_ORDER = re.compile(r"ZOArguments|estimator|MeZO|projected|all paramete
         ({"deepspeed": {}, "fsdp": "full_shard"}, {}),
         ({}, {"optimizers": (object(), None)}),
     ],
-    ids=str,
+    ids=["batch size", "target modules", "launchers", "optimizers"],
 )
 def test_remedies_name_what_a_first_order_trainer_has(
     base: Path, tmp_path: Path, changes: dict[str, Any], given: dict[str, Any]
