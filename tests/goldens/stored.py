@@ -1,4 +1,4 @@
-"""The file of goldens, and the machine that made them: another one may round differently."""
+"""Files of goldens, one for each kind of machine that made some: another one may round differently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from goldens.commands import COMMANDS
 from goldens.engines import ENGINES
 from goldens.trajectory import Trajectory
 
-FILE = Path(__file__).with_name("goldens.json")
+FOLDER = Path(__file__).with_name("machines")
 CASES: Mapping[str, Callable[..., Trajectory]] = {
     **{f"command: {name}": case for name, case in COMMANDS.items()},
     **{f"engine: {name}": case for name, case in ENGINES.items()},
@@ -43,8 +43,10 @@ def difference(stored: Mapping[str, str]) -> str | None:
 
 
 def load() -> dict[str, Any]:
-    """The machine and the goldens of the file; empty ones if there is none."""
-    return json.loads(FILE.read_text()) if FILE.exists() else {"machine": {}, "goldens": {}}
+    """The machine and the goldens of the file of this machine, else of the first one; empty ones if there is none."""
+    files = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    here = [file for file in files if difference(file["machine"]) is None]
+    return (here or files or [{"machine": {}, "goldens": {}}])[0]
 
 
 def make(name: str) -> Trajectory:
@@ -54,8 +56,10 @@ def make(name: str) -> Trajectory:
 
 
 def store(goldens: Mapping[str, Trajectory]) -> None:
-    """Replace the file's goldens."""
-    FILE.write_text(json.dumps({"machine": this_machine(), "goldens": dict(sorted(goldens.items()))}, indent=1) + "\n")
+    """Replace the goldens of this machine's processor."""
+    FOLDER.mkdir(exist_ok=True)
+    file = FOLDER / f"{'-'.join(_processor().lower().split()[:3])}.json"
+    file.write_text(json.dumps({"machine": this_machine(), "goldens": dict(sorted(goldens.items()))}, indent=1) + "\n")
 
 
 def _processor() -> str:
