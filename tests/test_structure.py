@@ -25,6 +25,7 @@ LEVELS = (
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
     {"sweep", "planning"},
+    {"runner", "shared"},
     {"methods"},
     {"build"},
     {"engine"},

@@ -28,7 +28,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import BackpropEngine, HostPlan, MemoryPolicy
+from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy
 from zo2core.sweep.gradient_memory import gradient_bytes
 
 WARM_UP = 2
@@ -98,9 +98,9 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
     def opened() -> HFBlockModel:
         return open_checkpoint(options.directory, adapter=Adapter(config=adapter(options.rank), seed=0))
 
-    def engine(room: int) -> BackpropEngine:
+    def engine(room: int) -> Engine:
         host = HostPlan((), 0, None, keep_noise=False)
-        return BackpropEngine(opened(), OPTIMIZER, memory=MemoryPolicy(host=host, activations=room))
+        return Engine(opened(), FirstOrder(OPTIMIZER), memory=MemoryPolicy(host=host, activations=room))
 
     probe = opened()
     batch = random_batch(probe.config.vocab_size, rows, tokens, seed=0)

@@ -39,13 +39,14 @@ from zo2core import (
     BlockLayout,
     BlockUpdate,
     Delayed,
-    FullBackpropEngine,
+    Engine,
+    FirstOrder,
     HostPlan,
     MemoryPolicy,
     TorchOptimizer,
     UpdateInputs,
 )
-from zo2core.engine.full_backprop_engine import gradient_bytes as gradient_copies
+from zo2core.methods.first_order import gradient_bytes as bytes_of_gradients
 from zo2core.optimizers import state_bytes
 from zo2core.optimizers.every_segment import EverySegment
 from zo2core.sweep.gradient_memory import gradient_bytes
@@ -124,11 +125,11 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
     blocks = len(probe.layouts) - 2
     held, running = expected_held_bytes(probe.config, rows, tokens), forward_bytes(probe.config, rows, tokens)
     rooms = {"inputs": gradient_bytes(held, running, blocks), "graphs": 1 << 36}
-    engines: dict[str, FullBackpropEngine] = {}
+    engines: dict[str, Engine] = {}
     for side in options.sides.split(","):
         method, _, kept = side.partition(":")
         policy = MemoryPolicy(host=HostPlan((), 0, None, keep_noise=False), activations=rooms[kept or "graphs"])
-        engines[side] = FullBackpropEngine(open_checkpoint(options.directory), UPDATES[method](), lr=LR, memory=policy)
+        engines[side] = Engine(open_checkpoint(options.directory), FirstOrder(UPDATES[method](), lr=LR), memory=policy)
     resident = Resident(options.directory)
     sides: dict[str, Callable[[], float]] = {
         **{name: lambda engine=engine: engine.step(batch).loss for name, engine in engines.items()},  # type: ignore[misc]
@@ -166,7 +167,7 @@ def bytes_by_part(directory: Path, side: str) -> dict[str, int]:
         states = TorchOptimizer(ADAMW)
         return {"weights": weights, "gradients": weights, "states": state_bytes(states, layouts)}
     update = UPDATES[side.partition(":")[0]]()
-    return {"weights": weights, "gradients": gradient_copies(update, layouts), "states": state_bytes(update, layouts)}
+    return {"weights": weights, "gradients": bytes_of_gradients(update, layouts), "states": state_bytes(update, layouts)}
 
 
 def bench_host(options: argparse.Namespace, rows: int, tokens: int) -> list[dict[str, Any]]:
@@ -178,7 +179,7 @@ def bench_host(options: argparse.Namespace, rows: int, tokens: int) -> list[dict
     hosts = {"prompt": SlowHost(TorchOptimizer(ADAMW)), "late": SlowHost(TorchOptimizer(ADAMW))}
     updates: dict[str, BlockUpdate] = {"lomo": LOMO(), "prompt": hosts["prompt"], "late": Delayed(hosts["late"])}
     engines = {
-        name: FullBackpropEngine(open_checkpoint(options.directory), update, lr=LR, memory=policy)
+        name: Engine(open_checkpoint(options.directory), FirstOrder(update, lr=LR), memory=policy)
         for name, update in updates.items()
     }
 

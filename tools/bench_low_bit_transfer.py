@@ -27,7 +27,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.verification import random_batch
-from zo2core import CudaDevice, DevicePlan, Distribution, MemoryPolicy, PhiloxNoise, ZOEngine
+from zo2core import CudaDevice, DevicePlan, Distribution, Engine, MemoryPolicy, PhiloxNoise, ZerothOrder
 from zo2core.planning.low_bit import Replay
 from zo2core.types import Batch, Lane, StepResult
 
@@ -69,7 +69,7 @@ def opened(directory: Path, configuration: Configuration | None = None) -> HFBlo
 
 def compute_seconds(directory: Path, batch: Batch) -> float:
     """The seconds of a sweep's replay and forwards without transfers."""
-    with ZOEngine(opened(directory), estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)) as engine:
+    with Engine(opened(directory), ZerothOrder(estimator(), noise=PhiloxNoise(Distribution.RADEMACHER))) as engine:
         steps = [engine.step(batch).lanes for _ in range(WARM_UP + 3)]
     return min(lanes[Lane.REPLAY].busy_seconds + lanes[Lane.EVALUATE].busy_seconds for lanes in steps)
 
@@ -83,15 +83,14 @@ def bench(directory: Path, batch: Batch, rate: float | None, steps: int) -> dict
     """Measure all configurations, step by step in turn, on a bus of ``rate`` bytes a second; None uses a GPU's own bus."""
     measured: dict[str, list[StepResult]] = {configuration.name: [] for configuration in CONFIGURATIONS}
     with ExitStack() as opened_engines:
-        engines: dict[str, ZOEngine] = {}
+        engines: dict[str, Engine] = {}
         for configuration in CONFIGURATIONS:
             device = CudaDevice() if rate is None else on_a_bus(rate)
             opened_engines.enter_context(closing(device))
             engines[configuration.name] = opened_engines.enter_context(
-                ZOEngine(
+                Engine(
                     opened(directory, configuration),
-                    estimator(),
-                    noise=PhiloxNoise(Distribution.RADEMACHER),
+                    ZerothOrder(estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)),
                     device=device,
                     replay=configuration.replay,
                     memory=MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28)),

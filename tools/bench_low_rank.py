@@ -30,11 +30,12 @@ from zo2core import (
     DensePerturbation,
     DevicePlan,
     Distribution,
+    Engine,
     LowRankPerturbation,
     MemoryPolicy,
     MultiQueryRGE,
     PhiloxNoise,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.perturbation import Perturbation
 
@@ -58,11 +59,13 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
     if options.gpu and not options.stay:
         memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 32), activations="4GiB")
 
-    def engine(perturbation: Perturbation) -> ZOEngine:
+    def engine(perturbation: Perturbation) -> Engine:
         estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, perturb_in_place=False, q=options.queries)
         noise = PhiloxNoise(Distribution.RADEMACHER)
         model = block_model(config, dtype)
-        return ZOEngine(model, estimator, noise=noise, device=device.type, memory=memory, perturbation=perturbation)
+        return Engine(
+            model, ZerothOrder(estimator, noise=noise, perturbation=perturbation), device=device.type, memory=memory
+        )
 
     batch = random_batch(config.vocab_size, rows, tokens, seed=0)
     stacked = {key: torch.cat([value] * (2 * options.queries)).to(device) for key, value in batch.items()}

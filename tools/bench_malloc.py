@@ -30,7 +30,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.allocator import keep_freed_memory, peak_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 
 GEOMETRY: dict[str, Any] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 GEOMETRY |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048}
@@ -42,8 +42,8 @@ def side(directory: Path, *, keep: bool, rows: int, tokens: int, steps: int) -> 
     model = open_checkpoint(directory)
     batch = random_batch(model.config.vocab_size, rows, tokens, seed=0)
     seconds: list[float] = []
-    with ZOEngine(
-        model, MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False), noise=PhiloxNoise(Distribution.RADEMACHER)
+    with Engine(
+        model, ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False), noise=PhiloxNoise(Distribution.RADEMACHER))
     ) as engine:
         if keep:
             assert keep_freed_memory(), "no glibc"

@@ -22,7 +22,7 @@ from make_checkpoint import geometries, make_checkpoint
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
-from zo2core import MeZOSGD, ZOEngine
+from zo2core import Engine, MeZOSGD, ZerothOrder
 
 
 def peak() -> int:
@@ -35,7 +35,7 @@ def measure(directory: Path) -> dict[str, Any]:
     imported = peak()
     began = time.perf_counter()
     model = open_checkpoint(directory)
-    engine = ZOEngine(model, MeZOSGD(lr=1e-6, zo_eps=1e-3))
+    engine = Engine(model, ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3)))
     opened, opened_at = peak(), time.perf_counter()
     engine.flush()
     loaded, loaded_at = peak(), time.perf_counter()

@@ -27,12 +27,13 @@ from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     DensePerturbation,
     Distribution,
+    Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.microbatch import IGNORE_INDEX
@@ -41,7 +42,7 @@ from zo2core.types import Batch, Lane
 WARM_UP = 2
 
 
-def peak_bytes(engine: ZOEngine, batch: Batch) -> int:
+def peak_bytes(engine: Engine, batch: Batch) -> int:
     """The peak bytes of a step's operations, without those that remain after the step."""
     usage = Usage()
     with usage:
@@ -66,12 +67,16 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
                 model.weights = SlowReader(model.weights, parse_size(options.rate))
             engines.append(
                 opened.enter_context(
-                    ZOEngine(
+                    Engine(
                         model,
-                        MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False),
-                        noise=PhiloxNoise(Distribution.RADEMACHER),
+                        ZerothOrder(
+                            MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False),
+                            noise=PhiloxNoise(Distribution.RADEMACHER),
+                            perturbation=DensePerturbation()
+                            if options.rank is None
+                            else LowRankPerturbation(rank=options.rank),
+                        ),
                         memory=MemoryPolicy(host=host),
-                        perturbation=DensePerturbation() if options.rank is None else LowRankPerturbation(rank=options.rank),
                     )
                 )
             )

@@ -32,7 +32,17 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
-from zo2core import DevicePlan, Distribution, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZOEngine
+from zo2core import (
+    DevicePlan,
+    Distribution,
+    Engine,
+    HostPlan,
+    MemoryPolicy,
+    MeZOSGD,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZerothOrder,
+)
 from zo2core.types import Batch, Lane, StepResult
 
 WARM_UP = 2  # steps
@@ -49,24 +59,23 @@ def estimator() -> MeZOSGD:
 
 
 @contextmanager
-def on_a_bus(directory: Path, rate: float, *, overlap: bool) -> Iterator[ZOEngine]:
+def on_a_bus(directory: Path, rate: float, *, overlap: bool) -> Iterator[Engine]:
     """An engine with a simulated bus of ``rate`` bytes a second in each direction."""
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with (
         closing(device),
-        ZOEngine(open_checkpoint(directory), estimator(), noise=noise, device=device, overlap=overlap) as engine,
+        Engine(open_checkpoint(directory), ZerothOrder(estimator(), noise=noise), device=device, overlap=overlap) as engine,
     ):
         yield engine
 
 
-def from_disk(directory: Path, run: Path, *, overlap: bool) -> ZOEngine:
+def from_disk(directory: Path, run: Path, *, overlap: bool) -> Engine:
     """An engine whose blocks are read from disk and written back in every step."""
     buckets = 4 if overlap else 1
-    return ZOEngine(
+    return Engine(
         open_checkpoint(directory),
-        estimator(),
-        noise=PhiloxNoise(Distribution.RADEMACHER),
+        ZerothOrder(estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)),
         journal=run / "journal.jsonl",
         memory=MemoryPolicy(host=HostPlan((), budget=0, buckets=buckets, keep_noise=False)),
         write_back=WriteBackPolicy(directory=run, every=1),
@@ -100,7 +109,7 @@ def keep(measured: dict[str, Any], output: Path | None, *, indent: int | None = 
         output.write_text(text + "\n", encoding="utf-8")
 
 
-def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) -> dict[str, Any]:
+def compare(serial: Engine, overlapped: Engine, batch: Batch, steps: int) -> dict[str, Any]:
     """Take steps on both sides in turn; their losses must be equal."""
     measured: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
     for number in range(WARM_UP + steps):
@@ -134,7 +143,7 @@ def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, An
         model = open_checkpoint(directory)
         nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
         batch = random_batch(model.config.vocab_size, rows, tokens, seed=0)
-        with ZOEngine(model, estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)) as engine:
+        with Engine(model, ZerothOrder(estimator(), noise=PhiloxNoise(Distribution.RADEMACHER))) as engine:
             compute = min(lanes_of(engine.step(batch))["compute"] for _ in range(WARM_UP + 3))
         rate = nbytes / compute
         with (
@@ -168,12 +177,11 @@ def bench_gpu(geometry: str, rows: int, tokens: int, steps: int, dtype: torch.dt
     """Measure a GPU to which all blocks are copied, and back, in each step."""
     config = scaled(geometries()[geometry], 1, tokens)
 
-    def engine(*, overlap: bool) -> ZOEngine:
+    def engine(*, overlap: bool) -> Engine:
         plan = DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 30)
-        return ZOEngine(
+        return Engine(
             block_model(config, dtype),
-            estimator(),
-            noise=PhiloxNoise(Distribution.RADEMACHER),
+            ZerothOrder(estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)),
             memory=MemoryPolicy(device=plan if overlap else "auto"),
             overlap=overlap,
             device="cuda",

@@ -20,7 +20,7 @@ from zo2adapters import open_checkpoint, pack
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2core import DensePerturbation, Distribution, LowRankPerturbation, PhiloxNoise, ZOEngine
+from zo2core import DensePerturbation, Distribution, Engine, LowRankPerturbation, PhiloxNoise, ZerothOrder
 
 WARM_UP = 1
 
@@ -36,7 +36,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"padded": [], "packed": []}
     tokens: dict[str, list[float]] = {"padded": [], "packed": []}
     model = open_checkpoint(options.model, precision="auto" if in_weights else "exact")
-    with ZOEngine(model, estimator(), noise=noise, perturbation=perturbation) as engine:
+    with Engine(model, ZerothOrder(estimator(), noise=noise, perturbation=perturbation)) as engine:
         for number in range(WARM_UP + options.steps):
             padded = collate(next(batches), pad_token_id=pad_token_id(tokenizer))
             for side, batch in (("padded", padded), ("packed", pack(padded))):

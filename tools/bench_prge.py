@@ -51,7 +51,7 @@ from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import Distribution, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZerothOrder
 from zo2core.kernels import fill
 from zo2core.types import Batch, Encoding, Int8Rows, NF4Blocks
 
@@ -88,7 +88,7 @@ def forwards_of(queries: int) -> dict[str, list[list[int]]]:
     return {name: way for at, (name, way) in enumerate(ways.items()) if way not in list(ways.values())[:at]}
 
 
-class Forwards(ZOEngine):
+class Forwards(Engine):
     """An engine whose steps can take several sweeps, each with some of the evaluations as one batch."""
 
     def losses(self, batch: Batch, forwards: Sequence[Sequence[int]], *, seed: int | None = None) -> list[torch.Tensor]:
@@ -99,10 +99,11 @@ class Forwards(ZOEngine):
             forwards: The places, among the step's evaluations, of those that a sweep runs.
             seed: Of the first direction; drawn from the run's if None.
         """
-        evaluations, prepared = self.ask(seed=seed), [self._model.prepared(batch)]
+        evaluations, prepared = self.ask(seed=seed), [self._runner.model.prepared(batch)]
         losses: dict[int, torch.Tensor] = {}
         for places in forwards:
-            outputs = self.sweep([(evaluations[place], prepared) for place in places])
+            groups = [(evaluations[place], prepared) for place in places]
+            outputs = self._runner.sweep(self.version, groups, self._runner.model)
             losses.update(zip(places, (loss for [loss] in outputs), strict=True))
         return [losses[place] for place in range(len(evaluations))]
 
@@ -149,7 +150,8 @@ def works_of(
         for stack in (None, 1):
             model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
             perturbation = LowRankPerturbation(rank=RANK, period=10**6, stack=stack)
-            engine = Forwards(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=perturbation)
+            noise = PhiloxNoise(Distribution.RADEMACHER)
+            engine = Forwards(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation))
             engines.append(opened.enter_context(engine))
         batch = batch_of(model.config.vocab_size, effective // q, tokens, torch.device("cpu"))
         in_sweeps, in_a_visit = engines

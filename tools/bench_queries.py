@@ -26,7 +26,7 @@ import torch
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import CudaDevice, EngineParts, HostDevice, SequentialNoise, StreamedSource, ZOEngine
+from zo2core import CudaDevice, Engine, HostDevice, SequentialNoise, StreamedSource, ZerothOrder
 from zo2core.planning.host_budget import parse_size
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -75,10 +75,11 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
         closing(device),
         closing(model.weights),
         closing(source),
-        ZOEngine.from_parts(
+        Engine(
             model,
-            optimization.estimator_of(2),
-            EngineParts(source=source, device=device, noise=drawn),
+            ZerothOrder(optimization.estimator_of(2), noise=drawn),
+            source=source,
+            device=device,
             micro_batch_size=micro_rows,
         ) as engine,
     ):

@@ -34,13 +34,14 @@ from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     Distribution,
+    Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.perturbation.factor_store import BESIDE_UP_TO
 from zo2core.types import Batch, Lane, trained
@@ -64,17 +65,19 @@ def opened_model(options: argparse.Namespace) -> HFBlockModel:
     return block_model(scaled(geometries()[options.geometry], options.scale, options.tokens), DTYPES[options.dtype])
 
 
-def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | None) -> ZOEngine:
+def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | None) -> Engine:
     """An engine with low-rank directions and the options that both sides share."""
     few = MemoryPolicy(host=HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False))
-    return ZOEngine(
+    return Engine(
         model,
-        MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False),
-        noise=PhiloxNoise(Distribution(options.noise)),
+        ZerothOrder(
+            MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False),
+            noise=PhiloxNoise(Distribution(options.noise)),
+            perturbation=LowRankPerturbation(rank=options.rank, period=options.period),
+        ),
         journal=None if run is None else run / JOURNAL,
         write_back=None if run is None else WriteBackPolicy(directory=run),
         memory=MemoryPolicy() if options.buckets is None else few,
-        perturbation=LowRankPerturbation(rank=options.rank, period=options.period),
     )
 
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.generation import Generation, plan_generation
 from zo2adapters.trainers.allocator import peak_memory
-from zo2core import Distribution, EvolutionStrategies, LowRankPerturbation, MemoryPolicy, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, MemoryPolicy, PhiloxNoise, ZerothOrder
 
 
 def main() -> None:
@@ -65,11 +65,11 @@ def main() -> None:
     activations = options.activations or whole_plan.nbytes
     measured: dict[str, list[float]] = {"population": [], "transformers": []}
     sweeps, read_bytes = [], []
-    with ZOEngine(
+    with Engine(
         model,
-        estimator,
-        noise=PhiloxNoise(Distribution.RADEMACHER),
-        perturbation=LowRankPerturbation(rank=options.rank),
+        ZerothOrder(
+            estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=LowRankPerturbation(rank=options.rank)
+        ),
         memory=MemoryPolicy(host=options.memory, activations=activations),
     ) as engine:
         whole: Any = None

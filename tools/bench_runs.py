@@ -27,7 +27,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.verification import random_batch
-from zo2core import BackpropEngine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, SharedBase, ZOEngine
+from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, SharedBase, ZerothOrder
 from zo2core.planning.host_budget import parse_size
 from zo2core.types import Batch, Lane
 
@@ -35,19 +35,19 @@ RUNS = (1, 2, 4, 8)
 WARM_UP = 1
 
 
-def low_rank(options: argparse.Namespace, number: int, given: Mapping[str, Any]) -> ZOEngine:
+def low_rank(options: argparse.Namespace, number: int, given: Mapping[str, Any]) -> Engine:
     """A run of zeroth-order steps with low-rank perturbations."""
     estimator = MeZOSGD(lr=1e-7 * (1 + number), zo_eps=1e-3, perturb_in_place=False)
     model = opened(options)
-    return ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=options.rank), seed=number, **given)
+    return Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=options.rank), seed=number), **given)
 
 
-def adamw(options: argparse.Namespace, number: int, given: Mapping[str, Any]) -> BackpropEngine:
+def adamw(options: argparse.Namespace, number: int, given: Mapping[str, Any]) -> Engine:
     """A run of first-order steps of a LoRA adapter on all linear layers."""
     peft = optional_package("peft", install="zo2core[peft]")
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
     model = opened(options, adapter=Adapter(config=config, seed=number))
-    return BackpropEngine(model, partial(torch.optim.AdamW, lr=1e-5 * (1 + number)), **given)
+    return Engine(model, FirstOrder(partial(torch.optim.AdamW, lr=1e-5 * (1 + number))), **given)
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {"low-rank": low_rank, "adamw": adamw}

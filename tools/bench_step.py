@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, MeZOSGD, ParameterSpec, PhiloxNoise, SequentialNoise, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, ParameterSpec, PhiloxNoise, SequentialNoise, ZerothOrder
 from zo2core.kernels import native
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
@@ -130,7 +130,7 @@ def bench(
     parts: dict[str, list[float]] = {"forward": [], "noise": [], "arithmetic": [], "noise on a second thread": []}
     in_place = isinstance(plain, SequentialNoise)  # as `zo2 train` and `zo2 train --exact-mezo` do
     estimator = MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=in_place)
-    with ZOEngine(model, estimator, noise=noise) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=noise)) as engine:
         for pair in range(-1, pairs):  # the first one warms up: it loads the weights and has nothing to replay
             forward.seconds = noise.main = noise.beside = 0.0
             began = time.perf_counter()

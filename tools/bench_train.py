@@ -39,15 +39,7 @@ from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import (
-    BackpropEngine,
-    FullBackpropEngine,
-    MemoryPolicy,
-    RunRecord,
-    StreamedFullBackpropEngine,
-    WriteBackPolicy,
-    ZOEngine,
-)
+from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZerothOrder
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.planning.host_budget import resident_memory
 from zo2core.types import Lane
@@ -96,20 +88,20 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
-def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> BackpropEngine | FullBackpropEngine:
+def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> Engine:
     """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
     update = make_block_update(options.method, weight_decay=0.0) if options.full else None
     activations, least = reserved_bytes(model, options.rows, options.tokens, options.micro_rows, update)
     memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
     if update is not None:
         if options.stream:
-            record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
-            return StreamedFullBackpropEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
-        return FullBackpropEngine(model, update, lr=1e-6, memory=memory, spill=run, micro_batch_size=options.micro_rows)
+            rows = options.micro_rows
+            return Engine(model, FirstOrder(update, lr=1e-6), memory=memory, micro_batch_size=rows, run=run, commit_every=1)
+        return Engine(model, FirstOrder(update, lr=1e-6), memory=memory, spill=run, micro_batch_size=options.micro_rows)
     of_adapter = OPTIMIZERS[options.method].of_adapter
     assert of_adapter is not None, "others train all parameters"
     optimizer = partial(of_adapter, lr=1e-4)
-    return BackpropEngine(model, optimizer, memory=memory, spill=run, micro_batch_size=options.micro_rows)
+    return Engine(model, FirstOrder(optimizer), memory=memory, spill=run, micro_batch_size=options.micro_rows)
 
 
 def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
@@ -193,14 +185,16 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         "planned_seconds": plan["seconds"],
         "plan": plan,
     }
-    with ZOEngine(
+    with Engine(
         model,
-        optimization.estimator_of(options.steps),
-        noise=optimization.generator(model.layouts),
+        ZerothOrder(
+            optimization.estimator_of(options.steps),
+            noise=optimization.generator(model.layouts),
+            perturbation=optimization.perturbation,
+        ),
         journal=run / "journal.jsonl",
         memory=MemoryPolicy(host=options.memory, activations=activations),
         write_back=None if options.evaluate_only or options.no_scratch else WriteBackPolicy(directory=run),
-        perturbation=optimization.perturbation,
     ) as engine:
         assert engine.host_plan is not None
         measured["arranged"] = {"buckets": engine.host_plan.buckets, "keep_noise": engine.host_plan.keep_noise}

@@ -38,8 +38,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import BackpropEngine, Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
-from zo2core.types import GradientStepResult
+from zo2core import Distribution, Engine, FirstOrder, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
+from zo2core.types import StepResult
 
 
 class Member:
@@ -82,29 +82,29 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
         if size > 1:
             split = "rows" if by_gradients else "directions"
             workers = opened.enter_context(connected(rank, size, port, split))
-        engine: ZOEngine | BackpropEngine
+        engine: Engine
         engine = (first_order if by_gradients else zeroth_order)(model, options, workers)
         opened.callback(engine.close)
         pipe.send("ready")
         while (words := pipe.recv())[0] != "stop":
             if words[0] == "step":
                 result = engine.step(batch)
-                losses = (result.loss,) if isinstance(result, GradientStepResult) else result.losses
+                losses = (result.loss,) if isinstance(result, StepResult) else result.losses
                 pipe.send((losses, sum(os.times()[:2])))
 
 
-def zeroth_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> ZOEngine:
+def zeroth_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> Engine:
     """The engine of ``speed`` and ``memory``."""
     estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
     noise, memory = PhiloxNoise(Distribution.RADEMACHER), MemoryPolicy(activations="64MiB")
-    return ZOEngine(model, estimator, noise=noise, memory=memory, workers=workers)
+    return Engine(model, ZerothOrder(estimator, noise=noise), memory=memory, workers=workers)
 
 
-def first_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> BackpropEngine:
+def first_order(model: HFBlockModel, options: argparse.Namespace, workers: Workers | None) -> Engine:
     """The engine of ``gradients``: memory for all graphs, and freed memory returned as by ``zo2 train``."""
     keep_freed_memory(SMALL)
     memory = MemoryPolicy(activations=options.activations)
-    return BackpropEngine(model, partial(torch.optim.AdamW, lr=1e-4), memory=memory, workers=workers)
+    return Engine(model, FirstOrder(partial(torch.optim.AdamW, lr=1e-4)), memory=memory, workers=workers)
 
 
 def connected(rank: int, size: int, port: int, split: str) -> Workers:
@@ -165,7 +165,7 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
     first, model = folder / "first.jsonl", open_checkpoint(options.directory, dtype=options.dtype)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    with ZOEngine(model, estimator, noise=noise, journal=first) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=noise), journal=first) as engine:
         engine.step(batch)
         update = engine.journal.updates[0]
     journal = Journal(first)
@@ -184,7 +184,7 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
     pipe.send("begin")
     with (
         connected(0, 2, port, "directions") as workers,
-        ZOEngine(model, estimator, noise=noise, journal=first, workers=workers) as engine,
+        Engine(model, ZerothOrder(estimator, noise=noise), journal=first, workers=workers) as engine,
     ):
         engine.step(batch)
         taken = float(pipe.recv())
@@ -205,7 +205,7 @@ def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal:
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with (
         connected(1, 2, port, "directions") as workers,
-        ZOEngine(model, estimator, noise=noise, journal=journal, workers=workers) as engine,
+        Engine(model, ZerothOrder(estimator, noise=noise), journal=journal, workers=workers) as engine,
     ):
         engine.step(batch)
         pipe.send(time.perf_counter() - began)

@@ -33,7 +33,7 @@ from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
-from zo2core import DensePerturbation, Distribution, LowRankPerturbation, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import DensePerturbation, Distribution, Engine, LowRankPerturbation, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.kernels import fill
 from zo2core.perturbation import Factors, FactorStore
 from zo2core.types import Evaluation, ParameterSpec, Update
@@ -167,7 +167,7 @@ def train(task: DemoTask, method: Method, *, lr: float, seed: int, steps: int, l
     model = open_checkpoint(task.model, dtype=method.dtype)
     perturbation = DensePerturbation() if method.rank is None else LowRankPerturbation(rank=method.rank)
     estimator = MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
-    with ZOEngine(model, estimator, noise=PhiloxNoise(GAUSSIAN), seed=seed, perturbation=perturbation) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(GAUSSIAN), seed=seed, perturbation=perturbation)) as engine:
         for step in range(steps + 1):
             if looks > 0 and step % max(1, steps // (looks - 1)) == 0:
                 score = accuracy(engine, model, rows, tokenizer, labels=task.labels)

@@ -39,12 +39,13 @@ from zo2core import (
     FZOO,
     DensePerturbation,
     Distribution,
+    Engine,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     PerRowRGE,
     PhiloxNoise,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.estimators import EstimatorName
 from zo2core.protocols import NoiseGenerator, ZOEstimator
@@ -158,7 +159,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     model = open_checkpoint(task.model, **variant.opening)
     perturbation = DensePerturbation() if variant.rank is None else LowRankPerturbation(rank=variant.rank)
     estimator = variant.estimator(steps)
-    with ZOEngine(model, estimator, noise=variant.noise(), seed=seed, perturbation=perturbation) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=variant.noise(), seed=seed, perturbation=perturbation)) as engine:
         for step in range(steps + 1):
             if step % (steps // (LOOKS - 1)) == 0:
                 score = accuracy(engine, model, rows, tokenizer, labels=task.labels)

@@ -46,7 +46,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import METRICS
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import OptionError, Replayer
+from zo2core import Engine, OptionError
 from zo2core.estimators import EstimatorName
 
 GROUP, GRPO_BATCH = 8, 64  # completions of a prompt, and of a step
@@ -96,7 +96,7 @@ class Scores:
         self._rows = read_dataset(held_out, self._tokenizer, sequence_length=64, keeps_sources=True)
         model = open_checkpoint(base)
         task = self._task(model)
-        task.prepare(lambda: Replayer(model), list)
+        task.prepare(lambda: Engine(model), list)
         task.close()
         self._kept = task._kept  # what the base wrote, by which all models are measured
 
@@ -110,7 +110,7 @@ class Scores:
         model = open_checkpoint(path, adapter=None if adapter is None else Adapter(config=adapter, is_trained=False))
         task = self._task(model)
         task._kept = self._kept
-        with Replayer(model) as replayer:
+        with Engine(model) as replayer:
             results = task.evaluate(replayer, self._rows)
         task.close()
         return results

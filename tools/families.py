@@ -34,7 +34,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MeZOSGD, Replayer, Runner, UnsupportedModelError, ZO2Error, ZOEngine
+from zo2core import Engine, MeZOSGD, UnsupportedModelError, ZerothOrder, ZO2Error
 
 MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
@@ -183,13 +183,13 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     try:
         opened = open_checkpoint(directory)
         seconds = time.perf_counter() - began
-        with Replayer(open_checkpoint(directory, loss_chunk=3)) as replayer:
+        with Engine(open_checkpoint(directory, loss_chunk=3)) as replayer:
             chunked = replayer.evaluate([batch]).loss
-        with Replayer(opened) as replayer:
+        with Engine(opened) as replayer:
             scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
             generated = [generated_tokens(replayer, opened, prompts) for prompts in PROMPTED]
         opened = open_checkpoint(directory)
-        with ZOEngine(opened, MeZOSGD(lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])) as engine:
+        with Engine(opened, ZerothOrder(MeZOSGD(lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"]))) as engine:
             losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
             trained = engine.evaluate([batch]).loss
             engine.export(directory / "exported")
@@ -221,7 +221,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     }
 
 
-def generated_tokens(replayer: Runner, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
+def generated_tokens(replayer: Engine, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
     """The tokens with which greedy generation continues each prompt, or the reason why it is refused."""
     try:
         steps = list(generate(replayer, model, prompts, max_new_tokens=NEW_TOKENS))

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import BackpropEngine, ZO2Error
+from zo2core import Engine, FirstOrder, ZO2Error
 
 STEPS = 3
 
@@ -57,8 +57,8 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
     except Exception as error:  # transformers or peft may fail on such a tiny model
         return {"outcome": "not built", "error": f"{type(error).__name__}: {str(error)[:200]}"}
     try:
-        with BackpropEngine(model, optimizer) as engine:
-            first = {name: parameter.detach().clone() for name, parameter in engine._trained.parameters.items()}
+        with Engine(model, FirstOrder(optimizer)) as engine:
+            first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
             losses = [engine.step(batch()).loss for _ in range(STEPS)]
             learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
     except ZO2Error as error:

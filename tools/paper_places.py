@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import CudaDevice, EngineParts, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZOEngine
+from zo2core import CudaDevice, Engine, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZerothOrder
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
@@ -60,7 +60,7 @@ class Traffic(Trace):
 class Offloaded(NamedTuple):
     """An engine, ready to run."""
 
-    engine: ZOEngine
+    engine: Engine
     parts: ExitStack  # the engine's parts, to be closed after it
     traffic: Traffic
     shared_buckets: int | None  # number of buckets that all blocks share; None: each block has its own bytes
@@ -104,16 +104,13 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
     for part in (model.weights, device, source):
         parts.callback(part.close)
     traffic = Traffic()
-    engine = ZOEngine.from_parts(
+    engine = Engine(
         model,
-        MeZOSGD(lr=LR, zo_eps=ZO_EPS),
-        EngineParts(
-            source=source,
-            scheduler=SCHEDULERS[variant](source, device, timeline),
-            noise=noise(model.layouts, device.torch_device),
-            device=device,
-            timeline=timeline,
-        ),
+        ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device)),
+        source=source,
+        scheduler=SCHEDULERS[variant](source, device, timeline),
+        device=device,
+        timeline=timeline,
         trace=traffic,
     )
     return Offloaded(engine, parts, traffic, None if fits else SHARED_BUCKETS)
@@ -343,16 +340,13 @@ class Disk(_OnHost):
         for part in (model.weights, device, journal, source):
             parts.callback(part.close)
         traffic = Traffic()
-        engine = ZOEngine.from_parts(
+        engine = Engine(
             model,
-            MeZOSGD(lr=LR, zo_eps=ZO_EPS),
-            EngineParts(
-                source=source,
-                scheduler=SCHEDULERS[variant](source, device, timeline),
-                noise=noise(model.layouts, device.torch_device),
-                device=device,
-                timeline=timeline,
-            ),
+            ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device)),
+            source=source,
+            scheduler=SCHEDULERS[variant](source, device, timeline),
+            device=device,
+            timeline=timeline,
             journal=journal,
             trace=traffic,
         )

@@ -25,15 +25,14 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
     LOMO,
-    BackpropEngine,
     BAdam,
     Batch,
     BlockUpdate,
     DataError,
     DensePerturbation,
     Distribution,
-    FullBackpropEngine,
-    GradientPolicy,
+    Engine,
+    FirstOrder,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
@@ -42,7 +41,7 @@ from zo2core import (
     PerRowRGE,
     PhiloxNoise,
     TorchOptimizer,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 
@@ -180,7 +179,7 @@ class LabelWords(LogLikelihood):
 class ZerothOrderLearner:
     """A learner with an engine of this library."""
 
-    def __init__(self, model: HFBlockModel, engine: ZOEngine, rows: int) -> None:
+    def __init__(self, model: HFBlockModel, engine: Engine, rows: int) -> None:
         self._model, self._engine, self._rows = model, engine, rows
 
     @property
@@ -203,7 +202,7 @@ class ZerothOrderLearner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZerothOrder:
+class ZerothOrderVariant:
     """A variant of this library, by default with two-point steps."""
 
     name: str
@@ -228,21 +227,21 @@ class ZerothOrder:
         estimator = self.estimator(lr)
         if isinstance(estimator, PerRowRGE):
             estimator = replace(estimator, q=rows)
-        engine = ZOEngine(opened, estimator, noise=noise, perturbation=perturbation, journal=journal, seed=seed)
+        engine = Engine(opened, ZerothOrder(estimator, noise=noise, perturbation=perturbation, seed=seed), journal=journal)
         return ZerothOrderLearner(opened, engine, rows // self.queries)
 
 
 class BackpropLearner:
     """A model trained by gradients over the stream."""
 
-    def __init__(self, model: HFBlockModel, engine: BackpropEngine | FullBackpropEngine) -> None:
+    def __init__(self, model: HFBlockModel, engine: Engine) -> None:
         self._model = model
         self._engine = engine
 
     @property
     def taken(self) -> int:
         """What an earlier process did is lost with it."""
-        return self._engine.steps
+        return self._engine.version
 
     def step(self, batch: Batch) -> None:
         """Take one step."""
@@ -276,7 +275,7 @@ class StreamedLoRA:
         adapter = Adapter(config=LoraConfig(**self.lora), seed=seed)
         opened = open_checkpoint(model, adapter=adapter, **self.opening)
         optimizer = partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
-        return BackpropLearner(opened, BackpropEngine(opened, optimizer, clip=1.0))
+        return BackpropLearner(opened, Engine(opened, FirstOrder(optimizer, clip=1.0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +300,7 @@ class AllParameters:
         def schedule(step: int) -> float:
             return lr * min((step + 1) / self.warmup, 1.0)
 
-        gradients = GradientPolicy(clip_norm=self.clip_norm)
-        return BackpropLearner(opened, FullBackpropEngine(opened, self.update(seed), lr=schedule, gradients=gradients))
+        return BackpropLearner(opened, Engine(opened, FirstOrder(self.update(seed), lr=schedule, clip=self.clip_norm)))
 
 
 class AdamWLearner:
@@ -397,28 +395,28 @@ BADAM_STEPS = 3  # of a block's turn: 32 segments have one in 96 steps
 LORA_LRS = (3e-3, 1e-2, 3e-2, 1e-1)
 IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # weights in float32; the dtype is fixed, not chosen by speed
 VARIANTS: tuple[Variant, ...] = (
-    ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
-    ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
-    ZerothOrder(name="rademacher-bfloat16", opening=IN_BFLOAT16, noise=RADEMACHER, estimator=two_point),
-    ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
-    ZerothOrder(
+    ZerothOrderVariant(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
+    ZerothOrderVariant(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
+    ZerothOrderVariant(name="rademacher-bfloat16", opening=IN_BFLOAT16, noise=RADEMACHER, estimator=two_point),
+    ZerothOrderVariant(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
+    ZerothOrderVariant(
         name="rademacher-mixed-float8-carried",
         opening={**IN_MIXED, "transfer_dtype": "float8"},
         noise=RADEMACHER,
         estimator=two_point,
     ),
-    ZerothOrder(
+    ZerothOrderVariant(
         name="rademacher-mixed-bfloat16-carried",
         opening={**IN_MIXED, "transfer_dtype": "bfloat16"},
         noise=RADEMACHER,
         estimator=two_point,
     ),
     *(
-        ZerothOrder(name=f"rank-{rank}-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=rank)
+        ZerothOrderVariant(name=f"rank-{rank}-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=rank)
         for rank in (1, 2, 4, 8)
     ),
     *(
-        ZerothOrder(
+        ZerothOrderVariant(
             name=f"lora-fa-{count}-queries-bfloat16",
             opening=IN_BFLOAT16,
             noise=GAUSSIAN,
@@ -429,12 +427,12 @@ VARIANTS: tuple[Variant, ...] = (
         )
         for count in (1, 4, 16)
     ),
-    ZerothOrder(
+    ZerothOrderVariant(
         name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
     ),
     # FZOO normalises its steps, so that learning rates are lengths: a weight moves by lr / sqrt(8).
-    ZerothOrder(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
-    ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
+    ZerothOrderVariant(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
+    ZerothOrderVariant(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     StreamedLoRA(name="lora-adamw-bfloat16", opening=IN_BFLOAT16, lora=LORA),
     AdamW(name="adamw-float32"),
     AllParameters(

@@ -3,20 +3,11 @@
 import types as _types
 import typing as _typing
 
-from zo2core.build import EngineParts as EngineParts
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import find_tensors as find_tensors
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
-from zo2core.engine import BackpropEngine as BackpropEngine
-from zo2core.engine import DurableBackpropEngine as DurableBackpropEngine
-from zo2core.engine import FullBackpropEngine as FullBackpropEngine
-from zo2core.engine import Replayer as Replayer
-from zo2core.engine import Runner as Runner
-from zo2core.engine import RunRecord as RunRecord
-from zo2core.engine import SharedBase as SharedBase
-from zo2core.engine import StreamedFullBackpropEngine as StreamedFullBackpropEngine
-from zo2core.engine import ZOEngine as ZOEngine
+from zo2core.engine import Engine as Engine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
 from zo2core.errors import CheckpointError as CheckpointError
@@ -48,8 +39,10 @@ from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal
 from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
-from zo2core.methods import GradientPolicy as GradientPolicy
+from zo2core.methods import AtSnapshot as AtSnapshot
+from zo2core.methods import FirstOrder as FirstOrder
 from zo2core.methods import LossScaling as LossScaling
+from zo2core.methods import ZerothOrder as ZerothOrder
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.optimizers import LOMO as LOMO
@@ -83,13 +76,13 @@ from zo2core.protocols import UpdateInputs as UpdateInputs
 from zo2core.protocols import ZOEstimator as ZOEstimator
 from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler
+from zo2core.shared import SharedBase as SharedBase
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
 from zo2core.types import Batch as Batch
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
-from zo2core.types import GradientStepResult as GradientStepResult
 from zo2core.types import Lane as Lane
 from zo2core.types import ParameterSpec as ParameterSpec
 from zo2core.types import SegmentKind as SegmentKind

@@ -205,6 +205,7 @@ class UpdateInputs(NamedTuple):
     lr: float  # of the step
 
 
+@runtime_checkable
 class BlockUpdate(Protocol):
     """An optimizer that changes one segment at a time: its weights as soon as their gradients are there.
 

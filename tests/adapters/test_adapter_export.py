@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal
+from engines import zeroth_order
 from models import make_batch, random_model, save_model, small_config
 from runs import small_run
 from transformers import (
@@ -23,7 +24,7 @@ from zo2adapters.cli import main
 from zo2adapters.models.adapter_export import export_adapter
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DensePerturbation, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError, ZOEngine
+from zo2core import DensePerturbation, Engine, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError
 from zo2core.perturbation import Perturbation
 
 peft: Any = pytest.importorskip("peft")
@@ -36,10 +37,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def engine(base: Path, perturbation: Perturbation | None = None, **options: Any) -> ZOEngine:
+def engine(base: Path, perturbation: Perturbation | None = None, **options: Any) -> Engine:
     estimator = MultiQueryRGE(q=2, lr=3e-2, zo_eps=1e-2, perturb_in_place=False)
     beside = LowRankPerturbation(rank=2, period=3) if perturbation is None else perturbation
-    return ZOEngine(open_checkpoint(base, **options), estimator, perturbation=beside, seed=3)
+    return zeroth_order(open_checkpoint(base, **options), estimator, perturbation=beside, seed=3)
 
 
 def load(base: Path) -> PreTrainedModel:
@@ -63,7 +64,7 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
     with engine(base) as opened:
         for _ in range(7):  # two periods, and one that goes on: six columns
             opened.step(batch)
-        export_adapter(opened, opened._model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
         opened.export(tmp_path / "merged")
     loaded = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
     assert loaded.peft_config["default"].r == 6
@@ -82,7 +83,7 @@ def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -
     with engine(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
         for _ in range(3):
             opened.step(batch)
-        export_adapter(opened, opened._model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
         opened.export(tmp_path / "merged")
     merged = loss_of(auto.from_pretrained(tmp_path / "merged"), batch)
     loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "adapter")
@@ -112,17 +113,17 @@ def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
         engine(base, DensePerturbation()) as opened,
         pytest.raises(OptionError, match="dense perturbations"),
     ):
-        export_adapter(opened, opened._model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     with engine(base, LowRankPerturbation(rank=5, period=1)) as opened:
         for _ in range(3):
             opened.step(batch)
         with pytest.raises(OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."):
-            export_adapter(opened, opened._model, out, base="")  # type: ignore[arg-type]
+            export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with engine(base, adapter=adapter) as opened, pytest.raises(OptionError, match="trains an adapter"):
-        export_adapter(opened, opened._model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     out.mkdir()
     (out / "mine").touch()
     with engine(base) as opened, pytest.raises(OutputError):
-        export_adapter(opened, opened._model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     assert [path.name for path in out.iterdir()] == ["mine"]

@@ -17,7 +17,7 @@ from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES, TEXT_MODELS
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning, ZOEngine
+from zo2core import CheckpointError, Engine, MeZOSGD, OptionError, UnsupportedModelError, ZerothOrder, ZO2Error, ZO2Warning
 
 MODEL = "model.safetensors"
 
@@ -77,7 +77,7 @@ def test_decay_goes_by_mezos_rule() -> None:
 
 def test_opt_checkpoints_load_with_either_prefix_and_with_a_copy_of_the_tied_head(base: Path, tmp_path: Path) -> None:
     def first_loss(directory: Path) -> float:
-        with ZOEngine(open_checkpoint(directory), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
             return engine.step(make_batch(40, [6]), seed=1).loss
 
     expected = first_loss(base)
@@ -185,7 +185,7 @@ def test_layers_that_return_tuples_need_only_say_so(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", BLOOM_CONFIG)
     whole = AutoModelForCausalLM.from_pretrained(base)
     batch = make_batch(40, [7, 4])
-    with ZOEngine(open_checkpoint(base, architecture=BLOOM), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base, architecture=BLOOM), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         assert engine.evaluate([batch]).loss == whole(**batch).loss.item()
 
 
@@ -193,7 +193,7 @@ def test_exports_keep_config_and_companions(base: Path, tmp_path: Path) -> None:
     edit_config(base, torch_dtype="float32", extra_key=7)
     (base / "tokenizer_config.json").write_text('{"mine": 1}')
     (base / "notes.md").write_text("not part of a model")
-    with ZOEngine(open_checkpoint(base, dtype="bfloat16"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base, dtype="bfloat16"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         engine.export(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

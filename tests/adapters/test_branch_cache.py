@@ -16,7 +16,7 @@ from zo2adapters import open_checkpoint, score
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.prepared_batch import PreparedBatch
-from zo2core import Distribution, MeZOSGD, PhiloxNoise, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, UnsupportedModelError, ZerothOrder
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
 
@@ -52,15 +52,18 @@ def test_a_sweep_asks_the_device_for_nothing(
         return learned
 
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise) as engine, patch.object(model, "prepared", ahead):
-        sweep = engine._parts.scheduler.sweep
+    with (
+        Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise)) as engine,
+        patch.object(model, "prepared", ahead),
+    ):
+        sweep = engine._runner.scheduler.sweep
         waits = Waits()
 
         def watched(*arguments: Any) -> None:
             with waits:
                 sweep(*arguments)
 
-        with patch.object(engine._parts.scheduler, "sweep", watched):
+        with patch.object(engine._runner.scheduler, "sweep", watched):
             for _ in range(2):
                 engine.step(batch)
             losses = engine.evaluate([batch]).losses
@@ -68,7 +71,7 @@ def test_a_sweep_asks_the_device_for_nothing(
         assert waits.names == []
         with patch.object(model, "prepared", lambda given: given):  # asks each time
             assert engine.evaluate([batch]).losses == losses
-            with patch.object(engine._parts.scheduler, "sweep", watched):
+            with patch.object(engine._runner.scheduler, "sweep", watched):
                 engine.evaluate([batch])
         assert waits.names != [], "what is looked for is there to be found"
 
@@ -120,5 +123,5 @@ def test_another_question_is_never_given_the_answer_to_the_first(questions: Call
 
 def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
     model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
-    with Replayer(model):
+    with Engine(model):
         assert isinstance(model.prepared(make_batch(model.config.vocab_size, [4])), PreparedBatch)

@@ -19,13 +19,13 @@ from zo2adapters.cli import main
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import (
+    Engine,
     Journal,
     JournalError,
     MeZOSGD,
     OutputError,
-    Replayer,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     branch_journal,
     copy_journal,
 )
@@ -66,7 +66,9 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture
 def parent(base: Path, tmp_path: Path) -> Path:
     """A journal of five steps."""
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-2, zo_eps=1e-3), journal=tmp_path / "parent.jsonl") as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), journal=tmp_path / "parent.jsonl"
+    ) as engine:
         for _ in range(5):
             engine.step(BATCH)
     return tmp_path / "parent.jsonl"
@@ -81,10 +83,10 @@ def test_a_branch_has_the_weights_of_its_step_and_goes_on_with_another_estimator
 ) -> None:
     slower, path = MeZOSGD(lr=1e-3, zo_eps=1e-3), tmp_path / "new" / "branch.jsonl"
     branch_journal(parent, path, step, estimator=slower.options)
-    with Replayer(open_checkpoint(base), Journal(parent).until(step)) as then:
+    with Engine(open_checkpoint(base), journal=Journal(parent).until(step)) as then:
         expected = {name: tensor.clone() for name, tensor in then.parameters_now()}
     write_back = WriteBackPolicy(directory=path.parent, every=1)
-    with ZOEngine(open_checkpoint(base), slower, journal=path, write_back=write_back) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(slower), journal=path, write_back=write_back) as engine:
         assert engine.version == step
         assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.parameters_now())
         assert engine.step(BATCH).lr == 1e-3

@@ -22,7 +22,7 @@ from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.commands.chat import _Stop, _TextStream
-from zo2core.engine.runner import Runner
+from zo2core import Engine
 
 peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
@@ -209,14 +209,14 @@ def test_unknown_commands_are_said_and_not_answered(place: Path) -> None:
 
 
 def test_an_engine_is_closed_before_the_next_one_opens(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[Runner] = []
-    real = Runner.close
+    closed: list[Engine] = []
+    real = Engine.close
 
-    def close(runner: Runner) -> None:
+    def close(runner: Engine) -> None:
         closed.append(runner)
         real(runner)
 
-    monkeypatch.setattr(Runner, "close", close)
+    monkeypatch.setattr(Engine, "close", close)
     chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
     assert len({id(engine) for engine in closed}) == 3
 

@@ -22,14 +22,14 @@ from zo2adapters.models import conversion
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     CheckpointError,
+    Engine,
     JournalError,
     MemoryPolicy,
     MeZOSGD,
     ParameterSpec,
-    Replayer,
     UnsupportedModelError,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
 from zo2core.checkpoint.reader import parse_header
@@ -70,7 +70,7 @@ def test_converted_checkpoints_are_monolithic_mezo(
 @pytest.mark.parametrize("model_type", CONVERTED)
 def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) -> None:
     base = saved(model_type, tmp_path / "base", torch.bfloat16)
-    with Replayer(open_checkpoint(base)) as replayer:
+    with Engine(open_checkpoint(base)) as replayer:
         replayer.export(tmp_path / "out")
     before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -81,7 +81,7 @@ def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) 
 def test_pieces_from_disk_are_what_from_pretrained_loads(tmp_path: Path) -> None:
     base = saved("mixtral", tmp_path / "base")
     stock = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
-    with Replayer(open_checkpoint(base), memory=STREAMED) as replayer:
+    with Engine(open_checkpoint(base), memory=STREAMED) as replayer:
         for name, value in replayer.parameters_now():
             assert_same_bits(name, value, stock[name])
 
@@ -92,9 +92,9 @@ def test_a_streamed_run_of_pieces_goes_on_as_if_never_interrupted(tmp_path: Path
 
     def run(directory: Path, steps: int) -> list[float]:
         directory.mkdir(exist_ok=True)
-        with ZOEngine(
+        with Engine(
             open_checkpoint(base),
-            estimator,
+            ZerothOrder(estimator),
             journal=directory / "journal.jsonl",
             memory=STREAMED,
             write_back=WriteBackPolicy(directory=directory),
@@ -161,12 +161,12 @@ def test_a_rule_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: py
 def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
         engine.step(batch)
     name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
     changed(base, {name: load_file(base / "model.safetensors")[name] + 1})
     with pytest.raises(JournalError, match="buffers"):
-        ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl")
+        Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl")
     changed(base, {name: None})
     with pytest.raises(CheckpointError, match=r"no tensor.*e_score_correction_bias"):
         open_checkpoint(base)
@@ -178,7 +178,7 @@ def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     changed(base, {"model.embed_tokens.weight": None, "lm_head.weight": table})
-    with Replayer(open_checkpoint(base)) as replayer:
+    with Engine(open_checkpoint(base)) as replayer:
         values = dict(replayer.parameters_now())
         replayer.export(tmp_path / "out")
     assert_same_bits("table", values["model.embed_tokens.weight"], table)
@@ -216,7 +216,7 @@ def test_a_fingerprint_tells_which_rows_make_up_a_parameter(tmp_path: Path) -> N
 
 def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:
     model = open_checkpoint(saved("minimax", tmp_path / "base"))
-    with Replayer(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
+    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
         next(generate(replayer, model, [[3, 5]], max_new_tokens=1))
 
 
@@ -270,7 +270,7 @@ def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported
         base / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with Replayer(open_checkpoint(base)) as replayer:
+    with Engine(open_checkpoint(base)) as replayer:
         replayer.export(tmp_path / "out")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items():

@@ -21,7 +21,7 @@ from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, que
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.optimization import Optimization
-from zo2core import DataError, MeZOSGD, OutputError, ZOEngine
+from zo2core import DataError, Engine, MeZOSGD, OutputError, ZerothOrder
 
 TINY = Recipe(
     vocabulary=300,
@@ -134,7 +134,7 @@ def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoT
     rows = read_rows(task.train)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     base = open_checkpoint(task.model)
-    with ZOEngine(base, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(base, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         score = accuracy(engine, base, rows, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(task.model)
     right, total, tokens = 0, 0.0, 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from families import compare, small_config, small_model
 from models import CONFIGS
 from models import small_config as known_config
@@ -20,7 +21,7 @@ from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MemoryPolicy, MeZOSGD, UnsupportedModelError, ZOEngine
+from zo2core import Engine, MemoryPolicy, MeZOSGD, UnsupportedModelError, ZerothOrder
 from zo2core.planning.host_plan import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
@@ -67,7 +68,7 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
     assert common <= {spec.name for spec in model.layouts[0].parameters}
     memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
     batch = random_batch(40, 2, 6, seed=0)
-    with ZOEngine(model, MeZOSGD(**numbers), memory=memory) as engine:
+    with zeroth_order(model, MeZOSGD(**numbers), memory=memory) as engine:
         for _ in range(3):
             result = engine.step(batch)
             assert result.losses == literal.step(batch, *result.seeds).losses
@@ -85,7 +86,7 @@ def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Pa
     assert whole.config.use_cache
     literal = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
     batch = random_batch(40, 2, 6, seed=0)
-    with ZOEngine(open_checkpoint(tmp_path), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(tmp_path), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         for _ in range(3):
             result = engine.step(batch)
             assert result.losses == literal.step(batch, *result.seeds).losses

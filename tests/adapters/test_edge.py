@@ -34,6 +34,7 @@ from zo2core import (
     BatchError,
     CheckpointError,
     Distribution,
+    Engine,
     MeZOSGD,
     MissingPackageError,
     NonFiniteLossError,
@@ -41,8 +42,8 @@ from zo2core import (
     OutputError,
     PhiloxNoise,
     UnsupportedModelError,
+    ZerothOrder,
     ZO2Error,
-    ZOEngine,
 )
 from zo2core.kernels import fill
 
@@ -172,9 +173,9 @@ def test_steps_are_those_of_algorithm_1_with_the_same_noise(tmp_path: Path) -> N
     assert_close_adapter(step, whole)
 
 
-def told_engine(model: HFBlockModel) -> ZOEngine:
+def told_engine(model: HFBlockModel) -> Engine:
     estimator = MeZOSGD(lr=LR, zo_eps=ZO_EPS, perturb_in_place=False)
-    return ZOEngine(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER))
+    return Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER)))
 
 
 def test_an_engine_that_is_told_the_losses_has_the_same_adapter_bit_for_bit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, 
 from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.trainers.methods.first_order_run import reserved_bytes
-from zo2core import Replayer
+from zo2core import Engine
 from zo2core.optimizers import make_block_update
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
@@ -36,7 +36,7 @@ def test_what_a_batch_holds_is_known_without_running_it(
     config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = open_checkpoint(save_model(tmp_path, config, dtype))
-    with Replayer(model):
+    with Engine(model):
         for lengths in ([12], [2], [9, 9], [9, 4], [12, 3, 5, 2]):
             for left in (False, True):
                 batch = make_batch(model.config.vocab_size, lengths, left=left)
@@ -49,7 +49,7 @@ def test_what_a_batch_holds_is_known_without_running_it(
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_the_newest_tokens_hold_is_known_without_running_them(config: PretrainedConfig, tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path, config))
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         for pads in (0, 3):
             forward, stream = NextToken(model), {STREAM: torch.zeros(2, dtype=torch.int64)}
             mask = torch.ones(2, 6, dtype=torch.int64)
@@ -72,14 +72,14 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
 def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(model_type: str, tmp_path: Path) -> None:
     families.small_model(families.small_config(model_type)).save_pretrained(tmp_path)
     model = open_checkpoint(tmp_path)
-    with Replayer(model):
+    with Engine(model):
         for lengths in ([12], [9, 4]):
             check(model, model, make_batch(40, lengths))
 
 
 def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path, BLOOM_CONFIG), architecture=BLOOM)
-    with Replayer(model):
+    with Engine(model):
         for lengths in ([9, 9], [9, 4]):
             batch = make_batch(40, lengths)
             planned = model.held_bytes(batch)

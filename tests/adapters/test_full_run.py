@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2core import BAdam, Journal
-from zo2core.build import request_of
+from zo2core import BAdam, FirstOrder, Journal
+from zo2core.build import RunOptions, request_of
 from zo2core.checkpoint import Snapshots
-from zo2core.engine.streamed_full_engine import options_on_disk
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.record_log import RecordFile
 from zo2core.optimizers import OptimizerName, make_block_update
@@ -543,7 +542,7 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
     adamw = make_block_update("adamw", weight_decay=0.0)
-    stored = request_of(model, options_on_disk(adamw, model.layouts, Path())).on_disk
+    stored = request_of(model, FirstOrder(adamw, lr=0.0), RunOptions(run=Path(), commit_every=1)).on_disk
     sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights

@@ -27,7 +27,7 @@ from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import BatchError, CheckpointError, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import BatchError, CheckpointError, Engine, MeZOSGD, OptionError, UnsupportedModelError, ZerothOrder
 from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
     model = open_checkpoint(base)
     expected = [by_hugging_face(base, prompt, 6, None) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > 1
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         assert columns(generate(engine, model, PROMPTS, max_new_tokens=6)) == expected
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
@@ -65,7 +65,7 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
 def test_a_forward_without_a_cache_is_refused_by_name(tmp_path: Path) -> None:
     families.small_model(families.small_config("openai-gpt")).save_pretrained(tmp_path)
     model = open_checkpoint(tmp_path)
-    with Replayer(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
+    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
         list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
 
 
@@ -74,7 +74,7 @@ def test_a_continuation_ends_with_eos_while_others_go_on(tmp_path: Path) -> None
     model = open_checkpoint(base)
     eos = by_hugging_face(base, PROMPTS[0], 6, None)[2]
     expected = [by_hugging_face(base, prompt, 6, eos) for prompt in PROMPTS]
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         steps = list(generate(engine, model, PROMPTS, max_new_tokens=6, eos_token_ids=[eos]))
         alone = list(generate(engine, model, PROMPTS[:1], max_new_tokens=6, eos_token_ids=[eos]))
     assert columns(steps) == expected
@@ -85,7 +85,7 @@ def test_each_token_is_one_sweep_that_runs_the_newest_token_only(tmp_path: Path)
     model = open_checkpoint(save_model(tmp_path / "base", small_config("qwen3")))
     widths: list[int] = []
     model._layers[0].register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         list(generate(engine, model, PROMPTS, max_new_tokens=4))
     assert widths == [6, 1, 1, 1]
 
@@ -94,7 +94,7 @@ def test_generation_is_of_the_present_weights_and_changes_none(tmp_path: Path) -
     base = save_model(tmp_path / "base", small_config("opt"))
     model = open_checkpoint(base)
     ids = torch.tensor([PROMPTS[1]])
-    with ZOEngine(model, MeZOSGD(lr=0.5, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=0.5, zo_eps=1e-3))) as engine:
         before = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
         engine.step({"input_ids": ids, "labels": ids}, seed=1)
         after = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
@@ -106,7 +106,7 @@ def test_generation_is_of_the_present_weights_and_changes_none(tmp_path: Path) -
 def test_draws_depend_on_their_seed_and_on_no_global_generator(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
     state = torch.random.get_rng_state()
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
 
         def drawn(**options: float) -> list[list[int]]:
             return columns(generate(engine, model, PROMPTS, max_new_tokens=5, sampling=Sampling(**options)))  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
         model = open_checkpoint(save_model(tmp_path / model_type, small_config(model_type)))
         forward = NextToken(model)
         batch = {"input_ids": torch.tensor([[1, 2, 3]] * 2), STREAM: torch.tensor([5, 5])}
-        with Replayer(model) as engine:
+        with Engine(model) as engine:
             list(engine.forwards([batch], forward))
         cache: Any = forward.caches[5,]
         held = storage_bytes([[layer.keys, layer.values] for layer in cache.layers])
@@ -137,7 +137,7 @@ def test_samplings_out_of_range_are_refused(changes: dict[str, float]) -> None:
 
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         bad: list[list[list[int]]] = [[], [[]], [[1], []], [[40]], [[-1]]]
         for prompts in bad:
             with pytest.raises(BatchError, match="prompts"):
@@ -188,7 +188,7 @@ def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer)
     )
-    with contextlib.closing(task), Replayer(model) as engine:
+    with contextlib.closing(task), Engine(model) as engine:
         assert [list(made.tokens) for made in task._continued(engine, rows.rows[:1], [None], None)[0]] == [expected]
         assert task.provenance["generation"]["further end tokens"] == [end]
 

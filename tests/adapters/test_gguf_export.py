@@ -23,7 +23,7 @@ from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.gguf.export import _modelfile, export_gguf
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, OptionError, UnsupportedModelError, ZerothOrder
 from zo2core.checkpoint import read_gguf
 
 MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}
@@ -31,12 +31,12 @@ MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}
 
 def loss(path: Path) -> float:
     model = open_checkpoint(path, dtype=torch.float32, loss_chunk=None)
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         return engine.evaluate([make_batch(model.config.vocab_size, [7, 5])]).loss
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    with Replayer(open_checkpoint(path, dtype=torch.float32)) as engine:
+    with Engine(open_checkpoint(path, dtype=torch.float32)) as engine:
         return {name: value.clone() for name, value in engine.parameters_now()}
 
 
@@ -115,7 +115,7 @@ def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> No
     model = open_checkpoint(base)
     batch = make_batch(model.config.vocab_size, [7, 5])
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-3, perturb_in_place=False)
-    with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
         for seed in range(3):
             engine.step(batch, seed=seed)
         expected = {name: value.clone() for name, value in engine.parameters_now()}
@@ -136,7 +136,7 @@ def test_a_modelfile_names_every_file_of_a_split_base(tmp_path: Path) -> None:
     base = snapshot / "base-00001-of-00003.gguf"
     config = LoraConfig(r=2, target_modules=["q_proj"])
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
     named = [f"FROM {snapshot}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
     assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
@@ -150,7 +150,7 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
     config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], **options)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     batch = make_batch(model.config.vocab_size, [7, 5])
-    with BackpropEngine(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)) as engine:
+    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))) as engine:
         for _ in range(3):
             engine.step(batch)
         engine.export(tmp_path / "peft")
@@ -191,7 +191,7 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
 def test_an_adapter_that_llama_cpp_does_not_have_is_refused(config: LoraConfig, message: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
     model = open_checkpoint(base, adapter=Adapter(config=config))
-    with Replayer(model) as engine, pytest.raises(OptionError, match=message):
+    with Engine(model) as engine, pytest.raises(OptionError, match=message):
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
 
 
@@ -224,7 +224,7 @@ def test_further_ends_are_written_and_read_back(tmp_path: Path) -> None:
     assert read_gguf(written).metadata["tokenizer.ggml.eot_token_id"] == end
     model = open_checkpoint(written)
     assert end_token_ids(model, load_tokenizer(written)) == sorted([EOS, end])
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         engine.export(tmp_path / "again")
     assert end_token_ids(open_checkpoint(tmp_path / "again"), load_tokenizer(tmp_path / "again")) == sorted([EOS, end])
 
@@ -244,6 +244,6 @@ def test_an_end_that_would_add_lines_to_a_modelfile_is_refused(text: str) -> Non
 def test_a_base_whose_name_would_add_lines_to_a_modelfile_is_refused(character: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / f"base{character}SYSTEM obey.gguf", "llama", MIXED)
     model = open_checkpoint(base, adapter=Adapter(config=LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
-    with Replayer(model) as engine, pytest.raises(OptionError, match="without line breaks"):
+    with Engine(model) as engine, pytest.raises(OptionError, match="without line breaks"):
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
     assert not (tmp_path / "out").exists()

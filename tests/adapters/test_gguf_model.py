@@ -26,17 +26,17 @@ from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (
-    BackpropEngine,
     CheckpointError,
+    Engine,
+    FirstOrder,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     OptionError,
-    Replayer,
     UnsupportedModelError,
+    ZerothOrder,
     ZO2Error,
-    ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
 
@@ -66,7 +66,7 @@ def assert_equal_to_whole(path: Path, dtype: torch.dtype = torch.float32, **opti
     theirs = whole(path, dtype)
     with torch.inference_mode():
         expected = theirs(**batch, use_cache=False).loss.item()
-    with Replayer(model, **options) as engine:
+    with Engine(model, **options) as engine:
         assert engine.evaluate([batch]).losses[0] == expected
         state = theirs.state_dict()
         for name, value in engine.parameters_now():
@@ -120,7 +120,9 @@ def test_a_gpu_decodes_to_the_bits_of_the_cpu(kept: int, tmp_path: Path) -> None
         model = open_checkpoint(base, dtype=torch.float32)
         batch = make_batch(model.config.vocab_size, [7, 5])
         estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
-        with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2), device="cuda", memory=policy) as engine:
+        with Engine(
+            model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)), device="cuda", memory=policy
+        ) as engine:
             trajectories.append([engine.step(batch, seed=step).losses for step in range(3)])
     assert trajectories[0] == trajectories[1]
 
@@ -130,7 +132,7 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     several = open_checkpoint(save_gguf(tmp_path / "model.gguf", "llama", MIXED, files=3))
     assert one.config.to_dict() == several.config.to_dict()
     batch = make_batch(one.config.vocab_size, [7])
-    with Replayer(one) as first, Replayer(several) as second:
+    with Engine(one) as first, Engine(several) as second:
         assert first.evaluate([batch]).loss == second.evaluate([batch]).loss
 
 
@@ -167,7 +169,7 @@ def test_low_rank_steps_are_those_on_the_decoded_model(kinds: Any, tmp_path: Pat
         model = open_checkpoint(base, dtype=torch.float32)
         batch = make_batch(model.config.vocab_size, [7, 5])
         estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
-        with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2, period=2), seed=3) as engine:
+        with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, period=2), seed=3)) as engine:
             losses.append([engine.step(batch).losses for _ in range(5)])
             weights.append({name: value.clone() for name, value in engine.parameters_now()})
     assert losses[0] == losses[1]
@@ -190,7 +192,7 @@ def test_gradients_of_an_adapter_are_those_on_the_decoded_model(tmp_path: Path) 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(parameters, lr=1e-2)
 
-        with BackpropEngine(model, optimizer) as engine:
+        with Engine(model, FirstOrder(optimizer)) as engine:
             losses = [engine.step(batch).loss for _ in range(4)]
             found.append((losses, {name: value.detach().clone() for name, value in engine.parameters.items()}))
     assert found[0][0] == found[1][0]
@@ -204,7 +206,7 @@ def test_an_adapter_trains_by_perturbations(tmp_path: Path) -> None:
     for base in (path, decoded_twin(path, tmp_path / "decoded")):
         model = open_checkpoint(base, dtype=torch.float32, adapter=adapter())
         batch = make_batch(model.config.vocab_size, [7, 5])
-        with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), seed=3) as engine:
+        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), seed=3)) as engine:
             losses.append([engine.step(batch).losses for _ in range(3)])
     assert losses[0] == losses[1]
 
@@ -212,7 +214,7 @@ def test_an_adapter_trains_by_perturbations(tmp_path: Path) -> None:
 def test_codes_cannot_be_written_by_dense_directions(tmp_path: Path) -> None:
     model = open_checkpoint(save_gguf(tmp_path / "model.gguf", "qwen2", "Q4_0"))
     with pytest.raises(OptionError, match="stored in Q4_0"):
-        ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3))
+        Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)))
 
 
 def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) ->
     twin = open_checkpoint(decoded_twin(tmp_path / "model.gguf", tmp_path / "decoded"), dtype="float32", loss_chunk=None)
     batch, losses = make_batch(model.config.vocab_size, [7, 5]), []
     for opened in (model, twin):
-        with ZOEngine(opened, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        with Engine(opened, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
             losses.append([engine.step(batch, seed=step).losses for step in range(3)])
             engine.export(tmp_path / f"exported {len(losses)}")
     assert losses[0] == losses[1]
@@ -302,7 +304,7 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
     path.write_bytes(gguf_bytes(metadata("llama", config), written))
     model.train(mode=False)
     opened, batch = open_checkpoint(path, loss_chunk=None), make_batch(config.vocab_size, [30])
-    with Replayer(opened) as engine, torch.inference_mode():
+    with Engine(opened) as engine, torch.inference_mode():
         assert engine.evaluate([batch]).loss == model(**batch, use_cache=False).loss.item()
     written[-1] = Tensor("rope_freqs.weight", (8,), "F32", (factors * np.linspace(1, 2, 8, dtype=np.float32)).tobytes())
     path.write_bytes(gguf_bytes(metadata("llama", config), written))

@@ -12,7 +12,7 @@ from peft_models import lora, monolithic, values_of
 
 from zo2adapters import Adapter, BackpropGRPOMixin, BackpropTrainerMixin, open_checkpoint
 from zo2adapters.tasks.generation import Generation, Sampling
-from zo2core import BackpropEngine, HostPlan, MemoryPolicy, OptionError
+from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy, OptionError
 
 datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
@@ -116,7 +116,7 @@ def test_completions_are_those_of_the_present_adapter(base: Path, tmp_path: Path
     written, _ = trainer._generate_single_turn(prompts, None, {}, 2)
     trainer.save_model(tmp_path / "saved")
     model = open_checkpoint(base, adapter=Adapter(config=tmp_path / "saved"))
-    with BackpropEngine(model, None) as engine:
+    with Engine(model, FirstOrder(None)) as engine:
         sampling = Sampling(temperature=1.5, seed=trainer.args.seed + 2)
         again = Generation(
             engine, model, max_new_tokens=5, sampling=sampling, eos_token_ids=trainer.eos_token_ids, pad_token_id=0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import LONGEST, make_batch, random_model, small_config
 from parity import assert_same_bits
 from transformers import (
@@ -25,7 +26,16 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, generate, open_checkpoint, score
 from zo2adapters.models.heads import HEADS
-from zo2core import BatchError, CheckpointError, JournalError, MeZOSGD, OptionError, UnsupportedModelError, ZOEngine
+from zo2core import (
+    BatchError,
+    CheckpointError,
+    Engine,
+    JournalError,
+    MeZOSGD,
+    OptionError,
+    UnsupportedModelError,
+    ZerothOrder,
+)
 
 ENCODER: dict[str, Any] = {
     "vocab_size": 40,
@@ -99,7 +109,7 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: to
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
     whole = whole_model(base, head, dtype)
     literal = MonolithicMeZO(whole, **numbers)
-    with ZOEngine(open_checkpoint(base, head=head), MeZOSGD(**numbers)) as engine:
+    with zeroth_order(open_checkpoint(base, head=head), MeZOSGD(**numbers)) as engine:
         for seed, lengths in enumerate([[6, 4, 5], [5]]):
             batch = labelled(head, lengths, seed)
             result = engine.step(batch)
@@ -123,9 +133,9 @@ def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> Non
     base = saved(tmp_path / "base", "bert", head)
     batches = [labelled(head, [6, 4, 5, 6, 3], 1), labelled(head, [4, 6], 2)]
     model = open_checkpoint(base, head=head)
-    with ZOEngine(model, MeZOSGD(lr=1e-9, zo_eps=1e-2)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-9, zo_eps=1e-2))) as engine:
         whole, together = engine.evaluate(batches), engine.step(batches).losses
-    with ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-9, zo_eps=1e-2), micro_batch_size=2) as engine:
+    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-9, zo_eps=1e-2)), micro_batch_size=2) as engine:
         assert engine.evaluate(batches).loss == pytest.approx(whole.loss, rel=1e-5)
         assert engine.step(batches).losses == pytest.approx(together, rel=1e-5)
     with torch.inference_mode():
@@ -140,23 +150,23 @@ def test_a_batch_without_a_label_that_counts_is_left_out_beside_others(tmp_path:
     base = saved(tmp_path / "base", "bert", "masked-lm")
     good = labelled("masked-lm", [6, 4])
     silent = {**good, "labels": torch.full_like(good["labels"], -100)}
-    with ZOEngine(open_checkpoint(base, head="masked-lm"), MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, head="masked-lm"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
         with pytest.raises(BatchError, match="which is not counted"):
             engine.step(silent)
         both = engine.step([good, silent], seed=3)
-    with ZOEngine(open_checkpoint(base, head="masked-lm"), MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, head="masked-lm"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
         assert engine.step(good, seed=3).losses == both.losses
 
 
 def test_a_head_that_reads_the_padding_notes_it(tmp_path: Path) -> None:
     base, head = saved(tmp_path / "base", "llama", "sequence-classification"), "sequence-classification"
     journal = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-3, zo_eps=1e-2), journal=journal) as engine:
+    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal) as engine:
         engine.step(labelled(head, [6, 4]))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "pad_token_id": 9}))
     with pytest.raises(JournalError, match="pad"):
-        ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-3, zo_eps=1e-2), journal=journal)
+        Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +184,7 @@ def test_labels_may_be_numbers(tmp_path: Path, family: str, changes: dict[str, A
     base = saved(tmp_path / "base", family, head, **changes)
     batch = {**labelled(head, [6, 4, 5]), "labels": labels}
     literal = MonolithicMeZO(whole_model(base, head, torch.float32), lr=1e-2, zo_eps=1e-2)
-    with ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         result = engine.step(batch)
         assert result.losses == literal.step(batch, *result.seeds).losses
         with pytest.raises(BatchError, match=r"batch\['labels'\]: found"):
@@ -235,7 +245,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         {key: value for key, value in batch.items() if key != "labels"},
         {**batch, "input_ids": torch.zeros(2, LONGEST + 1, dtype=torch.int64)},
     ]
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         for wrong in bad:
             with pytest.raises(BatchError, match="batch"):
                 engine.step(wrong)
@@ -249,7 +259,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     spans = open_checkpoint(saved(tmp_path / "spans", "bert", "question-answering"), head="question-answering")
     batch = labelled("question-answering", [6, 4])
     with (
-        ZOEngine(spans, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine,
+        Engine(spans, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine,
         pytest.raises(BatchError, match=r"batch\['end_positions'\]: found positions 3 to 6; expected 0 to 5"),
     ):
         engine.step({**batch, "end_positions": torch.tensor([3, 6])})
@@ -258,7 +268,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_rows_are_as_long_as_positions_behind_the_paddings_allow(tmp_path: Path) -> None:
     """RoBERTa counts positions from 2: a table of 14 takes rows of 12 tokens."""
     model = open_checkpoint(saved(tmp_path / "base", "roberta", "masked-lm"), head="masked-lm")
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
         engine.step(labelled("masked-lm", [LONGEST]))
         with pytest.raises(BatchError, match=f"found {LONGEST + 1} tokens; expected at most {LONGEST}"):
             engine.step(labelled("masked-lm", [LONGEST + 1]))

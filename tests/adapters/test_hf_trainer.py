@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engines import zeroth_order
 from models import make_batch, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
 from transformers import (
@@ -26,6 +27,7 @@ from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMix
 from zo2core import (
     BatchError,
     Distribution,
+    Engine,
     Guarded,
     JournalError,
     MeZOSGD,
@@ -35,7 +37,7 @@ from zo2core import (
     PhiloxNoise,
     UnsupportedModelError,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     branch_journal,
 )
 
@@ -97,11 +99,11 @@ BATCHES = [stacked(ROWS[start : start + 2]) for start in range(0, 12, 2)]
 LRS = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]  # a warm-up of two steps to 1e-3, then linear to 0 at step 6
 
 
-def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: Any) -> ZOEngine:
+def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: Any) -> Engine:
     """What the trainer is held against: the same steps without it."""
     estimator = Guarded(estimator=MeZOSGD(lr=lambda step: LRS[step], zo_eps=1e-3, perturb_in_place=False))
     model = open_checkpoint(base, precision=precision)
-    engine = ZOEngine(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42, **options)
+    engine = zeroth_order(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42, **options)
     for batch in BATCHES[:steps]:
         engine.step(batch)
     return engine
@@ -153,9 +155,8 @@ def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_pa
     trainer.train()
     with plain_loop(base, steps=0) as engine:
         lrs = [update.lr for update in trainer.engine.journal.updates]
-        engine._method._estimator = Guarded(
-            estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False)
-        )
+        steps: Any = engine._steps
+        steps._estimator = Guarded(estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False))
         for batches in [BATCHES[:4], BATCHES[4:]] * 2:
             engine.step(batches)
         assert trainer.engine.journal.updates == engine.journal.updates
@@ -365,7 +366,7 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
     def again(called: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return called(inputs["input_ids"], labels=inputs["labels"]).loss + called(inputs["input_ids"]).logits.mean()  # type: ignore[no-any-return]
 
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         with pytest.raises(BatchError, match=r"batch\['input_ids'\]: found different values in a second call"):
             engine.step(batch, CalledForward(model, twice))
         with pytest.raises(UnsupportedModelError, match="returned without calling it"):
@@ -459,13 +460,13 @@ def test_memory_is_counted_with_the_logits(base: Path) -> None:
 def test_batches_without_labels_are_not_left_out(base: Path) -> None:
     unlabelled = {"input_ids": BATCHES[1]["input_ids"]}
     silent = {**BATCHES[1], "labels": torch.full_like(BATCHES[1]["labels"], -100)}
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         wrong: Any
         for wrong in ([BATCHES[0], unlabelled], [], 5, [5]):
             with pytest.raises(BatchError, match="batch"):
                 engine.step(wrong)
         assert engine.version == 0
         both, one = engine.step([BATCHES[0], silent], seed=3), None
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         one = engine.step(BATCHES[0], seed=3)
     assert both.losses == one.losses

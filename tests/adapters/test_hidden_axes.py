@@ -19,7 +19,7 @@ from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
-from zo2core import LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, UnsupportedModelError, ZerothOrder
 
 COPIES = 4  # vectors of the hidden size that each token has in both models
 AXES = {"gemma3n_text": (1, 2), "deepseek_v4": (0, 1)}
@@ -49,7 +49,7 @@ def test_the_axes_of_rows_and_tokens_are_learned(model_type: str) -> None:
 @pytest.mark.parametrize("prompts", [[[7, 3, 11, 20]], [[7, 3, 11, 20], [5, 9]], [[3, 4, 5, 6]] * COPIES], ids=len)
 def test_greedy_tokens_are_hugging_faces(base: Path, prompts: list[list[int]]) -> None:
     model = open_checkpoint(base)
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         steps = list(generate(replayer, model, prompts, max_new_tokens=12))
     assert [list(row) for row in zip(*steps, strict=True)] == stock_tokens(whole_model(base), prompts)
 
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_hugging_faces(base: Path, prompts: list[list[int]]) -
 def test_log_likelihoods_are_the_whole_models(base: Path, chunk: int | None) -> None:
     prompts, candidates = [[7, 3, 11, 20], [5, 9]], [[[4], [6, 8]], [[10, 12, 13], [14]]]
     model = open_checkpoint(base, loss_chunk=chunk)
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         scored = score(replayer, model, prompts, candidates).log_likelihoods
     assert sum(scored, ()) == pytest.approx(stock_scores(whole_model(base)), rel=1e-5)
 
@@ -69,18 +69,20 @@ def test_losses_in_chunks_and_micro_batches_are_the_whole_models(base: Path, row
     for batch in (SQUARE, make_batch(40, [9, 4])):
         with torch.inference_mode():
             expected = float(whole(**batch).loss)
-        with Replayer(open_checkpoint(base, loss_chunk=3), micro_batch_size=rows) as replayer:
+        with Engine(open_checkpoint(base, loss_chunk=3), micro_batch_size=rows) as replayer:
             assert replayer.evaluate([batch]).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_mixed_precision_is_monolithic_mezo_under_autocast(base: Path) -> None:
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
     literal = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         assert [engine.step(SQUARE, seed=seed).losses for seed in (0, 1)] == [
             literal.step(SQUARE, seed).losses for seed in (0, 1)
         ]
-    with ZOEngine(open_checkpoint(base, precision="mixed", dtype="bfloat16"), MEZO) as engine:  # in chunks, as a run has it
+    with Engine(
+        open_checkpoint(base, precision="mixed", dtype="bfloat16"), ZerothOrder(MEZO)
+    ) as engine:  # in chunks, as a run has it
         assert engine.step(SQUARE, seed=0).losses == pytest.approx(literal_losses(base), rel=1e-2)
 
 
@@ -94,7 +96,7 @@ def test_a_direction_of_each_row_takes_them_along_their_axis(base: Path) -> None
     estimator = PerRowRGE(lr=1e-2, zo_eps=1e-2, q=COPIES)
     losses = []
     for chunk in (None, 3):
-        with ZOEngine(open_checkpoint(base, loss_chunk=chunk), estimator) as engine:
+        with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator)) as engine:
             losses.append(engine.step(SQUARE, seed=0).losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -106,7 +108,7 @@ def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> 
 
     def losses(name: str, chunk: int | None, stack: int | None) -> tuple[float, ...]:
         model = open_checkpoint(tmp_path / name, loss_chunk=chunk)
-        with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2, stack=stack)) as engine:
+        with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, stack=stack))) as engine:
             return engine.step(SQUARE, seed=0).losses
 
     one_by_one = losses("gemma3n_text", None, 1)
@@ -127,10 +129,10 @@ def test_a_prefix_is_pefts_and_its_first_values_are_refused_where_layers_share_k
     with torch.inference_mode():
         expected = float(whole(**SQUARE).loss)
     for chunk in (None, 3):
-        with Replayer(open_checkpoint(tmp_path / "base", adapter=Adapter(config=zeros), loss_chunk=chunk)) as replayer:
+        with Engine(open_checkpoint(tmp_path / "base", adapter=Adapter(config=zeros), loss_chunk=chunk)) as replayer:
             assert replayer.evaluate([SQUARE]).loss == pytest.approx(expected, rel=1e-5)
     real = open_checkpoint(tmp_path / "base", adapter=Adapter(config=peft.PrefixTuningConfig(**options)))
-    with pytest.raises(UnsupportedModelError, match="keys and values of 2 layers"), Replayer(real) as replayer:
+    with pytest.raises(UnsupportedModelError, match="keys and values of 2 layers"), Engine(real) as replayer:
         replayer.evaluate([SQUARE])
 
 
@@ -139,7 +141,7 @@ def test_a_declaration_with_the_wrong_axes_is_refused_by_name(tmp_path: Path) ->
     learned = derive_architecture(build_skeleton(small_config("gemma3n_text"), torch.float32))
     wrong = open_checkpoint(tmp_path / "base", architecture=replace(learned, axes=(0, 1)))
     with (
-        Replayer(wrong) as replayer,
+        Engine(wrong) as replayer,
         pytest.raises(UnsupportedModelError, match="gemma3n_text: found hidden states"),
     ):
         replayer.evaluate([make_batch(40, [9, 4])])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.gguf.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import BackpropEngine, LowRankPerturbation, MeZOSGD, ZOEngine
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 
 TEXT = "the cat is that cat<|endoftext|> 12"
 F32 = 0  # ggml's number, for keys and values in float32
@@ -88,7 +88,7 @@ def test_a_trained_gguf_base_gives_the_text_of_transformers(tmp_path: Path) -> N
     model = open_checkpoint(base)
     batch = make_batch(model.config.vocab_size, [9, 9])
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
-    with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
         engine.step(batch, seed=0)
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, kind="F32")
         engine.export(tmp_path / "directory")
@@ -107,7 +107,7 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
     )
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     batch = make_batch(model.config.vocab_size, [9, 9])
-    with BackpropEngine(model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-2)) as engine:
+    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=3e-2))) as engine:
         for _ in range(10):
             engine.step(batch)
         engine.export(tmp_path / "peft")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, forward_bytes
-from zo2core import MeZOSGD, MultiQueryRGE, OptionError, ZOEngine
+from zo2core import Engine, MeZOSGD, MultiQueryRGE, OptionError, ZerothOrder
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
@@ -30,7 +30,7 @@ def test_the_loss_is_hugging_faces_within_summation(
     batch = data.draw(batches(config.vocab_size))
     base = save_model(tmp_path_factory.mktemp("base"), config, dtype)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    with ZOEngine(open_checkpoint(base, loss_chunk=chunk), MEZO) as engine, torch.inference_mode():
+    with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(MEZO)) as engine, torch.inference_mode():
         assert engine.evaluate([batch]).loss == pytest.approx(whole(**batch).loss.item(), rel=2e-6)
 
 
@@ -39,7 +39,7 @@ def test_no_forward_sees_more_tokens_than_a_chunk(tmp_path: Path) -> None:
     model = open_checkpoint(base, loss_chunk=4)
     seen: list[int] = []
     model._skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         engine.evaluate([make_batch(40, [9, 3])])
     assert seen == [4, 4, 2]  # 8 + 2 labelled tokens; the others' logits are not computed at all
 
@@ -49,7 +49,7 @@ def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> Non
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)
     found = []
     for chunk, rows in ((None, None), (3, None), (3, 1)):
-        with ZOEngine(open_checkpoint(base, loss_chunk=chunk), estimator, micro_batch_size=rows) as engine:
+        with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator), micro_batch_size=rows) as engine:
             found.append([loss for seed in range(2) for loss in engine.step(make_batch(40, [9, 3]), seed=seed).losses])
     assert found[1] == pytest.approx(found[0], rel=3e-6)
     assert found[2] == pytest.approx(found[0], rel=3e-6)
@@ -59,7 +59,7 @@ def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", BLOOM_CONFIG)
     losses = []
     for chunk in (None, 3):
-        with ZOEngine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), MEZO) as engine:
+        with Engine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), ZerothOrder(MEZO)) as engine:
             losses.append(engine.evaluate([make_batch(40, [7, 4])]).loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 

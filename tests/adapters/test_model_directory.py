@@ -27,7 +27,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import CheckpointError, MeZOSGD, ZO2Error, ZO2Warning, ZOEngine
+from zo2core import CheckpointError, Engine, MeZOSGD, ZerothOrder, ZO2Error, ZO2Warning
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def export(directory: Path, out: Path) -> Path:
-    with ZOEngine(open_checkpoint(directory), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         engine.export(out)
     return out
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from torch import nn
@@ -32,6 +33,7 @@ from zo2core import (
     FZOO,
     BatchError,
     Distribution,
+    Engine,
     Evaluation,
     Forward,
     MeZOSGD,
@@ -39,9 +41,7 @@ from zo2core import (
     NonFiniteLossError,
     OptionError,
     PhiloxNoise,
-    Replayer,
-    Runner,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 
@@ -99,7 +99,7 @@ def stock_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(stock_scores(model, batch), torch.tensor(ANSWERS))
 
 
-def same_weights(engine: Runner, whole: MonolithicMeZO) -> None:
+def same_weights(engine: Engine, whole: MonolithicMeZO) -> None:
     own = dict(whole.model.named_parameters())
     for name, value in engine.parameters_now():
         assert_same_bits(name, value, own[name])
@@ -111,7 +111,7 @@ def test_objectives_without_a_gradient_are_the_monolithic_loop(kind: Any, number
     model = open_checkpoint(base)
     whole = MonolithicObjective(base, number)
     grads: list[float] = []
-    with ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=rows) as engine:
+    with zeroth_order(model, MeZOSGD(**NUMBERS), micro_batch_size=rows) as engine:
         for seed in range(12):
             result, expected = engine.step(CHOICES, kind(model), seed=seed), whole.step(CHOICES, seed)
             assert result.losses == pytest.approx(expected.losses, abs=1e-6)
@@ -126,7 +126,7 @@ def test_objectives_without_a_gradient_are_the_monolithic_loop(kind: Any, number
 def test_the_loss_over_candidates_is_that_of_the_whole_model(base: Path) -> None:
     model = open_checkpoint(base)
     whole = MonolithicObjective(base, stock_loss)
-    with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine:
         for seed in range(5):
             result, expected = engine.step(CHOICES, ChoiceLoss(model), seed=seed), whole.step(CHOICES, seed)
             assert result.losses == pytest.approx(expected.losses, rel=1e-4)
@@ -140,7 +140,7 @@ def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
     halves = [choice_batch(PROMPTS[part], CANDIDATES[part], ANSWERS[part]) for part in (slice(0, 2), slice(2, 6))]
     for kind in (ChoiceLoss, ChoiceError, ChoiceF1Error):
         for rows in (None, 3):
-            with Replayer(model, micro_batch_size=rows) as replayer:
+            with Engine(model, micro_batch_size=rows) as replayer:
                 whole, cut = replayer.evaluate([CHOICES], kind(model)), replayer.evaluate(halves, kind(model))
             assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
             assert len(cut.losses) == 2
@@ -149,10 +149,10 @@ def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
 
 def test_dpo_of_a_model_that_is_its_own_reference_is_log_two(base: Path) -> None:
     model = open_checkpoint(base)
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         references = score(replayer, model, PROMPTS, CANDIDATES).log_likelihoods
     batch = preference_batch(PROMPTS, CANDIDATES, references)
-    with ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=3) as engine:
+    with zeroth_order(model, MeZOSGD(**NUMBERS), micro_batch_size=3) as engine:
         assert engine.evaluate([batch], PreferenceLoss(model)).loss == pytest.approx(math.log(2), abs=1e-6)
         for _ in range(20):
             engine.step(batch, PreferenceLoss(model, beta=0.5))
@@ -180,7 +180,7 @@ def test_losses_told_one_by_one_are_those_of_a_step(make: Callable[[], ZOEstimat
     distribution = make().distribution
     for _ in range(2):
         noise = PhiloxNoise(distribution or Distribution.GAUSSIAN) if philox or distribution else None
-        engines.append(ZOEngine(open_checkpoint(base), make(), noise=noise))
+        engines.append(Engine(open_checkpoint(base), ZerothOrder(make(), noise=noise)))
     straight, asked = engines
     with straight, asked:
         for step in range(3):
@@ -220,7 +220,7 @@ def test_exact_match_of_generated_text_trains_as_over_transformers_generate(base
     )
     model = open_checkpoint(base)
     moved = False
-    with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine:
         for seed in range(4):
             losses = []
             for evaluation in engine.ask(seed=seed):
@@ -266,7 +266,7 @@ class Unjoined(ChoiceLoss):
 def test_any_forward_that_ends_in_a_number_is_an_objective(base: Path) -> None:
     model = open_checkpoint(base)
     ids = {"input_ids": torch.tensor([[3, 5]])}  # and labels are not compulsory
-    with ZOEngine(model, MeZOSGD(lr=1e-4, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-4, zo_eps=1e-3))) as engine:
         forward: Forward = FirstLogit(model)
         before = list(engine.forwards([ids], forward))
         for _ in range(20):
@@ -278,11 +278,11 @@ def test_any_forward_that_ends_in_a_number_is_an_objective(base: Path) -> None:
 def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
     model = open_checkpoint(base)
     batch = make_batch(40, [6, 4])
-    engine = ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=1)
+    engine = zeroth_order(model, MeZOSGD(**NUMBERS), micro_batch_size=1)
     with engine, pytest.raises(OptionError, match="does not combine the losses of micro-batches"):
         engine.step(batch, FirstLogit(model))
     model = open_checkpoint(base)
-    with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine:
         with pytest.raises(OptionError, match=r"shape \[1\] as its loss"):
             engine.step(batch, FirstLogit(model, (1,)))
         plain: Any = FirstLogit(model)
@@ -319,7 +319,7 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
             engine.tell([1.0, 2.0])
         engine.ask()
         assert engine.tell([1.0, 2.0]).step == 0
-    with Replayer(model) as replayer, pytest.raises(OptionError, match="a replayer"):
+    with Engine(model) as replayer, pytest.raises(OptionError, match="a replayer"):
         list(generate(replayer, model, [[3]], max_new_tokens=1, at=evaluations[0]))
 
 

@@ -11,6 +11,7 @@ import bench_packing
 import pytest
 import torch
 from command_lines import refusal
+from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from runs import small_run
@@ -32,12 +33,13 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     BatchError,
+    Engine,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     OptionError,
     UnsupportedModelError,
-    ZOEngine,
+    ZerothOrder,
 )
 
 GROUPED: dict[str, Any] = {
@@ -88,7 +90,7 @@ def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_
     base = save_model(tmp_path / "base", CONFIGS[name])
     packed = pack(make_batch(40, [7, 4, 5]))
     literal = MonolithicMeZO(load(base), **NUMBERS)
-    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
         parts, counts = [], []
         for start, end in ((0, 7), (7, 11), (11, 16)):
             row = {key: packed[key][:, start:end] for key in ("input_ids", "labels")}
@@ -108,7 +110,9 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
     losses = []
     for batch in (padded, pack(padded)):
         estimator = MultiQueryRGE(q=2, perturb_in_place=False, **NUMBERS)
-        with ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=1) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2), seed=1)
+        ) as engine:
             losses.append([loss for _ in range(3) for loss in engine.step(batch).losses])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -118,7 +122,7 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
 )
 def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
     base, batch = save_model(tmp_path / "base", config), make_batch(40, [7, 4])
-    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
         with pytest.raises(UnsupportedModelError, match=r"layer 0: found no attention mask that separates packed rows"):
             engine.step(pack(batch))
         assert engine.version == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal
+from engines import zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -30,6 +31,7 @@ from zo2core import (
     CheckpointError,
     DensePerturbation,
     Distribution,
+    Engine,
     HostPlan,
     JournalError,
     LowRankPerturbation,
@@ -38,10 +40,9 @@ from zo2core import (
     OptionError,
     OutputError,
     PhiloxNoise,
-    Replayer,
     WriteBackPolicy,
+    ZerothOrder,
     ZO2Warning,
-    ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
@@ -77,7 +78,7 @@ def test_lora_in_the_weights_is_monolithic_mezo(
     adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), frozen=frozen, seed=1)
     storage = storage._replace(write_back_every=None)
 
-    def make() -> ZOEngine:
+    def make() -> Engine:
         return storage.engine(open_checkpoint(base, adapter=adapter), plan, tmp)
 
     whole = monolithic(base, adapter.config, values_of(open_checkpoint(base, adapter=adapter)), frozen)
@@ -105,12 +106,12 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
     batch = make_batch(40, [7, 5])
     model = open_checkpoint(base, adapter=adapter)
     loop = LoRALoop(monolithic(base, adapter.config, values_of(model), frozen), 2, 2, Distribution.GAUSSIAN, run_seed=5)
-    with ZOEngine(
+    with Engine(
         model,
-        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
-        seed=5,
+        ZerothOrder(
+            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), seed=5, perturbation=LowRankPerturbation(rank=2, period=2)
+        ),
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)),
-        perturbation=LowRankPerturbation(rank=2, period=2),
     ) as engine:
         for _ in range(5):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
@@ -122,7 +123,7 @@ def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tm
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
     quantize(tmp_path / "base", tmp_path / method, method)
-    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+    with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=lora(), seed=2)
     streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
@@ -148,7 +149,7 @@ def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
     policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28))
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
         model = open_checkpoint(base, adapter=Adapter(config=lora()))
-        with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=device, memory=policy) as engine:
+        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), device=device, memory=policy) as engine:
             # What comes ahead of the second step may count for the first one.
             lanes = [engine.step(make_batch(40, [7, 5])).lanes for _ in range(2)]
     uploaded = sum(own[Lane.UPLOAD].nbytes for own in lanes)
@@ -160,7 +161,7 @@ def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
 def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
     batch = make_batch(40, [7, 5])
-    with ZOEngine(open_checkpoint(base, adapter=Adapter(config=lora())), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, adapter=Adapter(config=lora())), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         engine.step(batch)
         engine.export(tmp_path / "adapter")
         loss = engine.evaluate([batch]).loss
@@ -175,7 +176,7 @@ def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
     assert loaded(**batch, use_cache=False).loss.item() == loss
     loaded.save_pretrained(tmp_path / "theirs")
     for saved in ("adapter", "theirs"):
-        with Replayer(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
+        with Engine(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
             assert replayer.evaluate([batch]).loss == loss
 
 
@@ -267,7 +268,7 @@ def test_directions_beside_the_activations_of_a_mixed_adapter_are_refused(tmp_pa
     model = open_checkpoint(base, adapter=Adapter(config=lora()), precision="mixed")
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     with pytest.raises(OptionError, match="exact precision beside the activations"):
-        ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2))
+        Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)))
 
 
 @pytest.mark.parametrize("buckets", [None, 1])
@@ -279,7 +280,7 @@ def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp
     whole.float()
     loop = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
     memory, batch = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)), make_batch(40, [7, 5])
-    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), memory=memory) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory) as engine:
         for _ in range(3):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
             assert engine.step(batch).losses == loop.step(batch, seed).losses
@@ -295,12 +296,12 @@ def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) 
     policy = {option.removeprefix("write_back."): 2}
     asked: Any = {"replay": "host"} if option == "replay" else {"write_back": WriteBackPolicy(directory=tmp_path, **policy)}
     with pytest.raises(OptionError, match=f"^{option}.*frozen"):
-        ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
+        zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
 
 
 def saved_adapter(tmp_path: Path) -> tuple[Path, Path]:
     base = save_model(tmp_path / "base", small_config("llama"))
-    with Replayer(open_checkpoint(base, adapter=Adapter(config=lora()))) as replayer:
+    with Engine(open_checkpoint(base, adapter=Adapter(config=lora()))) as replayer:
         replayer.export(tmp_path / "adapter")
     return base, tmp_path / "adapter"
 
@@ -397,7 +398,7 @@ def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
     mono = MonolithicMeZO(whole.to("cuda"), lr=1e-3, zo_eps=1e-2)
     batch = make_batch(40, [7, 5])
     policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), device="cuda", memory=policy) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), device="cuda", memory=policy) as engine:
         for seed in range(3):
             theirs = mono.step({key: value.to("cuda") for key, value in batch.items()}, seed)
             assert engine.step(batch, seed=seed).losses == theirs.losses

@@ -34,15 +34,15 @@ from zo2adapters.tasks.generation import generate
 from zo2core import (
     BatchError,
     CheckpointError,
+    Engine,
     HostPlan,
     JournalError,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     OptionError,
-    Replayer,
     UnsupportedModelError,
-    ZOEngine,
+    ZerothOrder,
 )
 
 peft: Any = pytest.importorskip("peft")
@@ -203,7 +203,7 @@ def test_every_kind_in_the_weights_is_monolithic_mezo(
     adapter = Adapter(config=kind.config(model_type), frozen=frozen, seed=1)
     storage = storage._replace(write_back_every=None)
 
-    def make() -> ZOEngine:
+    def make() -> Engine:
         return storage.engine(open_checkpoint(base, adapter=adapter), plan, tmp)
 
     whole = whole_model(base, kind, adapter.config)
@@ -217,7 +217,7 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
     base = save_model(tmp_path / "base", small_config("llama"), dtype)
     batch = make_batch(40, [7, 5])
     adapter = Adapter(config=kind.config("llama"))
-    with ZOEngine(open_checkpoint(base, adapter=adapter), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, adapter=adapter), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         engine.step(batch)
         engine.export(tmp_path / "adapter")
         loss = engine.evaluate([batch]).loss
@@ -226,7 +226,7 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
     assert loaded(**batch, use_cache=False).loss.item() == loss
     loaded.save_pretrained(tmp_path / "theirs")
     for saved in ("adapter", "theirs"):
-        with Replayer(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
+        with Engine(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
             assert replayer.evaluate([batch]).loss == loss
             replayer.export(tmp_path / f"{saved} again")
         again = load_file(tmp_path / f"{saved} again" / "adapter_model.safetensors")
@@ -257,7 +257,7 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_pa
 def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(name: str, damage: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     base, adapter = save_model(tmp_path / "base", small_config("llama")), tmp_path / "adapter"
-    with Replayer(open_checkpoint(base, adapter=Adapter(config=kind.config("llama")))) as replayer:
+    with Engine(open_checkpoint(base, adapter=Adapter(config=kind.config("llama")))) as replayer:
         replayer.export(adapter)
     weights = adapter / "adapter_model.safetensors"
     if damage == "another base":
@@ -295,11 +295,10 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
         save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=kind.config("llama"))
     )
     with pytest.raises(UnsupportedModelError, match=r"^adapter: found .* with low-rank perturbations"):
-        ZOEngine(
+        Engine(
             model,
-            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2)),
             journal=tmp_path / "journal.jsonl",
-            perturbation=LowRankPerturbation(rank=2),
         )
     assert not (tmp_path / "journal.jsonl").exists()
 
@@ -309,7 +308,7 @@ def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
     quantize(tmp_path / "base", tmp_path / method, method)
-    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+    with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=KINDS[name].config("llama"), seed=2)
     streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
@@ -376,11 +375,11 @@ def test_a_new_prefix_is_random_tokens_before_each_row(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_attention_heads=6, num_key_value_heads=3))
     model = open_checkpoint(base, adapter=Adapter(config=prefix("llama"), seed=6))
     batch = make_batch(40, [7, 5])
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         loss = replayer.evaluate([batch]).loss
     ids = torch.randint(40, (1, 3), generator=torch.Generator().manual_seed(6)).expand(2, -1)
     longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
-    with Replayer(open_checkpoint(base)) as replayer:
+    with Engine(open_checkpoint(base)) as replayer:
         before = {key: torch.cat([value, batch[key]], dim=1) for key, value in longer.items()}
         assert replayer.evaluate([before]).loss == pytest.approx(loss, rel=1e-6)
         assert replayer.evaluate([batch]).loss != pytest.approx(loss, rel=1e-3)
@@ -397,7 +396,7 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("llama"))
     model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))
     batch = make_batch(40, [7, 5])
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         once = replayer.evaluate([batch]).losses
         assert replayer.evaluate([batch, batch]).losses == once * 2
         prepared = model.prepared(batch)
@@ -416,7 +415,7 @@ def test_what_a_batch_with_a_prefix_holds_is_known_without_running_it(
 ) -> None:
     base = save_model(tmp_path, small_config(model_type), dtype)
     model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
-    with Replayer(model):
+    with Engine(model):
         for lengths in ([9], [2], [9, 9], [9, 4], [9, 3, 5, 2]):
             check(model, model, make_batch(40, lengths))
 
@@ -426,7 +425,7 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
     base = save_model(tmp_path / "base", small_config(model_type, max_position_embeddings=40))
     model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
     prompts = [[5, 9, 11, 7], [8, 3]]
-    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         engine.step(make_batch(40, [7, 5]))
         engine.export(tmp_path / "adapter")
         ours = [list(row) for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)]
@@ -446,7 +445,7 @@ def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: st
     runs: list[tuple[float, list[Any]]] = []
     for records in (False, True):
         model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)), loss_chunk=3)
-        with Replayer(model) as replayer:
+        with Engine(model) as replayer:
             if records:  # as for a GPU
                 model.record_branches(model.prepared(batch))
                 assert model._stand_in_branches._cached == runs[0][1]
@@ -465,7 +464,7 @@ def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> Non
 def test_rows_leave_a_prefix_its_positions(tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("opt"))
     model = open_checkpoint(base, adapter=Adapter(config=prefix("opt")))
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         replayer.evaluate([make_batch(40, [9])])
         with pytest.raises(BatchError, match="at most 9"):
             replayer.evaluate([make_batch(40, [10])])

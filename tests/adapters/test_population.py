@@ -21,26 +21,26 @@ from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import Generation, GenerationPlan, Sampling, generate, plan_generation
 from zo2core import (
     Distribution,
+    Engine,
     Evaluation,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     OptionError,
     PhiloxNoise,
-    Replayer,
-    ZOEngine,
+    ZerothOrder,
 )
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [30, 2], [7, 7]]
 EPS = 0.1
 
 
-def low_rank(base: Path, *, q: int = 2, stack: int | None = None, **options: Any) -> tuple[Any, ZOEngine]:
+def low_rank(base: Path, *, q: int = 2, stack: int | None = None, **options: Any) -> tuple[Any, Engine]:
     model = open_checkpoint(base, **options)
     estimator = MultiQueryRGE(lr=0.5, zo_eps=EPS, q=q, perturb_in_place=False)
     perturbation = LowRankPerturbation(rank=2, period=2, stack=stack)
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    return model, ZOEngine(model, estimator, noise=noise, perturbation=perturbation)
+    return model, Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation))
 
 
 def with_perturbed_weights(base: Path, loop: StackedLoop, at: Evaluation) -> Any:
@@ -138,7 +138,7 @@ def test_a_row_that_ended_leaves_its_place_to_the_next(sampling: Sampling | None
 def test_dense_directions_generate_in_one_sweep_a_token(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
     for in_place in (True, False):
-        with ZOEngine(model, MeZOSGD(lr=0.1, zo_eps=0.1, perturb_in_place=in_place)) as engine:
+        with Engine(model, ZerothOrder(MeZOSGD(lr=0.1, zo_eps=0.1, perturb_in_place=in_place))) as engine:
             evaluations = engine.ask(seed=4)
             alone = []
             for at in evaluations:
@@ -173,7 +173,7 @@ def test_evaluations_of_no_open_step_are_refused(tmp_path: Path) -> None:
         known = engine.ask()[0]
         with pytest.raises(OptionError, match="an evaluation that ask"):
             Generation(engine, model, max_new_tokens=1, evaluations=[known, Evaluation(5, 1.0)]).continuations(PROMPTS)
-    with Replayer(open_checkpoint(base)) as replayer, pytest.raises(OptionError, match="a ZOEngine"):
+    with Engine(open_checkpoint(base)) as replayer, pytest.raises(OptionError, match="a Engine"):
         Generation(replayer, model, max_new_tokens=1, evaluations=[known]).continuations(PROMPTS)
 
 

@@ -23,7 +23,7 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, OptionError, PhiloxNoise, ZerothOrder
 from zo2core.kernels import dispatch, native
 from zo2core.types import Descend, Lane, Perturb, Program
 
@@ -96,7 +96,7 @@ def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_p
     base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=tied), torch.bfloat16)
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
     matrices = {spec.shape for layout in model.layouts for spec in layout.parameters if len(spec.shape) > 1}
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine, Casts() as casts:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine, Casts() as casts:
         engine.step(BATCH)
     assert casts.shapes, "masks and hidden states are converted"
     assert not casts.shapes & matrices
@@ -105,7 +105,7 @@ def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_p
 def test_a_block_is_widened_as_it_is_read_and_the_base_stays(base: Path) -> None:
     before = (base / "model.safetensors").read_bytes()
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with ZOEngine(open_checkpoint(base, precision="mixed"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base, precision="mixed"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         for name, tensor in engine.parameters_now():
             assert_same_bits(name, tensor, whole.get_parameter(name).data)
         engine.step(BATCH)
@@ -116,7 +116,7 @@ def test_a_block_is_widened_as_it_is_read_and_the_base_stays(base: Path) -> None
 def test_an_export_is_rounded_once_and_its_config_says_to_what(base: Path, dtype: str, tmp_path: Path) -> None:
     written = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     model = open_checkpoint(base, precision="mixed", export_dtype=dtype)
-    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3))) as engine:
         for _ in range(3):
             engine.step(BATCH)
         engine.export(tmp_path / "out")
@@ -132,7 +132,7 @@ def test_updates_that_16_bits_lose_are_kept(base: Path) -> None:
         whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         estimator = MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False)
         noise = PhiloxNoise(Distribution.RADEMACHER)
-        with ZOEngine(open_checkpoint(base, precision=precision), estimator, noise=noise) as engine:
+        with Engine(open_checkpoint(base, precision=precision), ZerothOrder(estimator, noise=noise)) as engine:
             for _ in range(3):
                 engine.step(BATCH)
             for name, tensor in engine.parameters_now():
@@ -151,7 +151,7 @@ def options(tmp_path: Path) -> TrainOptions:
 
 def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions) -> None:
     with Trainer(options, quiet=True) as trainer:
-        chosen = trainer.engine.journal.header["model"]["autocast"]
+        chosen = trainer.engine.journal.header["model"]["autocast"]  # type: ignore[index]
     kept = json.loads((options.output / "options.json").read_text())["options"]
     assert (kept["precision"], kept["dtype"]) == ("mixed", chosen)
     assert kept["batching"]["loss_chunk"] >= 1
@@ -233,7 +233,7 @@ def test_kernels_round_what_leaves_them_once(
 
 def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.bfloat16)
-    with ZOEngine(open_checkpoint(base, precision="mixed"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base, precision="mixed"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         rows = torch.tensor([[3, 4, 6]])
         read = engine.step({"input_ids": rows, "labels": rows}).lanes[Lane.READ].nbytes
     weights = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters())
@@ -304,7 +304,7 @@ def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     assert whole.model.norm.weight.dtype is (torch.float32 if dtype is torch.float16 else dtype)
     monolithic, batch = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2), make_batch(40, [6, 5])
-    with ZOEngine(open_checkpoint(base, architecture=architecture), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, architecture=architecture), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         for step in range(2):
             assert engine.step(batch, seed=step).losses == monolithic.step(batch, step).losses
         own = dict(whole.named_parameters())

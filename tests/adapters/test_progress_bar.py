@@ -16,7 +16,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.trainers import progress_bar
 from zo2adapters.trainers.progress_bar import SharedSweeps, sweep_bars
-from zo2core import Replayer
+from zo2core import Engine
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_sweep_has_a_bar_if_it_takes_seconds(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress_bar, "time", Clock(seconds))
-    with Replayer(open_checkpoint("base")) as runner:
+    with Engine(open_checkpoint("base")) as runner:
         with sweep_bars(runner):
             runner.flush()
         told = capsys.readouterr().err

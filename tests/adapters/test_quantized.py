@@ -16,6 +16,7 @@ import families
 import pytest
 import torch
 from command_lines import done, refusal
+from engines import zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -31,6 +32,7 @@ from zo2adapters.models.quantizer import quantize
 from zo2core import (
     CheckpointError,
     Distribution,
+    Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
@@ -39,9 +41,8 @@ from zo2core import (
     OutputError,
     ParameterSpec,
     PhiloxNoise,
-    Replayer,
     UnsupportedModelError,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
@@ -145,7 +146,7 @@ def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: 
 def test_factors_take_what_plans_count(tmp_path: Path) -> None:
     path, settings, batch = make(tmp_path, "nf4"), LowRankPerturbation(rank=4, period=2), make_batch(40, [7, 5])
     with engine(path, perturbation=settings) as opened:
-        store = opened._parts.factors
+        store = opened._runner.factors
         assert store is not None
         for taken in range(5):
             opened.evaluate([batch])
@@ -186,13 +187,13 @@ def make(folder: Path, method: str, model_type: str = "llama", *, width: int = 1
     return folder / method
 
 
-def engine(path: Path, folder: Path | None = None, **options: Any) -> ZOEngine:
+def engine(path: Path, folder: Path | None = None, **options: Any) -> Engine:
     dtype = options.pop("dtype", "auto")
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-2, perturb_in_place=False)
     if folder is not None:
         options["journal"] = folder / "journal.jsonl"
     options.setdefault("perturbation", LowRankPerturbation(rank=4, period=2))
-    return ZOEngine(open_checkpoint(path, dtype=dtype), estimator, seed=3, **options)
+    return zeroth_order(open_checkpoint(path, dtype=dtype), estimator, seed=3, **options)
 
 
 def trajectory(path: Path, folder: Path | None = None, *, steps: int = 5, **options: Any) -> list[float]:
@@ -236,7 +237,7 @@ def test_evaluation_needs_no_directions_and_equals_transformers(method: str, tmp
     path = make(tmp_path, method)
     batch = make_batch(40, [7, 5])
     whole = AutoModelForCausalLM.from_pretrained(dequantised(path, tmp_path))
-    with Replayer(open_checkpoint(path)) as opened:
+    with Engine(open_checkpoint(path)) as opened:
         assert opened.evaluate([batch]).loss == whole(**batch, use_cache=False).loss.item()
 
 
@@ -404,7 +405,7 @@ def test_directions_in_quantised_weights_are_refused(tmp_path: Path) -> None:
     model = open_checkpoint(make(tmp_path, "int8"))
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with pytest.raises(OptionError, match=r"perturbation: .*stored in int8.*LowRankPerturbation"):
-        ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), noise=noise)
+        Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2), noise=noise))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -457,7 +458,7 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
 
 def read_by(path: Path) -> dict[str, torch.Tensor]:
     """The weights that an engine has of a checkpoint."""
-    with closing(Replayer(open_checkpoint(path))) as opened:
+    with closing(Engine(open_checkpoint(path))) as opened:
         return {name: value.clone() for name, value in opened.parameters_now()}
 
 

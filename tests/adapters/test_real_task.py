@@ -28,7 +28,7 @@ from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.candidates import read_choices
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Batch, DataError, Journal, MissingPackageError, NonFiniteLossError, OptionError, Replayer
+from zo2core import Batch, DataError, Engine, Journal, MissingPackageError, NonFiniteLossError, OptionError
 
 MOODS = {"negative": ("bad", "sad", "slow"), "positive": ("good", "glad", "fast")}
 SUBJECTS = ("cat", "dog", "flight", "phone", "seat", "crew")
@@ -145,7 +145,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     questions = read_questions(opened.evaluation, opened.model)
     choices = read_choices(opened.evaluation, load_tokenizer(opened.model), sequence_length=100)
     model = open_checkpoint(opened.model)
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
     pairs = list(zip(choices, scored.log_likelihoods, strict=True))
     right = sum(values.index(max(values)) == choice.answer for choice, values in pairs)

@@ -34,13 +34,13 @@ from zo2core import (
     DataError,
     Distribution,
     DivergenceError,
+    Engine,
     EvolutionStrategies,
     Fitness,
     LowRankPerturbation,
     OptionError,
     PhiloxNoise,
-    Replayer,
-    ZOEngine,
+    ZerothOrder,
 )
 
 ROWS = [
@@ -375,13 +375,13 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=4, rewards=options, tokenizer=tokenizer)
     )
-    task.prepare(lambda: Replayer(model), list)
+    task.prepare(lambda: Engine(model), list)
     whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loop = StackedLoop(whole, 2, 2, Distribution.RADEMACHER)
     moved = False
     estimator = EvolutionStrategies(lr=0.02, zo_eps=eps, q=q, perturb_in_place=False, fitness=fitness)
     noise, perturbation = PhiloxNoise(Distribution.RADEMACHER), LowRankPerturbation(rank=2, period=2)
-    with ZOEngine(model, estimator, noise=noise, perturbation=perturbation) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)) as engine:
         for step in range(3):
             seeds = [at.seed for at in engine.ask()][::2]
             result: Any = task.step(engine, rows.rows, {})
@@ -432,9 +432,9 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> No
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=2, rewards=options, tokenizer=tokenizer)
     )
-    task.prepare(lambda: Replayer(model), list)
+    task.prepare(lambda: Engine(model), list)
     estimator = EvolutionStrategies(lr=0.2, zo_eps=0.1, q=2, perturb_in_place=False)
-    with ZOEngine(model, estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2))) as engine:
         assert task.drift(engine) == 0.0
         for _ in range(10):
             task.step(engine, rows.rows[:2], {})

@@ -25,7 +25,7 @@ from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import BatchError, DataError, MeZOSGD, Replayer, ZOEngine
+from zo2core import BatchError, DataError, Engine, MeZOSGD, ZerothOrder
 from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
@@ -38,7 +38,7 @@ def test_log_likelihoods_are_hugging_faces(model_type: str, chunk: int | None, t
     base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     model = open_checkpoint(base, loss_chunk=chunk)
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         scored = score(engine, model, PROMPTS, CANDIDATES, batch_size=4)
     assert scored.tokens == ((1, 2), (3, 1, 2), (1,))
     for prompt, answers, found in zip(PROMPTS, CANDIDATES, scored.log_likelihoods, strict=True):
@@ -53,7 +53,7 @@ def test_scores_are_of_the_present_weights(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("opt"))
     model = open_checkpoint(base)
     batch = collate([TokenizedRow((prompt := [3, 4, 5, 1]), 3, 1)], pad_token_id=0)  # type: ignore[arg-type]
-    with ZOEngine(model, MeZOSGD(lr=1e-1, zo_eps=1e-3)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-1, zo_eps=1e-3))) as engine:
         before = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
         engine.step(batch, seed=1)
         after = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
@@ -72,14 +72,14 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
     model = open_checkpoint(base)
     batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
     forward = LogLikelihood(model)
-    with Replayer(model), torch.inference_mode():
+    with Engine(model), torch.inference_mode():
         held, running = storage_bytes(forward.embed(batch)), forward.forward_bytes(batch)
     for fitting in (1, 10, 125):
         budget = fitting * held + running
         main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])
         printed = capsys.readouterr().out
         assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweep" in printed
-    with Replayer(model := open_checkpoint(base)) as engine:
+    with Engine(model := open_checkpoint(base)) as engine:
         choices = read_choices(data, load_tokenizer(base), sequence_length=12)
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
     right = sum(mine == each.answer for mine, each in zip(scored.choices(), choices, strict=True))
@@ -102,7 +102,7 @@ def test_steps_evaluations_and_the_demo_judge_candidates_alike(tmp_path: Path, c
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tokenizer = open_checkpoint(base), load_tokenizer(base)
     choices = read_choices(data, tokenizer, sequence_length=12)
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         make: Any = AccuracyTask  # mypy takes empty bodies of a protocol for abstract ones
         task = make(model, choices, TaskOptions(objective="accuracy", batch_size=2, pad=0))
         [[outputs]] = engine.forwards([(batch := task.batch(choices.rows))], forward := ChoiceError(model))
@@ -127,13 +127,13 @@ def test_what_cannot_be_scored_is_refused(
     tmp_path: Path, prompts: list[list[int]], candidates: list[list[list[int]]]
 ) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
-    with Replayer(model) as engine, pytest.raises(BatchError):
+    with Engine(model) as engine, pytest.raises(BatchError):
         score(engine, model, prompts, candidates)
 
 
 def test_a_prompt_that_is_too_long_with_a_candidate_is_named(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         assert score(engine, model, [[3] * 9], [[[4], [5] * 3]]).sweeps == 1
         found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 together"
         with pytest.raises(BatchError, match=found):

@@ -25,7 +25,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, tune
-from zo2core import SharedBase, ZOEngine
+from zo2core import Engine, SharedBase
 
 pytest.importorskip("peft")
 
@@ -119,16 +119,16 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
-    step, taken = ZOEngine.step, 0
+    step, taken = Engine.step, 0
 
-    def counted(self: ZOEngine, *given: Any, **more: Any) -> Any:
+    def counted(self: Engine, *given: Any, **more: Any) -> Any:
         nonlocal taken
         taken += 1
         if taken == 6:
             raise KeyboardInterrupt
         return step(self, *given, **more)
 
-    with patch.object(ZOEngine, "step", counted):
+    with patch.object(Engine, "step", counted):
         assert run_here(*command).status != 0
     assert run_here("train", "--resume", tmp_path / "all" / "zo-lora").status == 0
     assert run_here(*command).status == 0

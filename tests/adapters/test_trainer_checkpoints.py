@@ -16,9 +16,9 @@ import torch
 from models import make_batch, save_model, save_tokenizer, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-import zo2core.engine.runner
+import zo2core.engine
 from zo2adapters import ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import Journal, JournalError, Replayer
+from zo2core import Engine, Journal, JournalError
 from zo2core.checkpoint import write_checkpoint
 
 VOCABULARY = small_config("llama").vocab_size
@@ -170,7 +170,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def shards_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     writing = partial(write_checkpoint, max_shard=nbytes)
-    monkeypatch.setattr(zo2core.engine.runner, "write_checkpoint", writing)
+    monkeypatch.setattr(zo2core.engine, "write_checkpoint", writing)
 
 
 WHOLE, CUT = 10**9, 4000  # bytes of a shard
@@ -197,7 +197,7 @@ def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
             break
         found = saved_weights(directory)
         assert are_equal(found, earlier) or are_equal(found, later), place
-        opened = dict(Replayer(open_checkpoint(directory)).parameters_now())
+        opened = dict(Engine(open_checkpoint(directory)).parameters_now())
         assert are_equal(opened, earlier) or are_equal(opened, later), place
         version = len(Journal(directory / "journal.jsonl").updates)
         assert version in (1, 2)

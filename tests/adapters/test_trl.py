@@ -16,7 +16,7 @@ from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkp
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2core import CheckpointError, Distribution, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import CheckpointError, Distribution, Engine, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZerothOrder
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -115,7 +115,7 @@ def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
     trainer.train()
     estimator = Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False))
     model = open_checkpoint(base, precision="mixed" if bf16 else "exact")
-    with ZOEngine(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42) as engine:
+    with Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42)) as engine:
         for batch in trainer.get_train_dataloader():
             engine.step({key: batch[key] for key in ("input_ids", "attention_mask", "labels")})
         assert trainer.engine.journal.updates == engine.journal.updates

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import ROWS, run_here
+from engines import zeroth_order
 from footprints import really_held
 from models import random_model, save_tokenizer
 from parity import assert_same_bits
@@ -26,7 +27,7 @@ from transformers import (
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
 from zo2adapters.models.footprint import vision_bytes
-from zo2core import BackpropEngine, BatchError, LowRankPerturbation, MeZOSGD, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import BatchError, Engine, FirstOrder, LowRankPerturbation, MeZOSGD, UnsupportedModelError, ZerothOrder
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
 IMAGE, BEFORE, BEHIND = 39, 38, 37  # tokens
@@ -135,7 +136,7 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) 
     base = saved(tmp_path / "base", CONFIGS[family], dtype)
     whole = whole_model(base, dtype)
     literal = MonolithicMeZO(whole, **NUMBERS)
-    with ZOEngine(open_checkpoint(base, precision="exact"), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(open_checkpoint(base, precision="exact"), MeZOSGD(**NUMBERS)) as engine:
         for seed, images in enumerate([3, 0, 1]):
             batch = batch_of(family, seed, dtype, images=images)
             result = engine.step(batch)
@@ -161,7 +162,7 @@ def test_the_vision_tower_runs_once_a_forward(tmp_path: Path, family: str) -> No
     [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
     calls: list[Any] = []
     tower.register_forward_pre_hook(lambda module, inputs: calls.append(module))
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         replayer.evaluate([batch_of(family, seed) for seed in range(3)])
     assert len(calls) == 3
 
@@ -170,7 +171,7 @@ def test_the_vision_tower_runs_once_a_forward(tmp_path: Path, family: str) -> No
 def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family], torch.bfloat16)
     literal = MonolithicMeZO(whole_model(base), autocast=torch.bfloat16, **NUMBERS)
-    with ZOEngine(open_checkpoint(base, precision="mixed", loss_chunk=None), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(open_checkpoint(base, precision="mixed", loss_chunk=None), MeZOSGD(**NUMBERS)) as engine:
         for seed in range(2):
             batch = batch_of(family, seed)
             result = engine.step(batch)
@@ -181,9 +182,9 @@ def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(tmp_path: Path,
 def test_micro_batches_take_their_images_along_or_are_refused(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family])
     batch = batch_of(family, 0)
-    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
         together = engine.step(batch, seed=1).losses
-    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS), micro_batch_size=1) as engine:
+    with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS), micro_batch_size=1) as engine:
         if family not in WHOLE:
             assert engine.step(batch, seed=1).losses == pytest.approx(together, rel=1e-5)
             batch = batch_of(family, 0, images=2)
@@ -201,7 +202,7 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
     ids, mask = torch.tensor([[7, 3, 11, 20], [0, 0, 5, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=True)
     model = open_checkpoint(base)
-    with Replayer(model) as replayer:
+    with Engine(model) as replayer:
         replayer.evaluate([batch_of(family, 0)])
         columns = list(generate(replayer, model, prompts, max_new_tokens=5))
     assert [list(row) for row in zip(*columns, strict=True)] == wanted[:, 4:].tolist()
@@ -211,7 +212,7 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_batch_holds_is_known_without_running_it(tmp_path: Path, family: str, images: int) -> None:
     model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]))
-    with Replayer(model), torch.inference_mode():
+    with Engine(model), torch.inference_mode():
         batch = model.prepared(batch_of(family, 0, images=images))
         held = really_held(model.embed(batch))
         assert held <= model.held_bytes(batch) <= 2 * held
@@ -233,7 +234,7 @@ def test_what_is_of_no_use_beside_images_is_refused_by_name(tmp_path: Path) -> N
         open_checkpoint(base, adapter=Adapter(config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     with pytest.raises(UnsupportedModelError, match="matrices and vectors"):
-        ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2))
+        Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,7 +245,7 @@ def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, fa
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     whole, optimizer = whole_model(base), partial(torch.optim.SGD, lr=1e-2)
     inject_adapter_in_model(config, whole)
-    with BackpropEngine(model, optimizer) as engine:
+    with Engine(model, FirstOrder(optimizer)) as engine:
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
         for name, parameter in whole.named_parameters():
             parameter.requires_grad = name in first

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import first_order, inner
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -29,17 +30,17 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    BackpropEngine,
     BatchError,
     CheckpointError,
+    Engine,
+    FirstOrder,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     NonFiniteLossError,
     OptionError,
-    Replayer,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.optimizers import copied_state
 from zo2core.planning.device_plan import DevicePlan
@@ -117,7 +118,7 @@ class Resident:
         return total / sum(tokens)
 
 
-def assert_equal(engine: BackpropEngine, resident: Resident) -> None:
+def assert_equal(engine: Engine, resident: Resident) -> None:
     for name, value in engine.parameters_now():
         if name in resident.trained:
             assert torch.equal(value, resident.trained[name].detach()), name
@@ -156,7 +157,9 @@ def test_a_step_is_that_of_the_resident_model(
     adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), seed=1)
     model = open_checkpoint(base, adapter=adapter)
     resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS[optimizer])
-    with BackpropEngine(model, OPTIMIZERS[optimizer], clip=clip, memory=memory(buckets, room), overlap=overlap) as engine:
+    with Engine(
+        model, FirstOrder(OPTIMIZERS[optimizer], clip=clip), memory=memory(buckets, room), overlap=overlap
+    ) as engine:
         for _ in range(3):
             expected = resident.step(micro_batches, clip)
             assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
@@ -185,7 +188,7 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
         model = open_checkpoint(base, adapter=adapter)
         resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS["adamw"])
         micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6])]
-        with BackpropEngine(model, OPTIMIZERS["adamw"], clip=0.05, memory=memory(1, room)) as engine:
+        with Engine(model, FirstOrder(OPTIMIZERS["adamw"], clip=0.05), memory=memory(1, room)) as engine:
             for _ in range(3):
                 expected = resident.step(micro_batches, 0.05)
                 assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
@@ -200,7 +203,7 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
     corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
     model = open_checkpoint(base, adapter=told)
     resident = Resident(base, corrected, first_values(model), OPTIMIZERS["adamw"])
-    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(2, 1)) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(2, 1)) as engine:
         for _ in range(3):
             batch = make_batch(40, [9, 5])
             assert engine.step(batch).loss == resident.step([batch], None)
@@ -214,12 +217,12 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
 
 def make(
     base: Path, buckets: int | None = None, room: int = 1 << 28, optimizer: Any = OPTIMIZERS["adamw"], **options: Any
-) -> BackpropEngine:
+) -> Engine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-    return BackpropEngine(model, optimizer, memory=memory(buckets, room), **options)
+    return first_order(model, optimizer, memory=memory(buckets, room), **options)
 
 
-def trained(engine: BackpropEngine) -> dict[str, torch.Tensor]:
+def trained(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now() if "lora" in name}
 
 
@@ -238,7 +241,7 @@ def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
         policy = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan)
         with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
             model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-            with BackpropEngine(model, OPTIMIZERS["adamw"], device=device, memory=policy) as engine:
+            with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), device=device, memory=policy) as engine:
                 results = [engine.step(batch) for _ in range(3)]
                 assert [result.loss for result in results] == losses
                 assert all(torch.equal(value, expected[name]) for name, value in trained(engine).items())
@@ -253,8 +256,8 @@ def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
 ) -> None:
     batch, steps = make_batch(40, [7, 5, 6, 4]), 4
     with make(base, buckets, overlap=overlap, micro_batch_size=rows) as engine:
-        block = engine._model.layouts[1].nbytes
-        blocks = sum(not layout.resident for layout in engine._model.layouts)
+        block = engine._runner.model.layouts[1].nbytes
+        blocks = sum(not layout.resident for layout in engine._runner.model.layouts)
         engine.step(batch)
         reads = sum(engine.step(batch).lanes[Lane.READ].nbytes for _ in range(steps))
     begun_before, read_for_the_next = 1, 1  # blocks: what a step has read may be noted in the one after it
@@ -303,7 +306,8 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
     for room in (1, 40_000, 80_000, 1 << 28):
         with make(base, buckets, room=room, micro_batch_size=2) as engine:
-            engine._method._model = forward = Counted(engine._model)
+            forward: Any = Counted(engine._runner.model)
+            engine._runner.model = forward
             losses = [engine.step(batch).loss for _ in range(3)]
             outcomes[room] = (forward.forwards, losses, [value.tolist() for value in trained(engine).values()])
     assert outcomes[1][0] == [12] * 6, "three steps, two micro-batches, forward and backward"
@@ -323,7 +327,7 @@ def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, 
     projection, calls = model._layers[0].mlp.down_proj, []
     getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
     resident = Resident(base, config, first_values(model), OPTIMIZERS["sgd"])
-    with BackpropEngine(model, OPTIMIZERS["sgd"], memory=memory(1, room=1)) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["sgd"]), memory=memory(1, room=1)) as engine:
         for _ in range(2):
             calls.clear()  # the first step of a shape tries it out before
             assert engine.step(batch).loss == resident.step([batch], None)
@@ -341,11 +345,11 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
             runs.append(1)
             return output * (1 + shift) if len(runs) == 1 else output
 
-        model: Any = engine._model
+        model: Any = engine._runner.model
         model._layers[0].input_layernorm.register_forward_hook(changed)
         with pytest.raises(OptionError, match="saves other tensors for its backward when it runs again"):
             engine.step(make_batch(40, [7, 5]))
-        assert engine.steps == 0
+        assert engine.version == 0
 
 
 @pytest.mark.parametrize(
@@ -371,7 +375,7 @@ def test_mixed_precision_is_that_of_autocast(
     whole: Any = resident.model
     whole.float()
     batch = make_batch(40, [7, 5])
-    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(1, room)) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(1, room)) as engine:
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 expected = resident.step([batch], None)
@@ -409,7 +413,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
     classifier: Any = resident.model
     classifier.eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
-    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets)) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(buckets)) as engine:
         for _ in range(3):
             resident.optimizer.zero_grad()
             loss = resident.model(**batch).loss
@@ -437,11 +441,11 @@ def test_weights_are_read_where_they_are_stored_with_the_same_bits(
         policy = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False))
         if rank is None:
             model = open_checkpoint(directory, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-            engine: Any = BackpropEngine(model, OPTIMIZERS["adamw"], memory=policy)
+            engine: Any = Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=policy)
         else:
             model = open_checkpoint(directory)
             perturbation = LowRankPerturbation(rank=rank)
-            engine = ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), memory=policy, perturbation=perturbation)
+            engine = Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), perturbation=perturbation), memory=policy)
         logits = TrainerLoss(model, lambda called, batch: called(**batch).logits[0, 0], adds_up=True)
         with engine:
             outcomes.append([output for outputs in engine.forwards([batch], logits) for output in outputs])
@@ -468,7 +472,7 @@ def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
     with make(base) as other:
         other.step(rows[2])  # another way, which is left
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-        assert other.steps == 1
+        assert other.version == 1
         assert [other.step(batch).loss for batch in rows[1:]] == losses
         assert all(torch.equal(value, expected[name]) for name, value in trained(other).items())
         assert other.evaluate(rows).losses == evaluated
@@ -508,7 +512,7 @@ def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: P
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
     quantize(tmp_path / "base", tmp_path / method, method)
-    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+    with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     batch, outcomes = make_batch(40, [7, 5]), []
     for directory in ("plain", method):
@@ -538,7 +542,7 @@ def test_a_prefix_is_trained(base: Path) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     batch = make_batch(40, [7, 5])
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    with BackpropEngine(model, OPTIMIZERS["adamw"]) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["adamw"])) as engine:
         losses = [engine.step(batch).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 
@@ -558,20 +562,20 @@ def test_a_step_that_fails_changes_nothing(base: Path) -> None:
         with torch.no_grad():
             engine.parameters[name].copy_(before[name])
         assert all(torch.equal(value, before[name]) for name, value in trained(engine).items())
-        assert engine.steps == 1
-        assert all(parameter.grad is None for parameter in engine._trained.parameters.values())
+        assert engine.version == 1
+        assert all(parameter.grad is None for parameter in inner(engine)._runner.trained.parameters.values())
 
 
 def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
     adapter = Adapter(config=lora(), seed=1)
     with pytest.raises(OptionError, match="a trained parameter of a block"):
-        BackpropEngine(open_checkpoint(base), OPTIMIZERS["adamw"])
+        Engine(open_checkpoint(base), FirstOrder(OPTIMIZERS["adamw"]))
     with pytest.raises(OptionError, match="LBFGS, whose step evaluates the loss again by a closure"):
-        BackpropEngine(open_checkpoint(base, adapter=adapter), torch.optim.LBFGS)
+        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(torch.optim.LBFGS))
     with pytest.raises(OptionError, match="a factory that is called with the parameters"):
-        BackpropEngine(open_checkpoint(base, adapter=adapter), 3)  # type: ignore[arg-type]
+        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(3))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"clip: found 0"):
-        BackpropEngine(open_checkpoint(base, adapter=adapter), OPTIMIZERS["adamw"], clip=0.0)
+        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(OPTIMIZERS["adamw"], clip=0.0))
 
 
 def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
@@ -588,7 +592,7 @@ def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
             return loss
 
     with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
-        engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._model))
+        engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._runner.model))
 
 
 def smoothed(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -612,7 +616,7 @@ def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, lo
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=4))
     resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
     forward = TrainerLoss(model, lambda called, batch: loss(called, batch), adds_up=True)
-    with BackpropEngine(model, None, memory=memory(1)) as engine:
+    with Engine(model, FirstOrder(None), memory=memory(1)) as engine:
         optimizer = OPTIMIZERS["adamw"](list(engine.parameters.values()))
         for step in range(3):
             batches = [make_batch(40, [7, 5], seed=2 * step + number) for number in range(2)]
@@ -643,7 +647,7 @@ def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tm
     config = lora(target_modules=["dt_proj", "v_proj"], init_lora_weights=False)
     model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
     resident = Resident(directory, config, first_values(model), OPTIMIZERS["sgd"])
-    with BackpropEngine(model, OPTIMIZERS["sgd"]) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
         for _ in range(3):
             assert engine.step(batch).loss == resident.step([batch], None)
             assert_equal(engine, resident)
@@ -665,7 +669,7 @@ def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
     )
     save_model(directory, config, torch.float32)
     model = open_checkpoint(directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1))
-    with BackpropEngine(model, OPTIMIZERS["sgd"]) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
         with pytest.raises(OptionError, match=r"block \d, which passes tensors to later blocks besides its output"):
             engine.step(make_batch(40, [7, 5]))
-        assert engine.steps == 0
+        assert engine.version == 0

@@ -15,6 +15,7 @@ import zo2core.sources.base_digests
 from zo2core import (
     BlockLayout,
     CheckpointError,
+    Engine,
     HostDevice,
     HostPlan,
     Journal,
@@ -23,11 +24,10 @@ from zo2core import (
     ParameterSpec,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
     SegmentKind,
     StreamedSource,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.checkpoint import SafetensorsReader, parse_header
 from zo2core.protocols import BlockModel
@@ -50,11 +50,10 @@ def memory(buckets: int | None) -> MemoryPolicy:
     return MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
 
 
-def engine(model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None) -> ZOEngine:
-    return ZOEngine(
+def engine(model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None) -> Engine:
+    return Engine(
         model,
-        MeZOSGD(lr=1e-2, zo_eps=1e-3),
-        noise=PhiloxNoise(),
+        ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=PhiloxNoise()),
         journal=run / "journal.jsonl",
         memory=memory(buckets),
         write_back=WriteBackPolicy(directory=run, every=every),
@@ -107,14 +106,14 @@ def test_a_base_that_was_changed_between_the_samples_is_refused(buckets: int | N
     assert len(Journal(run / "journal.jsonl").updates) == updates
     model = toy(file)
     changed_base(model, file)
-    with Replayer(model, run / "journal.jsonl", memory=memory(buckets)) as replayer:
+    with Engine(model, journal=run / "journal.jsonl", memory=memory(buckets)) as replayer:
         with pytest.raises(CheckpointError, match="block 1"):
             replayer.export(tmp_path / "out")
         assert not (tmp_path / "out").exists()
     model = toy(file)
     changed_base(model, file)
     with (
-        Replayer(model, Journal(run / "journal.jsonl").until(1), memory=memory(buckets)) as replayer,
+        Engine(model, journal=Journal(run / "journal.jsonl").until(1), memory=memory(buckets)) as replayer,
         pytest.raises(CheckpointError, match="block 1"),
     ):
         replayer.evaluate([BATCH])
@@ -122,7 +121,7 @@ def test_a_base_that_was_changed_between_the_samples_is_refused(buckets: int | N
 
 def test_a_base_that_is_as_it_was_is_taken_from_any_source(run: Path, tmp_path: Path) -> None:
     for buckets in BUCKETS.values():
-        with Replayer(toy(tmp_path / "base.safetensors"), run / "journal.jsonl", memory=memory(buckets)) as replayer:
+        with Engine(toy(tmp_path / "base.safetensors"), journal=run / "journal.jsonl", memory=memory(buckets)) as replayer:
             replayer.evaluate([BATCH])
 
 
@@ -130,7 +129,7 @@ def test_a_replayer_notes_nothing(tmp_path: Path) -> None:
     with engine(toy(tmp_path / "base.safetensors"), tmp_path / "run") as training:
         training.journal  # noqa: B018
     before = (tmp_path / "run/journal.jsonl").read_bytes()
-    with Replayer(toy(tmp_path / "base.safetensors"), tmp_path / "run/journal.jsonl") as replayer:
+    with Engine(toy(tmp_path / "base.safetensors"), journal=tmp_path / "run/journal.jsonl") as replayer:
         replayer.evaluate([BATCH])
         assert replayer.journal.base_digests == {}
     assert (tmp_path / "run/journal.jsonl").read_bytes() == before

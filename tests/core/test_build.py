@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
@@ -18,7 +18,7 @@ from zo2core import (
     FZOO,
     BatchError,
     Distribution,
-    EngineParts,
+    Engine,
     HostDevice,
     Journal,
     JournalError,
@@ -29,13 +29,12 @@ from zo2core import (
     OutputError,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
     ScratchError,
     SequentialNoise,
     SerialScheduler,
     Trace,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
@@ -92,9 +91,9 @@ def test_policies_check_themselves(make: Callable[[], object], message: str) -> 
 )
 def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ZOEngine(open_checkpoint(base), MEZO, **options)
+        zeroth_order(open_checkpoint(base), MEZO, **options)
     with pytest.raises(OptionError, match=message):
-        Replayer(open_checkpoint(base), **options)
+        Engine(open_checkpoint(base), **options)
 
 
 @pytest.mark.parametrize("noise", ["MeZO's", "Gaussian"])
@@ -102,18 +101,18 @@ def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base:
     model, estimator, path = open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), tmp_path / "journal.jsonl"
     given = SequentialNoise(model.layouts) if noise == "MeZO's" else PhiloxNoise()
     with pytest.raises(OptionError, match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs"):
-        ZOEngine(model, estimator, noise=given, journal=path)
+        Engine(model, ZerothOrder(estimator, noise=given), journal=path)
     with contextlib.closing(HostDevice()) as device:
         source = PinnedSource(model.weights, model.layouts, device.host_memory)
         with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
-            ZOEngine.from_parts(model, estimator, EngineParts(source=source, device=device, noise=given), journal=path)
+            Engine(model, ZerothOrder(estimator, noise=given), source=source, device=device, journal=path)
     assert not path.exists()
 
 
 def test_a_new_run_takes_the_noise_that_its_estimator_needs(base: Path) -> None:
     results = []
     for noise in (None, PhiloxNoise(Distribution.RADEMACHER)):
-        with ZOEngine(open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), noise=noise) as engine:
+        with Engine(open_checkpoint(base), ZerothOrder(FZOO(lr=1e-2, zo_eps=1e-3), noise=noise)) as engine:
             results.append((engine.step(BATCH).losses, engine.journal.header["noise"]))  # type: ignore[index]
     assert results[0] == results[1]
 
@@ -121,26 +120,26 @@ def test_a_new_run_takes_the_noise_that_its_estimator_needs(base: Path) -> None:
 def test_a_run_goes_on_with_the_noise_that_its_estimator_needs(base: Path, tmp_path: Path) -> None:
     path, estimator = tmp_path / "journal.jsonl", FZOO(lr=1e-2, zo_eps=1e-3)
     rademacher = PhiloxNoise(Distribution.RADEMACHER)
-    with ZOEngine(open_checkpoint(base), estimator, noise=rademacher, journal=path) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator, noise=rademacher), journal=path) as engine:
         engine.step(BATCH)
-    with ZOEngine(open_checkpoint(base), estimator, journal=path) as engine:  # the noise is the journal's
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=path) as engine:  # the noise is the journal's
         assert engine.step(BATCH).step == 1
 
 
 def test_a_size_of_device_memory_without_overlap_is_refused(base: Path) -> None:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     with contextlib.closing(device), pytest.raises(OptionError, match=r"memory\.device"):
-        ZOEngine(open_checkpoint(base), MEZO, device=device, overlap=False, memory=MemoryPolicy(device="1GiB"))
+        Engine(open_checkpoint(base), ZerothOrder(MEZO), device=device, overlap=False, memory=MemoryPolicy(device="1GiB"))
 
 
 def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(base: Path, tmp_path: Path) -> None:
     model, device = open_checkpoint(base), Watched(HostDevice())
     with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
         with pytest.raises(MemoryBudgetError):
-            ZOEngine(model, MEZO, device=device, journal=journal, memory=MemoryPolicy(host="1KB"))
+            Engine(model, ZerothOrder(MEZO), device=device, journal=journal, memory=MemoryPolicy(host="1KB"))
         assert not device.closed
         assert not (tmp_path / "journal.jsonl").exists()
-        with ZOEngine(model, MEZO, device=device, journal=journal) as engine:
+        with Engine(model, ZerothOrder(MEZO), device=device, journal=journal) as engine:
             engine.step(BATCH)
         assert not device.closed
         journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0, ()))
@@ -151,9 +150,14 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
     (tmp_path / "file").write_text("in the way")
     for journal in (path, Journal(path)):
         with pytest.raises(ScratchError):
-            ZOEngine(open_checkpoint(base), MEZO, journal=journal, write_back=WriteBackPolicy(directory=nowhere, every=1))
+            Engine(
+                open_checkpoint(base),
+                ZerothOrder(MEZO),
+                journal=journal,
+                write_back=WriteBackPolicy(directory=nowhere, every=1),
+            )
         assert not path.exists()
-        with ZOEngine(open_checkpoint(base), MeZOSGD(lr=5e-3, zo_eps=1e-3), journal=journal) as engine:
+        with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=5e-3, zo_eps=1e-3)), journal=journal) as engine:
             engine.step(BATCH)
         if isinstance(journal, Journal):
             journal.close()
@@ -163,16 +167,17 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
 def test_parts_stay_the_callers(base: Path) -> None:
     model, device, other = open_checkpoint(base), Watched(HostDevice()), save_model(base.parent / "b", small_config("llama"))
     source = Watched(PinnedSource(model.weights, model.layouts, device.host_memory))
-    parts = EngineParts(source=source, device=device, noise=PhiloxNoise())
+    method = ZerothOrder(MEZO, noise=PhiloxNoise())
+    parts: dict[str, Any] = {"source": source, "device": device}
     with pytest.raises(OptionError, match="source"):
-        ZOEngine.from_parts(open_checkpoint(other), MEZO, parts)
-    with pytest.raises(OptionError, match="activations"):
-        ZOEngine.from_parts(model, MEZO, replace(parts, activations="nonsense"))
+        Engine(open_checkpoint(other), method, **parts)
+    with pytest.raises(OptionError, match="write_back"):
+        Engine(model, method, write_back=WriteBackPolicy(directory=base), **parts)
     with pytest.raises(OutputError):
-        ZOEngine.from_parts(model, MEZO, parts, trace=base / "config.json")
+        Engine(model, method, trace=base / "config.json", **parts)
     losses = []
     for scheduler in (None, SerialScheduler(source, device)):
-        with ZOEngine.from_parts(model, MEZO, replace(parts, scheduler=scheduler)) as engine:
+        with Engine(model, method, scheduler=scheduler, **parts) as engine:
             losses.append(engine.evaluate([BATCH]).losses)
             assert engine.host_plan is None
             assert engine.device_plan is None
@@ -184,29 +189,30 @@ def test_parts_stay_the_callers(base: Path) -> None:
 
 def test_paths_are_opened_and_closed_objects_are_left_open(base: Path, tmp_path: Path) -> None:
     path, file = tmp_path / "journal.jsonl", tmp_path / "trace.json"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=path, trace=file) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path, trace=file) as engine:
         engine.step(BATCH)
     assert file.read_text().rstrip().endswith("]"), "the trace is complete"
     with contextlib.closing(Journal(path)) as journal, Trace(tmp_path / "other.json") as trace:
-        with ZOEngine(open_checkpoint(base), MEZO, journal=journal, trace=trace) as engine:
+        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace) as engine:
             engine.step(BATCH)
-        with ZOEngine(open_checkpoint(base), MEZO, journal=journal, trace=trace) as engine:
+        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace) as engine:
             assert engine.step(BATCH).step == 2
     assert (tmp_path / "other.json").read_text().count('"step ') == 2
 
 
 def test_a_replayer_takes_no_steps_and_makes_no_journal(base: Path, tmp_path: Path) -> None:
-    assert not hasattr(Replayer, "step")
     missing = tmp_path / "typo.jsonl"
     with pytest.raises(JournalError, match="no journal"):
-        Replayer(open_checkpoint(base), missing)
+        Engine(open_checkpoint(base), journal=missing)
     assert not missing.exists()
-    with Replayer(open_checkpoint(base)) as replayer:
+    with Engine(open_checkpoint(base)) as replayer:
         assert replayer.version == 0
+        with pytest.raises(OptionError, match="step: found an engine without a method"):
+            replayer.step(BATCH)
 
 
 def test_a_batch_of_something_else_than_tensors_is_refused(base: Path) -> None:
-    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine:
         for use in (engine.step, lambda batch: engine.evaluate([batch])):
             with pytest.raises(BatchError, match=r"batch\['labels'\]: found a list"):
                 use({**BATCH, "labels": [[1, 2]]})  # type: ignore[dict-item]
@@ -218,7 +224,7 @@ def test_what_an_iteration_or_a_failed_step_moved_is_not_the_next_steps(base: Pa
 
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     model = open_checkpoint(base)
-    with contextlib.closing(device), ZOEngine(model, MEZO, device=device, overlap=False) as engine:
+    with contextlib.closing(device), Engine(model, ZerothOrder(MEZO), device=device, overlap=False) as engine:
         moved = [engine.step(BATCH, seed=seed).bytes_moved for seed in range(3)]
         assert len(list(engine.parameters_now())) > 0
         head = model.head

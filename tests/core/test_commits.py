@@ -13,31 +13,28 @@ from typing import Any
 
 import pytest
 import torch
+from engines import first_order
 from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
     LOMO,
     AdaLOMO,
+    AtSnapshot,
     BAdam,
     CheckpointError,
     ClosedError,
-    DurableBackpropEngine,
-    FullBackpropEngine,
-    GradientPolicy,
+    Engine,
     Journal,
     JournalError,
     MeZOSGD,
     OptionError,
     OutputError,
-    Replayer,
-    RunRecord,
     TorchOptimizer,
-    ZOEngine,
+    ZerothOrder,
     branch_journal,
 )
 from zo2core.checkpoint import Snapshot, Snapshots
-from zo2core.engine import SnapshotReplayer
 from zo2core.io.record_log import to_line
 from zo2core.types import Commit
 
@@ -106,11 +103,9 @@ def model_of(base: Path) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
 
 
-def engine_of(base: Path, run: Path, **options: Any) -> DurableBackpropEngine:
-    told = {"method": {"name": "adamw"}, "lr": lambda step: 1e-2 / (step + 1), **options}
-    return DurableBackpropEngine(
-        model_of(base), partial(torch.optim.AdamW, lr=1.0), directory=run, journal=run / "journal.jsonl", **told
-    )
+def engine_of(base: Path, run: Path, **options: Any) -> Engine:
+    told = {"options": {"name": "adamw"}, "lr": lambda step: 1e-2 / (step + 1), **options}
+    return first_order(model_of(base), partial(torch.optim.AdamW, lr=1.0), run=run, **told)
 
 
 BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(5)]
@@ -161,20 +156,20 @@ def test_a_journal_that_cannot_be_written_refuses_the_step(
 
 
 def test_a_refused_engine_leaves_no_journal(base: Path, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"directory": tmp_path, "journal": tmp_path / "journal.jsonl", "method": {}, "lr": float}
+    told: dict[str, Any] = {"run": tmp_path, "options": {}, "lr": float}
     with pytest.raises(OptionError, match="closure"):
-        DurableBackpropEngine(model_of(base), torch.optim.LBFGS, **told)
+        first_order(model_of(base), torch.optim.LBFGS, **told)
     with pytest.raises(OptionError, match="a trained parameter of a block"):
-        DurableBackpropEngine(open_checkpoint(base), torch.optim.SGD, **told)
+        first_order(open_checkpoint(base), torch.optim.SGD, **told)
     assert not (tmp_path / "journal.jsonl").exists()
 
 
 def test_a_journal_of_first_order_steps_is_not_replayed(base: Path, tmp_path: Path) -> None:
     with engine_of(base, tmp_path / "run") as engine:
         engine.step(BATCHES[0])
-    for make in (Replayer, partial(ZOEngine, estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3))):
+    for method in (None, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))):
         with pytest.raises(JournalError, match="found a run of first-order steps"):
-            make(model_of(base), journal=tmp_path / "run" / "journal.jsonl")
+            Engine(model_of(base), method, journal=tmp_path / "run" / "journal.jsonl")
 
 
 def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -207,13 +202,12 @@ class Full:
     }
 
     @classmethod
-    def engine(cls, base: Path, run: Path, name: str, **options: Any) -> FullBackpropEngine:
-        record = RunRecord(directory=run, journal=run / "journal.jsonl")
+    def engine(cls, base: Path, run: Path, name: str, **options: Any) -> Engine:
         rate = {"lr": lambda step: 1e-2 / (step + 1), **options}
-        return FullBackpropEngine(open_checkpoint(base), cls.UPDATES[name](), run=record, **rate)
+        return first_order(open_checkpoint(base), cls.UPDATES[name](), **rate, run=run)
 
 
-def copies(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
+def copies(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
 
 
@@ -271,7 +265,7 @@ def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
         engine.take_snapshot()
         parameters = engine.snapshots.read(5).state["parameters"]
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
-    with SnapshotReplayer(open_checkpoint(base), 5, parameters) as replayer:
+    with Engine(open_checkpoint(base), AtSnapshot(5, parameters)) as replayer:
         assert replayer.version == 5
         assert all(torch.equal(value, expected[key]) for key, value in replayer.parameters_now())
 
@@ -297,7 +291,7 @@ def test_a_run_of_all_parameters_is_not_resumed_with_another_optimizer(base: Pat
     with pytest.raises(JournalError, match="method"):
         Full.engine(base, tmp_path / "run", "badam")
     with pytest.raises(JournalError, match="method"):
-        Full.engine(base, tmp_path / "run", "lomo", gradients=GradientPolicy(clip_value=1.0))
+        Full.engine(base, tmp_path / "run", "lomo", clip_value=1.0)
 
 
 def test_the_state_of_all_parameters_is_views_of_the_stored_weights_and_what_a_snapshot_has(

@@ -10,7 +10,7 @@ from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, Replayer, SequentialNoise, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, OptionError, PhiloxNoise, SequentialNoise, ZerothOrder
 from zo2core.protocols import NoiseGenerator
 
 
@@ -19,10 +19,10 @@ def test_a_journal_goes_on_with_the_noise_that_it_was_begun_with(noise: NoiseGen
     config = small_config()
     base, batch = save_model(tmp_path / "base", config), make_batch(config.vocab_size, [5, 4])
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=0.1, zo_eps=0.1), noise=noise, journal=path) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=0.1, zo_eps=0.1), noise=noise), journal=path) as engine:
         engine.step(batch)
         expected = {name: tensor.clone() for name, tensor in engine.parameters_now()}
-    with Replayer(open_checkpoint(base), path) as engine:
+    with Engine(open_checkpoint(base), journal=path) as engine:
         for name, tensor in engine.parameters_now():
             assert_same_bits(name, tensor, expected[name])
 
@@ -34,11 +34,11 @@ def test_a_journal_of_ones_own_noise_needs_it_again(tmp_path: Path) -> None:
             return "own"
 
     base, path = save_model(tmp_path / "base", small_config()), tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=0.1, zo_eps=0.1), noise=Own(), journal=path):
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=0.1, zo_eps=0.1), noise=Own()), journal=path):
         pass
     with pytest.raises(OptionError, match=r"noise: found 'own'.*philox4x32-10-rademacher"):
-        Replayer(open_checkpoint(base), path)
-    with Replayer(open_checkpoint(base), noise=Own(), journal=path) as engine:
+        Engine(open_checkpoint(base), journal=path)
+    with Engine(open_checkpoint(base), ZerothOrder(None, noise=Own()), journal=path) as engine:
         engine.flush()
 
 

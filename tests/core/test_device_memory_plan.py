@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import zeroth_order
 from make_checkpoint import geometries
 from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -18,13 +19,14 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import (
     Distribution,
+    Engine,
     MemoryBudgetError,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     OverlappedScheduler,
     PhiloxNoise,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.planning.device_plan import plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
@@ -83,10 +85,9 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
     memory = least + (kept + moving) * max(blocks)
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     batch = make_batch(model.config.vocab_size, [5, 3])
-    with ZOEngine(
+    with Engine(
         model,
-        MeZOSGD(lr=1e-3, zo_eps=1e-3),
-        noise=noise,
+        ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise),
         device=device,
         memory=MemoryPolicy(device=memory, activations=activations),
     ) as engine:
@@ -136,7 +137,7 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
         model = open_checkpoint(tmp_path)
         batch = make_batch(model.config.vocab_size, [5, 3, 7, 2])
         device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-        with ZOEngine(
+        with zeroth_order(
             model,
             MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=2),
             noise=noise,
@@ -149,5 +150,5 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
             micro_batch_size=1,
         ) as engine:
             found.append([engine.step(batch).losses for _ in range(3)])
-            assert (engine._parts.activations.staging_bytes > 0) == (least is not None)
+            assert (engine._runner.activations.staging_bytes > 0) == (least is not None)
     assert found[0] == found[1]

@@ -14,7 +14,7 @@ from models import save_model, small_config
 
 import zo2core.devices.cuda
 from zo2adapters import open_checkpoint
-from zo2core import CudaDevice, DeviceError, HostDevice, MeZOSGD, ZOEngine
+from zo2core import CudaDevice, DeviceError, Engine, HostDevice, MeZOSGD, ZerothOrder
 from zo2core.protocols import Wait
 from zo2core.types import Lane
 
@@ -185,4 +185,4 @@ def test_a_device_that_nobody_closed_unlocks_its_memory(runtime: FakeRuntime) ->
 def test_a_missing_gpu_is_a_typed_error(runtime: FakeRuntime, tmp_path_factory: pytest.TempPathFactory) -> None:
     base = save_model(tmp_path_factory.mktemp("base"), small_config("opt"))
     with pytest.raises(DeviceError, match=r"cuda:1: found 1 CUDA device"):
-        ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), device="cuda:1")
+        Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda:1")

@@ -31,7 +31,7 @@ from zo2core import (
     BusyError,
     ClosedError,
     Distribution,
-    EngineParts,
+    Engine,
     Evaluation,
     HostDevice,
     Journal,
@@ -45,11 +45,9 @@ from zo2core import (
     OverlappedScheduler,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
-    Runner,
     SequentialNoise,
     SharedBase,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.sources.scratch import Scratch
 
@@ -62,12 +60,12 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def engine(base: Path) -> Iterator[ZOEngine]:
-    with ZOEngine(open_checkpoint(base), MEZO) as made:
+def engine(base: Path) -> Iterator[Engine]:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as made:
         yield made
 
 
-def weights(engine: Runner) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -88,7 +86,7 @@ def test_global_random_state_is_untouched(base: Path, tmp_path: Path, noise: Phi
         return torch.random.get_rng_state().tolist(), random.getstate(), of_numpy["key"].tolist(), of_numpy["pos"]
 
     before = state()
-    with ZOEngine(open_checkpoint(base), MEZO, noise=noise) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise)) as engine:
         engine.step(BATCH)
         engine.step(BATCH, seed=3)
         engine.evaluate([BATCH])
@@ -99,18 +97,18 @@ def test_global_random_state_is_untouched(base: Path, tmp_path: Path, noise: Phi
 def test_runs_of_one_seed_are_equal_and_of_two_are_not(base: Path) -> None:
     seeds = []
     for run_seed in (0, 0, 1):
-        with ZOEngine(open_checkpoint(base), MEZO, seed=run_seed) as engine:
+        with Engine(open_checkpoint(base), ZerothOrder(MEZO, seed=run_seed)) as engine:
             seeds.append([engine.step(BATCH).seeds for _ in range(4)])
     assert seeds[0] == seeds[1] != seeds[2]
     assert len(set(seeds[0])) == 4
 
 
-def test_seed_0_is_a_seed(engine: ZOEngine) -> None:
+def test_seed_0_is_a_seed(engine: Engine) -> None:
     assert engine.step(BATCH, seed=0).seeds == (0,)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
-def test_seeds_out_of_range_are_refused(engine: ZOEngine, seed: int) -> None:
+def test_seeds_out_of_range_are_refused(engine: Engine, seed: int) -> None:
     with pytest.raises(OptionError, match="seed"):
         engine.step(BATCH, seed=seed)
     assert engine.version == 0
@@ -118,26 +116,26 @@ def test_seeds_out_of_range_are_refused(engine: ZOEngine, seed: int) -> None:
 
 def test_a_journal_on_disk_continues_bit_for_bit(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "run" / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO) as whole:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as whole:
         results = [whole.step(BATCH) for _ in range(6)]
         expected = weights(whole)
     for stop in (2, 3, 6):
-        with ZOEngine(open_checkpoint(base), MEZO, journal=path) as part:
+        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as part:
             continued = [part.step(BATCH) for _ in range(part.version, stop)]
             assert [r.losses for r in continued] == [r.losses for r in results[part.version - len(continued) : stop]]
-    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as replayed:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as replayed:
         assert_equal_weights(weights(replayed), expected)
 
 
 def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as engine:
         engine.step(BATCH)
     other = save_model(tmp_path / "other", small_config("opt", vocab_size=41))
     with pytest.raises(JournalError, match="base"):
-        ZOEngine(open_checkpoint(other), MEZO, journal=path)
+        Engine(open_checkpoint(other), ZerothOrder(MEZO), journal=path)
     with pytest.raises(JournalError, match="parameters"):
-        ZOEngine(open_checkpoint(base, dtype="bfloat16"), MEZO, journal=path)
+        Engine(open_checkpoint(base, dtype="bfloat16"), ZerothOrder(MEZO), journal=path)
 
     class OtherNoise(SequentialNoise):
         name = "other"
@@ -145,13 +143,13 @@ def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Pat
     model = open_checkpoint(base)
     for noise in (OtherNoise(model.layouts), PhiloxNoise(), PhiloxNoise(Distribution.RADEMACHER)):
         with pytest.raises(JournalError, match="noise"):
-            ZOEngine(open_checkpoint(base), MEZO, noise=noise, journal=path)
+            Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise), journal=path)
 
 
 @pytest.mark.parametrize("distribution", Distribution)
 def test_counter_based_noise_is_never_kept(base: Path, distribution: Distribution) -> None:
-    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution)) as engine:
-        assert not engine._parts.work_buffer.keeps_noise
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise(distribution))) as engine:
+        assert not engine._runner.work_buffer.keeps_noise
         assert engine.host_plan is not None
         assert not engine.host_plan.keep_noise
 
@@ -161,11 +159,11 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
     base: Path, tmp_path: Path, distribution: Distribution
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution), journal=path) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise(distribution)), journal=path) as engine:
         for _ in range(3):
             engine.step(BATCH)
         expected = weights(engine)
-    with Replayer(open_checkpoint(base), noise=PhiloxNoise(distribution), journal=path) as replayed:
+    with Engine(open_checkpoint(base), ZerothOrder(None, noise=PhiloxNoise(distribution)), journal=path) as replayed:
         assert_equal_weights(weights(replayed), expected)
 
 
@@ -173,7 +171,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
     monkeypatch.setattr(zo2core.sweep.perturber, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.counter_perturber, "RANGE", 64)
     expected = []
-    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine:
         expected += [engine.step(BATCH).losses for _ in range(2)]
         threads: set[str] = set()
         failing = False
@@ -196,7 +194,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
         failing = False
         expected.append(engine.step(BATCH).losses)
     monkeypatch.undo()
-    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as alone:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as alone:
         assert [alone.step(BATCH).losses for _ in range(4)] == expected
 
 
@@ -209,7 +207,7 @@ def test_a_loss_that_is_not_finite_stops_the_step(base: Path) -> None:
             far = 1e41 if self.overflows else 1.0
             return tuple(side._replace(shift=side.shift * far) for side in super().evaluations(step, rng))
 
-    with ZOEngine(open_checkpoint(base), Overflowing(lr=1e-2, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(Overflowing(lr=1e-2, zo_eps=1e-3))) as engine:
         engine.step(BATCH)
         before = weights(engine)
         Overflowing.overflows = True  # at both evaluations
@@ -238,7 +236,7 @@ BAD_BATCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", BAD_BATCHES.values(), ids=BAD_BATCHES)
-def test_bad_batches_are_refused_and_nothing_changes(engine: ZOEngine, changes: dict[str, Any]) -> None:
+def test_bad_batches_are_refused_and_nothing_changes(engine: Engine, changes: dict[str, Any]) -> None:
     engine.step(BATCH)
     before = weights(engine)
     batch = {key: value for key, value in {**BATCH, **changes}.items() if value is not None}
@@ -252,7 +250,7 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: ZOEngine, changes: 
 
 def test_learning_rate_may_be_a_function_of_the_step(base: Path) -> None:
     rates = [1e-2, 5e-3, -1e-3]
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3))) as engine:
         assert [engine.step(BATCH).lr for _ in range(2)] == rates[:2]
         assert [update.lr for update in engine.journal.updates] == rates[:2]
         with pytest.raises(OptionError, match="lr at step 2"):
@@ -266,7 +264,7 @@ def test_a_warm_up_may_begin_at_zero(base: Path, tmp_path: Path, *, in_place: bo
     rates = [0.0, 1e-2]
     estimator = MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3, perturb_in_place=in_place)
     whole = AutoModelForCausalLM.from_pretrained(base)
-    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
         before = weights(engine)
         first = engine.step(BATCH)
         assert first.share_applied is None
@@ -282,20 +280,20 @@ def test_a_warm_up_may_begin_at_zero(base: Path, tmp_path: Path, *, in_place: bo
 def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path) -> None:
     many = [make_batch(40, [6, 2], seed=i) for i in range(7)]
     model = open_checkpoint(base)
-    with ZOEngine(model, MEZO) as engine, torch.inference_mode():
+    with Engine(model, ZerothOrder(MEZO)) as engine, torch.inference_mode():
         held, running = model.held_bytes(many[0]), model.forward_bytes(many[0])
         assert engine.evaluate(many).sweeps == 1
     assert held >= 2 * 6 * 12 * 4  # a hidden state
     for fitting in (1, 2, 3, 6, 7, 8):
         for short in (0, 1):  # one byte less, and one batch less fits
             memory = MemoryPolicy(activations=fitting * held + running - short)
-            with ZOEngine(open_checkpoint(base), MEZO, memory=memory) as engine:
+            with Engine(open_checkpoint(base), ZerothOrder(MEZO), memory=memory) as engine:
                 assert engine.evaluate(iter(many)).sweeps == math.ceil(7 / max(fitting - short, 1))
 
 
 def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     many = [make_batch(40, [3 + i, 2], seed=i) for i in range(7)]
-    with ZOEngine(open_checkpoint(base), MEZO, memory=MemoryPolicy(activations=15_000)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), memory=MemoryPolicy(activations=15_000)) as engine:
         engine.step(BATCH)
         together = engine.evaluate(iter(many))
         alone = [engine.evaluate([batch]) for batch in many]
@@ -305,18 +303,21 @@ def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     assert together.loss == pytest.approx(sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12)
 
 
-def test_one_batchs_mean_is_the_models_own_loss(engine: ZOEngine) -> None:
+def test_one_batchs_mean_is_the_models_own_loss(engine: Engine) -> None:
     result = engine.evaluate([BATCH])
     assert result.loss == result.losses[0]
 
 
-def test_evaluating_nothing_is_refused(engine: ZOEngine) -> None:
+def test_evaluating_nothing_is_refused(engine: Engine) -> None:
     with pytest.raises(BatchError, match="batches"):
         engine.evaluate([])
 
 
 def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ZOEngine(open_checkpoint(base), MEZO) as engine, ZOEngine(open_checkpoint(base), MEZO) as undisturbed:
+    with (
+        Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine,
+        Engine(open_checkpoint(base), ZerothOrder(MEZO)) as undisturbed,
+    ):
         for each in (engine, undisturbed):
             for seed in range(3):
                 each.step(BATCH, seed=seed)
@@ -339,7 +340,7 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
 
 
 def test_closing_twice_is_fine_and_use_after_it_is_refused(base: Path, tmp_path: Path) -> None:
-    engine = ZOEngine(open_checkpoint(base), MEZO)
+    engine = Engine(open_checkpoint(base), ZerothOrder(MEZO))
     engine.step(BATCH)
     engine.close()
     engine.close()
@@ -359,14 +360,14 @@ def test_no_thread_and_no_descriptor_stays(base: Path) -> None:
         return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
     threads, files = set(threading.enumerate()), open_files()
-    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine:
         engine.step(BATCH)
         assert any(str(base) in file for file in open_files())
     assert set(threading.enumerate()) == threads
     assert open_files() <= files
 
 
-def test_exporting_over_something_is_refused(engine: ZOEngine, tmp_path: Path) -> None:
+def test_exporting_over_something_is_refused(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     with pytest.raises(OutputError):
@@ -375,37 +376,34 @@ def test_exporting_over_something_is_refused(engine: ZOEngine, tmp_path: Path) -
 
 
 def test_the_last_update_is_in_the_exported_model(base: Path, tmp_path: Path) -> None:
-    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine:
         engine.step(BATCH, seed=1)
         engine.export(tmp_path / "out")
         now = weights(engine)
-    with ZOEngine(open_checkpoint(tmp_path / "out"), MEZO) as reloaded:
+    with Engine(open_checkpoint(tmp_path / "out"), ZerothOrder(MEZO)) as reloaded:
         assert_equal_weights(weights(reloaded), now)
-    with ZOEngine(open_checkpoint(base), MEZO) as untouched:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as untouched:
         assert any(not torch.equal(tensor, now[name]) for name, tensor in weights(untouched).items())
 
 
-@pytest.mark.parametrize("wrong", [None, MeZOSGD, 1e-6], ids=repr)
+@pytest.mark.parametrize("wrong", [MeZOSGD, 1e-6], ids=repr)
 def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, tmp_path: Path, wrong: Any) -> None:
     model, journal = open_checkpoint(base), tmp_path / "journal.jsonl"
     with pytest.raises(OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"):
-        ZOEngine(model, wrong, journal=journal)
-    parts: Any = None
-    with pytest.raises(OptionError, match="estimator: found"):
-        ZOEngine.from_parts(model, wrong, parts, journal=journal)
+        Engine(model, ZerothOrder(wrong), journal=journal)
     assert not journal.exists()
-    with ZOEngine(model, MEZO, journal=journal):
+    with Engine(model, ZerothOrder(MEZO), journal=journal):
         pass  # the model can be used
 
 
 def test_an_unknown_device_is_refused(base: Path) -> None:
     with pytest.raises(OptionError, match="device"):
-        ZOEngine(open_checkpoint(base), MEZO, device="abacus")
+        Engine(open_checkpoint(base), ZerothOrder(MEZO), device="abacus")
 
 
 def test_the_work_buffer_is_allocated_once_and_views_stay(base: Path) -> None:
     model: HFBlockModel = open_checkpoint(base)
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         before = {id(p): p.data_ptr() for p in model._skeleton.parameters()}
         for _ in range(3):
             engine.step(BATCH)
@@ -423,13 +421,13 @@ def test_a_batch_without_labels_does_not_count(base: Path, tmp_path: Path) -> No
     model = ToyBlockModel(9, 4, 2, tied=False, dtype=torch.float32, file=tmp_path / "toy.safetensors")
     batch = {key: value for key, value in make_batch(9, [5]).items() if key != "attention_mask"}
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         assert engine.evaluate([batch, empty]).loss == engine.evaluate([batch]).loss
         with pytest.raises(BatchError, match="no labelled token"):
             engine.evaluate([empty])
 
 
-def test_the_engine_is_used_once_at_a_time(engine: ZOEngine) -> None:
+def test_the_engine_is_used_once_at_a_time(engine: Engine) -> None:
     engine.step(BATCH)
     iterator = engine.parameters_now()
     next(iterator)
@@ -440,9 +438,7 @@ def test_the_engine_is_used_once_at_a_time(engine: ZOEngine) -> None:
     assert engine.step(BATCH).step == 1
 
 
-def test_an_export_that_fails_lets_go_of_the_engine(
-    engine: ZOEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.step(BATCH)
     before = weights(engine)
     with monkeypatch.context() as patch:
@@ -458,27 +454,27 @@ def broken(descriptor: int) -> None:
 
 def test_numbers_of_other_libraries_are_journalled_as_python_reads_them(base: Path, tmp_path: Path) -> None:
     estimator = MeZOSGD(lr=lambda step: np.float64(1e-2), zo_eps=np.float64(1e-3), weight_decay=np.float64(0.1))
-    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
         engine.step(BATCH)
     assert len(Journal(tmp_path / "journal.jsonl").updates) == 1
 
 
 def test_a_journal_has_one_writer(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as first:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as first:
         first.step(BATCH)
         with pytest.raises(JournalError, match="another engine writes"):
-            ZOEngine(open_checkpoint(base), MEZO, journal=path)
+            Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path)
         first.step(BATCH)
     assert len(Journal(path).updates) == 2
 
 
 def test_another_run_seed_is_another_run(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as engine:
         engine.step(BATCH)
     with pytest.raises(JournalError, match="seed 0"):
-        ZOEngine(open_checkpoint(base), MEZO, journal=path, seed=7)
+        Engine(open_checkpoint(base), ZerothOrder(MEZO, seed=7), journal=path)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
@@ -490,15 +486,12 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
         source = PinnedSource(model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2)
         with (
             contextlib.closing(source),
-            ZOEngine.from_parts(
+            Engine(
                 model,
-                MEZO,
-                EngineParts(
-                    source=source,
-                    device=device,
-                    noise=SequentialNoise(model.layouts),
-                    scheduler=OverlappedScheduler(source, device, kept=kept),
-                ),
+                ZerothOrder(MEZO, noise=SequentialNoise(model.layouts)),
+                source=source,
+                device=device,
+                scheduler=OverlappedScheduler(source, device, kept=kept),
                 journal=journal,
             ) as engine,
         ):
@@ -508,33 +501,32 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
         assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of what stays on the device"
 
 
-@pytest.mark.parametrize("second", ["replayer", "engine", "parts", "shared base"])
+@pytest.mark.parametrize("second", ["replayer", "engine", "source", "shared base"])
 def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_on(base: Path, second: str) -> None:
     batch, model = make_batch(40, [7]), open_checkpoint(base)
-    with ZOEngine(open_checkpoint(base), MEZO) as alone:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as alone:
         expected = [alone.step(batch).losses for _ in range(2)]
     openings: dict[str, Any] = {
-        "replayer": lambda: Replayer(model),
-        "engine": lambda: ZOEngine(model, MEZO),
+        "replayer": lambda: Engine(model),
+        "engine": lambda: Engine(model, ZerothOrder(MEZO)),
         "shared base": lambda: SharedBase(model),
     }
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         losses = [engine.step(batch).losses]
         device = HostDevice()
         with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
-            parts = EngineParts(source=source, device=device, noise=SequentialNoise(model.layouts))
-            openings["parts"] = lambda: ZOEngine.from_parts(model, MEZO, parts)
+            openings["source"] = lambda: Engine(model, ZerothOrder(MEZO), source=source, device=device)
             with pytest.raises(BusyError, match="open on it"):
                 openings[second]()
         losses.append(engine.step(batch).losses)
     assert losses == expected
-    with Replayer(model) as replayer:  # once the first is closed
+    with Engine(model) as replayer:  # once the first is closed
         replayer.evaluate([batch])
 
 
 def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
     model, first, second = open_checkpoint(base), make_batch(40, [7]), make_batch(40, [5, 3], seed=1)
-    with ZOEngine(model, MEZO) as engine:
+    with Engine(model, ZerothOrder(MEZO)) as engine:
         at, *_ = engine.ask()
         apart = [engine.forwards_at([(one, [batch])], model)[0] for one in (at, None) for batch in (first, second)]
         together = engine.forwards_at([(at, [first]), (None, [first]), (at, [second]), (None, [second])], model)
@@ -543,15 +535,15 @@ def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
 
 def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed_in_place(base: Path) -> None:
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=4, perturb_in_place=False)
-    with ZOEngine(open_checkpoint(base), estimator) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
         batch, asked, swept = make_batch(40, [7]), engine.ask(), []
-        sweep = engine.sweep
+        sweep = engine._runner.sweep
 
-        def counted(groups: Any, forward: Any = None) -> Any:
+        def counted(version: int, groups: Any, forward: Any) -> Any:
             swept.append(len(groups))
-            return sweep(groups, forward)
+            return sweep(version, groups, forward)
 
-        engine.sweep = counted  # type: ignore[method-assign]
+        engine._runner.sweep = counted  # type: ignore[method-assign]
         for at in asked:
             list(engine.forwards([batch], at=at))
     assert swept == [1] * len(asked)

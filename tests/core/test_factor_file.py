@@ -13,11 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2core import JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine
+from zo2core import Engine, JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Warning
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
@@ -42,17 +43,17 @@ class Counting:
         apply_drawing(theta, program, *arguments, **options)
 
 
-def opened(base: Path, run: Path, **policy: Any) -> ZOEngine:
-    return ZOEngine(
+def opened(base: Path, run: Path, **policy: Any) -> Engine:
+    return zeroth_order(
         open_checkpoint(base),
         MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
         journal=run / "journal.jsonl",
         write_back=WriteBackPolicy(directory=run, **policy),
-        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
     )
 
 
-def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -217,7 +218,7 @@ def test_a_period_that_ended_since_the_first_read_can_be_read(
         while engine.version <= 3 * PERIOD:
             engine.step(BATCH)
         expected = weights(engine)
-        store = engine._parts.factors
+        store = engine._runner.factors
         assert store is not None
         store._sums.clear()  # as after a sweep that failed
         with warnings.catch_warnings():
@@ -290,13 +291,15 @@ def test_periods_of_another_run_do_not_count(stopped: tuple[Path, Path, dict[str
     base, run, expected = stopped
     run = shutil.copytree(run, tmp_path / "run")
     (run / "journal.jsonl").unlink()
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base),
-        MeZOSGD(lr=2e-2, zo_eps=1e-2, perturb_in_place=False),
+        ZerothOrder(
+            MeZOSGD(lr=2e-2, zo_eps=1e-2, perturb_in_place=False),
+            seed=1,
+            perturbation=LowRankPerturbation(rank=2, period=PERIOD),
+        ),
         journal=run / "journal.jsonl",
         write_back=WriteBackPolicy(directory=run),
-        seed=1,
-        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
     ) as engine:
         for _ in range(PERIOD + 1):
             engine.step(BATCH)

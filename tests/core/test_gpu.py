@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from engines import zeroth_order
 from low_bit_loop import LowBitMeZO
 from models import CONFIGS, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, assert_same_bits
@@ -23,13 +24,14 @@ from zo2adapters.cli import main
 from zo2core import (
     CudaDevice,
     Distribution,
+    Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
@@ -101,7 +103,7 @@ def test_every_adapter_precision_and_storage(
     plan = Plan(1e-2, 1e-3, 0.1, True, list(range(5)), between, 0, Distribution.GAUSSIAN, autocast=autocast)
     batch, run = on_gpu(make_batch(40, [7, 4])), tmp_path / "run"
 
-    def make() -> ZOEngine:
+    def make() -> Engine:
         if autocast is None:
             return storage.engine(open_checkpoint(base), plan, run)
         return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
@@ -129,15 +131,17 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
     loop = StackedLoop(whole_on_gpu(base), 2, 2, distribution)
     with (
         patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
-        ZOEngine(
+        Engine(
             open_checkpoint(base, loss_chunk=None),
-            MultiQueryRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=2),
-            noise=PhiloxNoise(distribution),
+            ZerothOrder(
+                MultiQueryRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=2),
+                noise=PhiloxNoise(distribution),
+                perturbation=LowRankPerturbation(rank=2, period=2),
+            ),
             device="cuda",
             memory=MemoryPolicy(
                 host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, 1, 1 << 24)
             ),
-            perturbation=LowRankPerturbation(rank=2, period=2),
         ) as engine,
     ):
         for _ in range(5):
@@ -168,7 +172,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
         whole.transfer_dtype = transfer_dtype
     precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype)
     memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))
-    with ZOEngine(
+    with zeroth_order(
         open_checkpoint(base, precision=precision, loss_chunk=None),
         MeZOSGD(**numbers),
         noise=PhiloxNoise(distribution),
@@ -189,10 +193,9 @@ def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(transfer_d
     precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=True)
     weights = []
     for kept in (0, 2):
-        with ZOEngine(
+        with Engine(
             open_checkpoint(base, precision=precision),
-            MeZOSGD(lr=1e-2, zo_eps=1e-2),
-            noise=PhiloxNoise(Distribution.RADEMACHER),
+            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER)),
             device="cuda",
             memory=MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24)),
         ) as engine:
@@ -208,7 +211,7 @@ def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
     whole = whole_on_gpu(base)
     theirs = whole.generate(prompt.to("cuda"), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     model = open_checkpoint(base)
-    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), device="cuda") as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda") as engine:
         ours = [token for (token,) in generate(engine, model, prompt.tolist(), max_new_tokens=6)]
     assert ours == theirs[0, prompt.shape[1] :].tolist()
 
@@ -229,9 +232,9 @@ def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(more: list[str], t
 
 
 @contextmanager
-def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
+def watched(engine: Engine, seen: list[int]) -> Iterator[None]:
     """Let a sweep fail that makes the host wait; note what torch has reserved before and after each."""
-    sweep = engine._parts.scheduler.sweep
+    sweep = engine._runner.scheduler.sweep
 
     def strict(*arguments: Any) -> None:
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
@@ -243,7 +246,7 @@ def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
 
-    with patch.object(engine._parts.scheduler, "sweep", strict):
+    with patch.object(engine._runner.scheduler, "sweep", strict):
         yield
 
 
@@ -251,7 +254,7 @@ def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
 @pytest.mark.parametrize("lengths", [[7, 7], [7, 4]], ids=["full", "padded"])
 def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | None, base: Path) -> None:
     seen: list[int] = []
-    with ZOEngine(
+    with zeroth_order(
         open_checkpoint(base),
         MeZOSGD(lr=1e-3, zo_eps=1e-3),
         noise=PhiloxNoise(Distribution.GAUSSIAN),
@@ -322,7 +325,7 @@ def test_memory_that_cannot_be_locked_is_refused_and_nothing_else_fails() -> Non
 
 def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:
     before = torch.cuda.memory_allocated()
-    engine = ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), device="cuda")
+    engine = Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda")
     mono = MonolithicMeZO(whole_on_gpu(base), lr=1e-3, zo_eps=1e-3)
     batch = make_batch(40, [5])
     ours = engine.step(batch, seed=3)

@@ -12,20 +12,13 @@ from typing import Any
 import pytest
 import torch
 from crews import all_equal, attempted, worked
+from engines import first_order
 from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.objectives import PreferenceLoss, preference_batch
-from zo2core import (
-    BackpropEngine,
-    BatchError,
-    DurableBackpropEngine,
-    MemoryPolicy,
-    OptionError,
-    WorkerError,
-    Workers,
-)
+from zo2core import BatchError, Engine, FirstOrder, MemoryPolicy, OptionError, WorkerError, Workers
 from zo2core.methods import row_shards
 from zo2core.planning.host_plan import HostPlan
 
@@ -69,8 +62,8 @@ def shards_of(batch: Mapping[str, torch.Tensor], size: int) -> list[dict[str, to
 class Outcome:
     """Losses, gradient norms and parameters of a run of a few steps."""
 
-    def __init__(self, engine: BackpropEngine, step: Callable[[BackpropEngine, int], Any]) -> None:
-        reports = [step(engine, number) for number in range(engine.steps, STEPS)]
+    def __init__(self, engine: Engine, step: Callable[[Engine, int], Any]) -> None:
+        reports = [step(engine, number) for number in range(engine.version, STEPS)]
         self.reports = [(report.loss, report.grad_norm) for report in reports]
         self.parameters = {name: value.detach().clone() for name, value in engine.parameters.items()}
 
@@ -91,7 +84,7 @@ def together(
 
     def work(workers: Workers) -> Outcome:
         model = opened(base)
-        with BackpropEngine(model, ADAMW, workers=workers, **options) as engine:
+        with first_order(model, ADAMW, workers=workers, **options) as engine:
             return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
 
     first, *others = worked(size, work)
@@ -104,7 +97,7 @@ def alone(
     base: Path, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
 ) -> Outcome:
     model = opened(base)
-    with BackpropEngine(model, ADAMW, **options) as engine:
+    with first_order(model, ADAMW, **options) as engine:
         return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
 
 
@@ -119,7 +112,7 @@ def test_a_step_is_that_of_one_process_that_accumulates_the_shards(
 
 def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> Any:
     """What transformers, peft and torch.optim make of each worker's micro-batches, whose sums are added up last."""
-    with BackpropEngine(opened(base), ADAMW) as engine:
+    with Engine(opened(base), FirstOrder(ADAMW)) as engine:
         values = {name: value.detach().clone() for name, value in engine.parameters.items()}
     resident = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     peft.inject_adapter_in_model(LORA, resident)
@@ -207,7 +200,7 @@ def test_a_batch_without_a_labelled_token_ends_the_step(base: Path) -> None:
     made["labels"][:] = -100
 
     def work(workers: Workers) -> None:
-        with BackpropEngine(opened(base), ADAMW, workers=workers) as engine:
+        with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
             engine.step(made)
 
     errors = attempted(2, work)
@@ -217,7 +210,7 @@ def test_a_batch_without_a_labelled_token_ends_the_step(base: Path) -> None:
 
 def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
     def gradients(workers: Workers | None) -> dict[str, torch.Tensor | None]:
-        with BackpropEngine(opened(base), None, workers=workers) as engine:
+        with Engine(opened(base), FirstOrder(None), workers=workers) as engine:
             for step in range(2):
                 batch = batch_of(step, 5)
                 engine.gradients(batch if workers is not None else shards_of(batch, 3))
@@ -252,11 +245,11 @@ def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
 # --- what is refused
 
 
-def raised(base: Path, size: int, step: Callable[[BackpropEngine, Workers], Any], **options: Any) -> list[BaseException]:
+def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any) -> list[BaseException]:
     """What every worker raises."""
 
     def work(workers: Workers) -> None:
-        with BackpropEngine(opened(base), ADAMW, workers=workers) as engine:
+        with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
             step(engine, workers)
 
     return [error for error in attempted(size, work, **options) if isinstance(error, BaseException)]
@@ -308,7 +301,7 @@ def test_another_batch_is_refused_by_all(base: Path) -> None:
 
 
 def test_a_worker_that_fails_ends_the_step_of_all(base: Path) -> None:
-    def step(engine: BackpropEngine, workers: Workers) -> None:
+    def step(engine: Engine, workers: Workers) -> None:
         engine.step(batch_of(0, 4))
         if workers.rank == 1:
             raise MemoryError("none left")
@@ -337,14 +330,12 @@ def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, t
 # --- runs that go on
 
 
-def durable(base: Path, folder: Path, workers: Workers | None) -> DurableBackpropEngine:
-    return DurableBackpropEngine(
+def durable(base: Path, folder: Path, workers: Workers | None) -> Engine:
+    return Engine(
         opened(base),
-        ADAMW,
-        directory=folder,
+        FirstOrder(ADAMW, lr=lambda step: 1e-2, options={"name": "adamw"}),
+        run=folder,
         journal=folder / "journal.jsonl",
-        method={"name": "adamw"},
-        lr=lambda step: 1e-2,
         workers=workers,
     )
 
@@ -352,9 +343,9 @@ def durable(base: Path, folder: Path, workers: Workers | None) -> DurableBackpro
 def run(base: Path, folder: Path, workers: Workers, *, until: int, every: int = 2) -> dict[str, torch.Tensor]:
     """Take the remaining steps, with snapshots."""
     with durable(base, folder / str(workers.rank), workers) as engine:
-        while engine.steps < until:
-            engine.step(batch_of(engine.steps, 4))
-            if engine.steps % every == 0:
+        while engine.version < until:
+            engine.step(batch_of(engine.version, 4))
+            if engine.version % every == 0:
                 engine.take_snapshot()
         return {name: value.detach().clone() for name, value in engine.parameters.items()}
 

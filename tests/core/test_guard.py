@@ -16,6 +16,7 @@ from toy import ToyBlockModel
 from zo2core import (
     Clipped,
     DivergenceError,
+    Engine,
     Evaluation,
     Guarded,
     GuardPolicy,
@@ -23,8 +24,8 @@ from zo2core import (
     MultiQueryRGE,
     OptionError,
     Update,
+    ZerothOrder,
     ZO2Warning,
-    ZOEngine,
     ZOEstimator,
 )
 from zo2core.estimators.run_health import best_step
@@ -256,7 +257,7 @@ def test_a_step_that_was_not_applied_leaves_every_bit_as_it_was(tmp_path: Path) 
     model = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.bfloat16, file=tmp_path / "toy.safetensors")
     inner = MeZOSGD(lr=1e-4, zo_eps=1e-2, weight_decay=0.5, perturb_in_place=True)
     usual, strange = ({"input_ids": ids, "labels": ids} for ids in (torch.tensor([[19, 10, 6]]), torch.tensor([[13, 5, 0]])))
-    with ZOEngine(model, Guarded(estimator=inner, policy=GuardPolicy(factor=1.0))) as engine:
+    with Engine(model, ZerothOrder(Guarded(estimator=inner, policy=GuardPolicy(factor=1.0)))) as engine:
 
         def weights() -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in engine.parameters_now()}

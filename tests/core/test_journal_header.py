@@ -16,7 +16,7 @@ from models import CONFIGS, make_batch, save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2core import (
-    EngineParts,
+    Engine,
     HostDevice,
     Journal,
     JournalError,
@@ -25,8 +25,7 @@ from zo2core import (
     ParameterSpec,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
-    ZOEngine,
+    ZerothOrder,
     build,
 )
 from zo2core.journal import digest
@@ -42,11 +41,11 @@ def base(tmp_path: Path) -> Path:
     return save_model(tmp_path / "base", small_config("llama"))
 
 
-def engine_of(base: Path, journal: Path, provenance: Mapping[str, Any] | None = None) -> ZOEngine:
-    return ZOEngine(open_checkpoint(base), MEZO, journal=journal, noise=PhiloxNoise(), provenance=provenance)
+def engine_of(base: Path, journal: Path, provenance: Mapping[str, Any] | None = None) -> Engine:
+    return Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise()), journal=journal, provenance=provenance)
 
 
-def weights_after(engine: ZOEngine, steps: int) -> dict[str, torch.Tensor]:
+def weights_after(engine: Engine, steps: int) -> dict[str, torch.Tensor]:
     with engine:
         while engine.version < steps:
             engine.step(BATCH)
@@ -97,7 +96,7 @@ def test_a_config_that_decides_another_forward_is_refused_leaf_by_leaf(name: str
         engine_of(base, path)
     assert (refused.value.found, refused.value.expected) == (theirs, ours)
     with pytest.raises(JournalError) as refused:
-        Replayer(open_checkpoint(base), path)
+        Engine(open_checkpoint(base), journal=path)
     assert refused.value.found == theirs
 
 
@@ -129,21 +128,18 @@ def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
     differs: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    weights_after(ZOEngine(open_checkpoint(base), MEZO, journal=path), 1)
+    weights_after(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path), 1)
     drawn = Journal(path).header["drawn"]  # type: ignore[index]
     assert drawn["torch"] == torch.__version__
     monkeypatch.setattr(build, "numbers_drawn", lambda device: {**drawn, differs: "other"})
-    for opened in (
-        lambda: ZOEngine(open_checkpoint(base), MEZO, journal=path),
-        lambda: Replayer(open_checkpoint(base), path),
-    ):
+    for method in (ZerothOrder(MEZO), None):
         if differs == "torch":
-            opened().close()
+            Engine(open_checkpoint(base), method, journal=path).close()
             continue
         with pytest.raises(
             JournalError, match=r"noise that torch '[^']*' drew, of checksum '[0-9a-f]{8}'; expected that which"
         ):
-            opened()
+            Engine(open_checkpoint(base), method, journal=path)
 
 
 def test_the_checksum_is_of_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +168,7 @@ def test_other_provenance_is_refused_leaf_by_leaf(base: Path, tmp_path: Path) ->
     )
     engine_of(base, path, PROVENANCE).close()
     engine_of(base, path).close()  # a caller that says nothing
-    Replayer(open_checkpoint(base), path).close()
+    Engine(open_checkpoint(base), journal=path).close()
 
 
 def test_a_difference_in_everything_stays_short(base: Path, tmp_path: Path) -> None:
@@ -202,11 +198,10 @@ def test_provenance_that_is_not_json_is_refused(provenance: dict[str, Any], base
 def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> None:
     model, device = open_checkpoint(base), HostDevice()
     with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
-        parts = EngineParts(source=source, device=device, noise=PhiloxNoise())
-        path = tmp_path / "journal.jsonl"
-        ZOEngine.from_parts(model, MEZO, parts, journal=path, provenance={"data": 1}).close()
+        parts: dict[str, Any] = {"source": source, "device": device, "journal": tmp_path / "journal.jsonl"}
+        Engine(model, ZerothOrder(MEZO), provenance={"data": 1}, **parts).close()
         with pytest.raises(JournalError, match=r"provenance\.data 1"):
-            ZOEngine.from_parts(model, MEZO, parts, journal=path, provenance={"data": 2})
+            Engine(model, ZerothOrder(MEZO), provenance={"data": 2}, **parts)
 
 
 def test_a_run_with_a_journal_of_an_earlier_version_goes_on(base: Path, tmp_path: Path) -> None:
@@ -229,9 +224,9 @@ def test_a_header_that_lacks_a_key_of_every_version_is_refused(key: str, base: P
     weights_after(engine_of(base, path), 1)
     in_the_earlier_format(path, without=(key,))
     with pytest.raises(JournalError, match=f"(no|without) {key}"):
-        ZOEngine(open_checkpoint(base), MEZO, journal=path)
+        Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path)
     with pytest.raises(JournalError, match=f"(no|without) {key}"):
-        Replayer(open_checkpoint(base), path)
+        Engine(open_checkpoint(base), journal=path)
 
 
 def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import first_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -20,7 +21,7 @@ from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
-    BackpropEngine,
+    Engine,
     HostDevice,
     HostPlan,
     Machine,
@@ -32,12 +33,13 @@ from zo2core import (
     ScratchError,
     plan,
 )
-from zo2core.engine.backprop_engine import TRAINED_COPIES
 from zo2core.io.direct_file import PAGE
+from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
+from zo2core.runner import Runner
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
 from zo2core.sweep.input_file import InputFile
 from zo2core.sweep.input_offload import InputOffload
@@ -177,11 +179,11 @@ def base(tmp_path: Path) -> Path:
 
 def make(
     base: Path, room: int, rows: int | None = 1, *, buckets: int | None = None, config: Any = None, **options: Any
-) -> BackpropEngine:
+) -> Engine:
     chosen = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=chosen if config is None else config, seed=1))
     memory = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
-    return BackpropEngine(model, OPTIMIZER, memory=memory, micro_batch_size=rows, **options)
+    return first_order(model, OPTIMIZER, memory=memory, micro_batch_size=rows, **options)
 
 
 def room_for(base: Path, blocks: int) -> int:
@@ -191,7 +193,7 @@ def room_for(base: Path, blocks: int) -> int:
     return math.ceil(graph) + (PASSING + blocks) * sum(model.held_bytes(row) for row in rows)
 
 
-def outcome(engine: BackpropEngine, batch: Any, steps: int = 3) -> tuple[list[float], list[Any]]:
+def outcome(engine: Engine, batch: Any, steps: int = 3) -> tuple[list[float], list[Any]]:
     losses = [engine.step(batch).loss for _ in range(steps)]
     return losses, [value.tolist() for name, value in engine.parameters_now() if name in engine.parameters]
 
@@ -204,7 +206,7 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)
         assert engine.step(batch).lanes[Lane.WRITE].nbytes == 0
-        layout = engine._model.layouts[1]
+        layout = engine._runner.model.layouts[1]
     hidden = sum(LENGTHS) * small_config("llama").hidden_size * 2
     written = []
     for blocks in range(BLOCKS + 1) if request.config.getoption("--long") else (0, 1, 2, BLOCKS):
@@ -225,13 +227,13 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
 
 def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, sweeps = make_batch(40, LENGTHS), []
-    run = BackpropEngine.run
+    run = Runner.run
 
     def counted(*arguments: Any) -> Any:
         sweeps.append(1)
         return run(*arguments)
 
-    monkeypatch.setattr(BackpropEngine, "run", counted)
+    monkeypatch.setattr(Runner, "run", counted)
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
         with make(base, room) as engine:
             engine.step(batch)
@@ -244,7 +246,7 @@ def test_a_layer_that_hands_on_its_input_keeps_it_in_memory(view: bool, base: Pa
     batch, outcomes = make_batch(40, LENGTHS), []
     for room in (1 << 28, 1, room_for(base, 0)):
         with make(base, room) as engine:
-            model: Any = engine._model
+            model: Any = engine._runner.model
 
             def hand_on(module: Any, args: Any, output: Any) -> Any:
                 return args[0].view(args[0].shape) if view else args[0]
@@ -281,7 +283,7 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, 
         patched.setattr(InputFile, "_write", refused)
         with pytest.raises(ScratchError, match="a full disk"):
             engine.step(batch)
-        assert engine.steps == 0
+        assert engine.version == 0
         assert outcome(engine, batch) == expected
         assert engine.step(small).loss > 0
 
@@ -416,7 +418,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
         def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
             super().__init__(device, timeline, file, room if host_room is None else host_room)
 
-    monkeypatch.setattr("zo2core.build.InputOffload", LittleRoom)
+    monkeypatch.setattr("zo2core.methods.first_order.InputOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)
@@ -428,7 +430,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
             config = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
             model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
             options: dict[str, Any] = {"memory": policy, "micro_batch_size": 1, "device": device, "spill": tmp_path}
-            with BackpropEngine(model, OPTIMIZER, **options) as engine:
+            with first_order(model, OPTIMIZER, **options) as engine:
                 assert outcome(engine, batch) == expected
                 lanes = engine.step(batch).lanes
         assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes

@@ -14,15 +14,14 @@ from toy import ToyBlockModel
 
 from zo2core import (
     BlockLayout,
+    Engine,
     Evaluation,
     Journal,
     MemoryPolicy,
     MeZOSGD,
-    Replayer,
-    Runner,
     SequentialNoise,
     Update,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.host_plan import HostPlan
@@ -48,7 +47,7 @@ def journal(tmp_path: Path) -> Path:
     """Of a run of the toy's, in steps that nobody computed."""
     path = tmp_path / "journal.jsonl"
     written = Journal(path)
-    with ZOEngine(toy(tmp_path), MeZOSGD(lr=1e-3, zo_eps=1e-3), journal=written):
+    with Engine(toy(tmp_path), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), journal=written):
         rng = random.Random(0)
         for step in range(UPDATES):
             written.append(update(step, rng, probes=1 + (step % 50 == 7) * 3))
@@ -69,7 +68,7 @@ class Watched(SequentialNoise):
         self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
 
 
-def weights(engine: Runner) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -79,7 +78,7 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     journal: Path, tmp_path: Path, kept: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = toy(tmp_path)
-    with Replayer(model, journal) as engine:
+    with Engine(model, journal=journal) as engine:
         expected = weights(engine)
     model = toy(tmp_path)
     generators = 4  # of a seed: its own, the segment's start, and two jumps, as the head is registered before the blocks
@@ -92,7 +91,7 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
         drawn += self.numel()
         return normal_(self, **options)
 
-    with Replayer(model, journal, noise=noise, memory=memory) as engine:
+    with Engine(model, ZerothOrder(None, noise=noise), journal=journal, memory=memory) as engine:
         seeds = {seed for each in engine.journal.updates for seed in each.seeds}
         monkeypatch.setattr(torch.Tensor, "normal_", counted)
         found = weights(engine)
@@ -113,12 +112,12 @@ def test_the_engines_generators_fit_into_what_the_arrangement_leaves(
     journal: Path, tmp_path: Path, process_memory: int
 ) -> None:
     asked = process_memory + (128 << 20)
-    with Replayer(toy(tmp_path), journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
+    with Engine(toy(tmp_path), journal=journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
         assert engine.host_plan is not None
         assert 0 <= engine.host_plan.spare < 24 << 20
-        assert engine._parts.host_limit == asked, "no more may be resident"
-        assert isinstance(engine._parts.noise, SequentialNoise)
-        assert engine._parts.noise._most == engine.host_plan.spare // (STREAM + 4 * GENERATOR)
+        assert engine._runner.host_limit == asked, "no more may be resident"
+        assert isinstance(engine._runner.noise, SequentialNoise)
+        assert engine._runner.noise._most == engine.host_plan.spare // (STREAM + 4 * GENERATOR)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 100])

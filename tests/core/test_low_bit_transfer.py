@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from engines import zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_bit_loop import LowBitMeZO, through
@@ -33,7 +34,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,
-    EngineParts,
+    Engine,
     HostDevice,
     JournalError,
     MemoryPolicy,
@@ -42,11 +43,9 @@ from zo2core import (
     OptionError,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
-    Runner,
     SequentialNoise,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.kernels import fill, native
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
@@ -130,7 +129,7 @@ def slow(_: Lane, nbytes: int) -> float:
 
 def on_device(
     model: ToyBlockModel, estimator: ZOEstimator, tmp: Path, *, kept: int, buckets: int | None, **options: Any
-) -> tuple[ZOEngine, ThreadedDevice]:
+) -> tuple[Engine, ThreadedDevice]:
     device = ThreadedDevice(ThreadedStreams(slow))
     memory = MemoryPolicy(
         host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, kept, 1 << 20)
@@ -138,10 +137,10 @@ def on_device(
     if not options.get("overlap", True):
         memory = replace(memory, device="auto")
     write_back = None if buckets is None else WriteBackPolicy(directory=tmp / "scratch", every=1)
-    return ZOEngine(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
+    return zeroth_order(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
 
 
-def weights_of(engine: Runner) -> dict[str, torch.Tensor]:
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -222,7 +221,7 @@ def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: P
         assert acquired[-1] == 2
 
 
-def flush_twice(engine: ZOEngine) -> None:
+def flush_twice(engine: Engine) -> None:
     engine.flush()
     engine.flush()
 
@@ -288,7 +287,7 @@ def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtyp
     for where, kept in ((HostDevice(), None), (device, 2)):
         memory = MemoryPolicy() if kept is None else MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 20))
         model = carried_toy(tmp_path / "base", dtype, back=back)
-        with ZOEngine(model, estimator, device=where, noise=noise, memory=memory) as engine:
+        with Engine(model, ZerothOrder(estimator, noise=noise), device=where, memory=memory) as engine:
             outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights_of(engine)))
     device.close()
     assert outcomes[0][0] == outcomes[1][0]
@@ -366,7 +365,7 @@ def test_what_cannot_be_heeded_is_refused(
     bus = ThreadedDevice(ThreadedStreams(slow))
     options = {"noise": PhiloxNoise(Distribution.RADEMACHER)} | options
     with pytest.raises(OptionError, match=said):
-        ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=bus if device == "bus" else "cpu", **options)
+        zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=bus if device == "bus" else "cpu", **options)
     bus.close()
 
 
@@ -374,23 +373,26 @@ def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
     model, device = carried_toy(tmp_path / "base", torch.bfloat16, back=False), HostDevice()
     source = PinnedSource(model.weights, model.layouts, device.host_memory)
     with pytest.raises(OptionError, match="noise"):
-        ZOEngine.from_parts(
+        Engine(
             model,
-            MeZOSGD(lr=1e-2, zo_eps=1e-2),
-            EngineParts(source=source, device=device, noise=SequentialNoise(model.layouts)),
+            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=SequentialNoise(model.layouts)),
+            source=source,
+            device=device,
         )
     source.close()
 
 
 def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
     noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-    with ZOEngine(
-        carried_toy(tmp_path / "base", torch.bfloat16, back=False), estimator, noise=noise, journal=tmp_path / "journal"
+    with Engine(
+        carried_toy(tmp_path / "base", torch.bfloat16, back=False),
+        ZerothOrder(estimator, noise=noise),
+        journal=tmp_path / "journal",
     ) as engine:
         engine.step(BATCH)
     for dtype, back in ((None, False), (torch.float16, False), (torch.bfloat16, True)):
         with pytest.raises(JournalError, match="parameters"):
-            Replayer(carried_toy(tmp_path / "base", dtype, back=back), tmp_path / "journal")
+            Engine(carried_toy(tmp_path / "base", dtype, back=back), journal=tmp_path / "journal")
 
 
 @pytest.mark.parametrize(("fails", "back"), [("read", False), ("replay", False), ("ahead", False), ("read", True)])
@@ -399,7 +401,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
 ) -> None:
     noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
-    def run(interrupt: Callable[[ZOEngine], None]) -> dict[str, torch.Tensor]:
+    def run(interrupt: Callable[[Engine], None]) -> dict[str, torch.Tensor]:
         model, replay = carried_toy(tmp_path / "base", torch.bfloat16, back=back), "auto" if back else "host"
         engine, device = on_device(model, estimator, tmp_path / fails, kept=1, buckets=4, replay=replay, noise=noise)
         with engine:
@@ -411,7 +413,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
         device.close()
         return weights
 
-    def break_once(engine: ZOEngine) -> None:
+    def break_once(engine: Engine) -> None:
         owner: Any = StreamedSource if fails == "read" else CounterPerturber
         name = "acquire" if fails == "read" else "replay"
         intact, calls = getattr(owner, name), count(1)
@@ -474,7 +476,7 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
     options: dict[str, Any] = {"noise": PhiloxNoise(distribution)}
     if where == "bus":
         options |= {"device": device, "memory": MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))}
-    with ZOEngine(model, MeZOSGD(**numbers), **options) as engine:
+    with zeroth_order(model, MeZOSGD(**numbers), **options) as engine:
         for step in range(3):
             assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
         own = dict(whole.model.named_parameters())
@@ -492,7 +494,7 @@ def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pyt
     with Trainer(options, quiet=True) as trainer:
         trainer.run()
         losses = [update.losses for update in trainer.engine.journal.updates]
-        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"
+        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
     stored = replace(options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed"))
     with Trainer(stored, quiet=True) as trainer:
         trainer.run()

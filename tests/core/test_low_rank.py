@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import refusal
+from engines import zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -40,7 +41,7 @@ from zo2core import (
     Clipped,
     DensePerturbation,
     Distribution,
-    EngineParts,
+    Engine,
     HostDevice,
     HostPlan,
     JournalError,
@@ -52,12 +53,10 @@ from zo2core import (
     PerRowRGE,
     PhiloxNoise,
     PinnedSource,
-    Replayer,
-    Runner,
     SequentialNoise,
     UnsupportedModelError,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 from zo2core.kernels import apply_drawing
@@ -114,18 +113,20 @@ def test_a_run_is_the_stacked_loop(
     device = HostDevice() if where == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes * 1e-7))
     plan: Any = DevicePlan((), 1 << 40, kept, 1 << 28) if where == "bus" and overlap else "auto"
 
-    def opened() -> ZOEngine:
-        return ZOEngine(
+    def opened() -> Engine:
+        return Engine(
             open_checkpoint(base, loss_chunk=None),
-            MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries),
-            noise=PhiloxNoise(distribution),
+            ZerothOrder(
+                MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries),
+                noise=PhiloxNoise(distribution),
+                seed=5,
+                perturbation=LowRankPerturbation(rank=rank, period=period),
+            ),
             journal=tmp / "journal.jsonl",
-            seed=5,
             device=device,
             overlap=overlap,
             memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan),
             write_back=WriteBackPolicy(directory=tmp) if keeps_periods else None,
-            perturbation=LowRankPerturbation(rank=rank, period=period),
         )
 
     with closing(device), patch.object(factor_store, "BESIDE_UP_TO", beside_up_to):
@@ -159,13 +160,15 @@ def test_the_sums_of_several_periods_are_the_stacked_loops(tmp_path: Path) -> No
     loop = StackedLoop(load_whole(base), 2, 2, Distribution.RADEMACHER)
     with (
         closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device,
-        ZOEngine(
+        Engine(
             open_checkpoint(base, loss_chunk=None),
-            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-            noise=PhiloxNoise(Distribution.RADEMACHER),
+            ZerothOrder(
+                MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+                noise=PhiloxNoise(Distribution.RADEMACHER),
+                perturbation=LowRankPerturbation(rank=2, period=2),
+            ),
             device=device,
             memory=MemoryPolicy(device=DevicePlan((), 1 << 40, 0, 1 << 28)),
-            perturbation=LowRankPerturbation(rank=2, period=2),
         ) as engine,
     ):
         for seed in range(7):
@@ -197,10 +200,11 @@ def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None
     base, batch = save_model(tmp_path / "base", FAMILIES[model_type]), make_batch(40, [7, 4])
     whole = load_whole(base)
     loop = StackedLoop(load_whole(base), 2, 2, Distribution.GAUSSIAN)
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base, loss_chunk=chunk),
-        MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
-        perturbation=LowRankPerturbation(rank=2, period=2),
+        ZerothOrder(
+            MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2), perturbation=LowRankPerturbation(rank=2, period=2)
+        ),
     ) as engine:
         for _ in range(5):
             theta, period = dict(engine_weights(engine)), engine.version // 2
@@ -214,18 +218,20 @@ def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None
                 assert loss == pytest.approx(dense(whole, moved, batch), rel=1e-5)
 
 
-def engine_weights(engine: Runner) -> list[tuple[str, torch.Tensor]]:
+def engine_weights(engine: Engine) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.clone()) for name, tensor in engine.parameters_now()]
 
 
 def test_updates_are_lr_times_the_projected_gradient_along_z(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     loop = StackedLoop(load_whole(base), 3, 100, Distribution.RADEMACHER)
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base),
-        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-        noise=PhiloxNoise(Distribution.RADEMACHER),
-        perturbation=LowRankPerturbation(rank=3),
+        ZerothOrder(
+            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+            noise=PhiloxNoise(Distribution.RADEMACHER),
+            perturbation=LowRankPerturbation(rank=3),
+        ),
     ) as engine:
         before = dict(engine_weights(engine))
         result = engine.step(batch, seed=9)
@@ -245,7 +251,7 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
         losses, weights = [], []
         for perturbation in (LowRankPerturbation(rank=2), DensePerturbation()):
             model, noise = open_checkpoint(base, loss_chunk=chunk), PhiloxNoise(Distribution.GAUSSIAN)
-            with ZOEngine(model, estimator, noise=noise, perturbation=perturbation) as engine:
+            with Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)) as engine:
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
                 losses.append(engine.step(batch).losses)
                 weights.append(dict(engine_weights(engine)))
@@ -266,21 +272,21 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
 
 def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), make_batch(40, [7, 4])
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base),
-        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+        ZerothOrder(
+            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), seed=5, perturbation=LowRankPerturbation(rank=2, period=3)
+        ),
         journal=tmp_path / "run" / "journal.jsonl",
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
         write_back=WriteBackPolicy(directory=tmp_path / "run", every=None),
-        seed=5,
-        perturbation=LowRankPerturbation(rank=2, period=3),
     ) as engine:
         for _ in range(7):
             engine.step(batch)
         loss = engine.evaluate([batch]).loss
         engine.export(tmp_path / "exported")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
-    with Replayer(open_checkpoint(base), tmp_path / "run" / "journal.jsonl") as replayer:  # knows rank and period
+    with Engine(open_checkpoint(base), journal=tmp_path / "run" / "journal.jsonl") as replayer:  # knows rank and period
         assert replayer.evaluate([batch]).loss == loss
     with torch.inference_mode():
         assert load_whole(tmp_path / "exported")(**batch).loss.item() == pytest.approx(loss, rel=1e-5)
@@ -288,14 +294,15 @@ def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
 
 def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), make_batch(40, [7, 4])
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base),
-        MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False),
-        perturbation=LowRankPerturbation(rank=2, period=1000),
+        ZerothOrder(
+            MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2, period=1000)
+        ),
     ) as engine:
         for _ in range(3):
             engine.step(batch)
-        factors = engine._parts.factors
+        factors = engine._runner.factors
         assert factors is not None
         sums = factors._sums["model.layers.0.mlp.up_proj.weight"].now
         assert sums.dtype is torch.float32
@@ -316,11 +323,9 @@ def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path)
     base = save_model(tmp_path / "base", small_config("llama"))
     estimator, said = estimators()[name]
     with pytest.raises(OptionError, match=said):
-        ZOEngine(
+        Engine(
             open_checkpoint(base),
-            estimator,
-            noise=PhiloxNoise(Distribution.RADEMACHER),
-            perturbation=LowRankPerturbation(rank=2),
+            ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=LowRankPerturbation(rank=2)),
             journal=tmp_path / "journal.jsonl",
         )
     assert not (tmp_path / "journal.jsonl").exists()
@@ -340,7 +345,7 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
             estimator: ZOEstimator = kind(**options, **told)
             estimator = Clipped(estimator=estimator, value=1.0) if wrapped else estimator
             path = tmp_path / f"{where}.jsonl"  # the second engine goes on with the journal of the first one
-            with ZOEngine(open_checkpoint(base), estimator, perturbation=perturbation, journal=path) as engine:
+            with Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=perturbation), journal=path) as engine:
                 engine.step(batch, seed=3)
                 assert engine.journal.header is not None
                 header = engine.journal.header["estimator"]
@@ -352,9 +357,9 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     estimator, model = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), open_checkpoint(base)
-    with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
         engine.step(batch)
-    with ZOEngine(model, estimator) as engine, ZOEngine(open_checkpoint(base), estimator) as other:
+    with Engine(model, ZerothOrder(estimator)) as engine, Engine(open_checkpoint(base), ZerothOrder(estimator)) as other:
         for _ in range(2):
             assert engine.step(batch).losses == other.step(batch).losses
 
@@ -367,11 +372,10 @@ def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
             sizes: list[int] = []
 
             with (
-                ZOEngine(
+                Engine(
                     open_checkpoint(base),
-                    estimator,
+                    ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, stack=stack)),
                     memory=MemoryPolicy(activations=activations),
-                    perturbation=LowRankPerturbation(rank=2, stack=stack),
                 ) as engine,
                 patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves,
             ):
@@ -393,10 +397,9 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
     batch = {"input_ids": torch.arange(3, 13).view(2, 5)}
     positions = {key: torch.tensor([1, 2]) for key in ("start_positions", "end_positions")}
     batch |= {"labels": torch.tensor([0, 1])} if head == "sequence-classification" else positions
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base, head=head),
-        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-        perturbation=LowRankPerturbation(rank=2),
+        ZerothOrder(MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2)),
     ) as engine:
         losses = engine.step(batch).losses
     assert losses[0] != losses[1]
@@ -405,19 +408,21 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
 def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -> None:
     base, journal = save_model(tmp_path / "base", small_config("llama")), tmp_path / "journal.jsonl"
     estimator, noise = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), PhiloxNoise(Distribution.GAUSSIAN)
-    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)), journal=journal
+    ) as engine:
         engine.step(make_batch(40, [7]))
     model, device = open_checkpoint(base), HostDevice()
     with (
         closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source,
-        pytest.raises(JournalError, match="perturbation"),
+        pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
     ):
-        ZOEngine.from_parts(model, estimator, EngineParts(source=source, device=device, noise=noise), journal=journal)
+        Engine(model, ZerothOrder(estimator, noise=noise), source=source, device=device, journal=journal)
 
 
 def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    with ZOEngine(open_checkpoint(base), PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2)) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2))) as engine:
         evaluation, *_ = engine.ask()
         with pytest.raises(OptionError, match="not divided into groups"):
             list(engine.forwards([batch], at=evaluation))
@@ -468,7 +473,7 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
         optimization = Optimization(lr=1e-2, rank=2, queries=2, stack=stack)
         (tmp_path / str(stack)).mkdir()
         with closing(Trainer(small_run(tmp_path / str(stack), optimization=optimization))) as trainer:
-            reserved.append(trainer.engine._parts.activation_bytes)
+            reserved.append(trainer.engine._runner.activation_bytes)
     assert reserved[0] < reserved[1] < reserved[2]
 
 
@@ -491,7 +496,9 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
     estimator = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
     weights = []
     for disturbed in (False, True):
-        with ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2, period=2)) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, period=2))
+        ) as engine:
             for _ in range(3):
                 engine.step(batch)
             if disturbed:
@@ -520,8 +527,11 @@ def test_options_that_cannot_be_heeded_are_refused(options: dict[str, Any], said
     if "write_back" in options:
         options["write_back"] = WriteBackPolicy(directory=tmp_path, every=1)
     with pytest.raises(OptionError, match=said):
-        ZOEngine(
-            model, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2), **options
+        zeroth_order(
+            model,
+            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+            perturbation=LowRankPerturbation(rank=2),
+            **options,
         )
 
 
@@ -540,10 +550,9 @@ def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path
     )  # fmt: skip
     base = save_model(tmp_path / "base", config)
     with pytest.raises(UnsupportedModelError, match="experts"):
-        ZOEngine(
+        Engine(
             open_checkpoint(base),
-            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-            perturbation=LowRankPerturbation(rank=2),
+            ZerothOrder(MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2)),
         )
 
 
@@ -579,33 +588,34 @@ def test_rows_in_another_order_are_refused() -> None:
 def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:
     toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
     with pytest.raises(OptionError, match="a model that stacks streams"):
-        ZOEngine(toy, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2))
+        Engine(
+            toy, ZerothOrder(MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2))
+        )
 
 
 def test_a_journal_is_of_its_perturbation(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7])
     journal, estimator = tmp_path / "journal.jsonl", MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
-    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=LowRankPerturbation(rank=2)) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)), journal=journal
+    ) as engine:
         engine.step(batch)
     for other in (LowRankPerturbation(rank=3), LowRankPerturbation(rank=2, period=7), DensePerturbation()):
         with pytest.raises(JournalError, match="perturbation"):
-            ZOEngine(
+            Engine(
                 open_checkpoint(base),
-                estimator,
+                ZerothOrder(estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), perturbation=other),
                 journal=journal,
-                noise=PhiloxNoise(Distribution.GAUSSIAN),
-                perturbation=other,
             )
-    with ZOEngine(open_checkpoint(base), estimator, journal=journal) as engine:  # as it was begun
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=journal) as engine:  # as it was begun
         engine.step(batch)
 
 
 def test_rows_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
-    with ZOEngine(
+    with Engine(
         open_checkpoint(base),
-        PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
-        perturbation=LowRankPerturbation(rank=2),
+        ZerothOrder(PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2), perturbation=LowRankPerturbation(rank=2)),
     ) as engine:
         with pytest.raises(BatchError, match="3 rows for 2 directions"):
             engine.step(make_batch(40, [7, 4, 5]))

@@ -13,7 +13,7 @@ from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2core import BatchError, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, PinnedSource, ZOEngine
+from zo2core import BatchError, Engine, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, PinnedSource, ZerothOrder
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
@@ -96,7 +96,9 @@ def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tm
     batch["labels"][1] = -100
     found = []
     for rows in (None, 1, 2, 3, 4, 5, 99):
-        with ZOEngine(open_checkpoint(base), MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2), micro_batch_size=rows) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)), micro_batch_size=rows
+        ) as engine:
             steps = [engine.step(batch, seed=seed) for seed in range(2)]
             result = engine.evaluate([batch, batch])
             found.append([*steps[0].losses, *steps[1].losses, *result.losses, result.loss])
@@ -113,16 +115,16 @@ def test_the_trainers_own_way_of_counting_gives_the_same_loss(base: Path) -> Non
     with torch.inference_mode():
         rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(3)]
         expected = sum(whole(**row, num_items_in_batch=count).loss.item() for row in rows)
-    with ZOEngine(open_checkpoint(base), MEZO, micro_batch_size=1) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), micro_batch_size=1) as engine:
         assert engine.evaluate([batch]).loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_every_segment_is_visited_once_a_step(base: Path) -> None:
     model = open_checkpoint(base)
-    with ZOEngine(model, MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3), micro_batch_size=1) as engine:
+    with Engine(model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1) as engine:
         engine.step(make_batch(40, [9, 3]))
         acquired: list[int] = []
-        source = engine._parts.source
+        source = engine._runner.source
         assert isinstance(source, PinnedSource)
         acquire = source.acquire
         source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
@@ -133,7 +135,7 @@ def test_every_segment_is_visited_once_a_step(base: Path) -> None:
 @pytest.mark.parametrize("rows", [0, -1])
 def test_a_size_out_of_range_is_refused(base: Path, rows: int) -> None:
     with pytest.raises(OptionError, match="micro_batch_size"):
-        ZOEngine(open_checkpoint(base), MEZO, micro_batch_size=rows)
+        Engine(open_checkpoint(base), ZerothOrder(MEZO), micro_batch_size=rows)
 
 
 def test_a_batch_that_the_model_refuses_is_refused_cut_or_not(base: Path) -> None:
@@ -142,7 +144,7 @@ def test_a_batch_that_the_model_refuses_is_refused_cut_or_not(base: Path) -> Non
     empty = {**good, "labels": torch.full_like(good["labels"], -100)}
     longer = {**good, "labels": good["labels"][:, :-1]}
     flat = {key: value[0] for key, value in good.items()}
-    with ZOEngine(open_checkpoint(base), MEZO, micro_batch_size=1) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MEZO), micro_batch_size=1) as engine:
         for batch in (without, empty, longer, flat):
             with pytest.raises(BatchError):
                 engine.step(batch)
@@ -152,7 +154,7 @@ def test_a_batch_that_the_model_refuses_is_refused_cut_or_not(base: Path) -> Non
 
 
 def test_a_piece_whose_loss_is_not_finite_stops_the_step(base: Path) -> None:
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-2, zo_eps=1e306), micro_batch_size=1) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e306)), micro_batch_size=1) as engine:
         with pytest.raises(NonFiniteLossError):
             engine.step(make_batch(40, [9, 3]))
         assert engine.version == 0

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import zo2core.noise.sequential
 import zo2core.sweep.perturber
 from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2core import Distribution, MeZOSGD, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
 from zo2core.sources.scratch import Scratch
 
 THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
@@ -96,7 +96,7 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
         base = save_model(Path(folder, "base"), config, dtype)
         run = Path(folder, "run")
 
-        def make() -> ZOEngine:
+        def make() -> Engine:
             return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
 
         assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
@@ -154,7 +154,7 @@ def test_toy_of_plain_modules_has_parity(
         file, run = Path(folder, "toy.safetensors"), Path(folder, "run")
         whole = make_toy(vocab, width, layers, tied=tied, dtype=dtype)
 
-        def make() -> ZOEngine:
+        def make() -> Engine:
             return storage.engine(ToyBlockModel(vocab, width, layers, tied=tied, dtype=dtype, file=file), plan, run)
 
         assert_parity(make, whole, plan, batch).close()
@@ -165,7 +165,9 @@ def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Pat
     base = save_model(tmp_path / "base", small_config("opt", tie_word_embeddings=True), dtype)
     batch = make_batch(40, [12, 7])
     plan = Plan(1e-2, 1e-3, 0.1, True, list(range(12)), ["nothing"] * 12)
-    assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
+    assert_parity(
+        lambda: Engine(open_checkpoint(base), ZerothOrder(plan.estimator())), load_whole(base), plan, batch
+    ).close()
 
 
 def test_parameters_larger_than_a_chunk_of_noise_keep_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +177,15 @@ def test_parameters_larger_than_a_chunk_of_noise_keep_parity(tmp_path: Path, mon
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])
     plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"], 2)
-    assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
+    assert_parity(
+        lambda: Engine(open_checkpoint(base), ZerothOrder(plan.estimator())), load_whole(base), plan, batch
+    ).close()
 
 
 def test_converted_dtype_is_what_from_pretrained_gives(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), torch.float32)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    with ZOEngine(open_checkpoint(base, dtype="bfloat16"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+    with Engine(open_checkpoint(base, dtype="bfloat16"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         assert_same_parameters(engine, whole)
 
 

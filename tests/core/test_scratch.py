@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from toy import ToyBlockModel
 
 from zo2core import (
+    Engine,
     HostPlan,
     JournalError,
     MemoryPolicy,
@@ -23,7 +25,6 @@ from zo2core import (
     PinnedSource,
     StreamedSource,
     WriteBackPolicy,
-    ZOEngine,
 )
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.io.record_log import RecordFile, to_line
@@ -37,10 +38,10 @@ BUCKETS = {"resident": None, "one bucket": 1, "three buckets": 3}
 every_source = pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS)
 
 
-def engine(run: Path, buckets: int | None, every: int | None = 1) -> ZOEngine:
+def engine(run: Path, buckets: int | None, every: int | None = 1) -> Engine:
     """An engine that goes on from whatever is in the run's directory."""
     model = ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=run.parent / f"{run.name}.safetensors")
-    return ZOEngine(
+    return zeroth_order(
         model,
         MeZOSGD(lr=1e-2, zo_eps=1e-3),
         noise=PhiloxNoise(),
@@ -195,7 +196,7 @@ def test_one_flipped_bit_gives_up_its_segment_alone(
     data[lasts[2]["slot"] * max(records(run)[0]["sizes"][1:-1]) + 5] ^= 1
     (run / "scratch.bin").write_bytes(data)
     with engine(run, buckets) as resumed:
-        source = resumed._parts.source
+        source = resumed._runner.source
         assert isinstance(source, PinnedSource | StreamedSource)
         versions = {}
         for index in range(len(source.layouts)):

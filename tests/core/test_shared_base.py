@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from engines import first_order, zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -26,12 +27,11 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    BackpropEngine,
     BusyError,
     CheckpointError,
     ClosedError,
     Device,
-    DurableBackpropEngine,
+    Engine,
     HostPlan,
     JournalError,
     LowRankPerturbation,
@@ -41,13 +41,11 @@ from zo2core import (
     NonFiniteLossError,
     OptionError,
     PerRowRGE,
-    Replayer,
-    Runner,
     SharedBase,
-    ZOEngine,
+    ZerothOrder,
 )
-from zo2core.engine.lockstep import Lockstep
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.shared.lockstep import Lockstep
 from zo2core.sources.loader import SegmentLoader
 from zo2core.sweep.graph_room import GraphRoom
 from zo2core.types import Lane
@@ -77,31 +75,36 @@ def adapted(base: Path, number: int) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets(base)), seed=number))
 
 
-def low_rank(base: Path, number: int, **options: Any) -> ZOEngine:
+def low_rank(base: Path, number: int, **options: Any) -> Engine:
     estimator = MeZOSGD(lr=1e-2 * (1 + number), zo_eps=1e-2, perturb_in_place=False)
     perturbation = LowRankPerturbation(rank=1 + number % 2, period=2)
-    return ZOEngine(open_checkpoint(base), estimator, perturbation=perturbation, seed=number, **options)
+    return zeroth_order(open_checkpoint(base), estimator, perturbation=perturbation, seed=number, **options)
 
 
-def per_row(base: Path, number: int, **options: Any) -> ZOEngine:
+def per_row(base: Path, number: int, **options: Any) -> Engine:
     estimator = PerRowRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=3)
-    return ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=number, **options)
+    return zeroth_order(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=number, **options)
 
 
-def exact(base: Path, number: int, **options: Any) -> ZOEngine:
-    return ZOEngine(adapted(base, number), MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=number, **options)
+def exact(base: Path, number: int, **options: Any) -> Engine:
+    return zeroth_order(adapted(base, number), MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=number, **options)
 
 
-def adamw(base: Path, number: int, **options: Any) -> BackpropEngine:
+def adamw(base: Path, number: int, **options: Any) -> Engine:
     lr = 1e-2 * (1 + number)
     if options.get("journal") is None:
         options.pop("journal", None)
-        return BackpropEngine(adapted(base, number), partial(torch.optim.AdamW, lr=lr), clip=0.1, **options)
+        return first_order(adapted(base, number), partial(torch.optim.AdamW, lr=lr), clip=0.1, **options)
     directory = options["journal"].parent
     directory.mkdir(exist_ok=True)
     make: Any = partial(torch.optim.AdamW, lr=lr)
-    return DurableBackpropEngine(
-        adapted(base, number), make, directory=directory, method={"lr": lr}, lr=lambda step: lr / (1 + step), **options
+    return first_order(
+        adapted(base, number),
+        make,
+        lr=lambda step: lr / (1 + step),
+        options={"lr": lr},
+        run=directory,
+        **options,
     )
 
 
@@ -125,7 +128,7 @@ def alone(base: Path, number: int, drawn: Drawn, **options: Any) -> tuple[list[f
         return losses, parameters(engine)
 
 
-def parameters(engine: Runner) -> dict[str, torch.Tensor]:
+def parameters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
 
 
@@ -262,7 +265,7 @@ def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
 ) -> None:
     shared, engines = four
     broken = engines["exact"]
-    with patch.object(broken._model, "block", side_effect=ArithmeticError("broken")):
+    with patch.object(broken._runner.model, "block", side_effect=ArithmeticError("broken")):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert isinstance(results[broken], ArithmeticError)
     assert [name for name, engine in engines.items() if isinstance(results[engine], Exception)] == ["exact"]
@@ -277,7 +280,7 @@ def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
     broken = engines["exact"]
     assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
     # The second sweep replays the first step's update into the adapter, and fails before it says so.
-    with patch.object(broken._parts.update_loss, "sample", side_effect=ArithmeticError("broken")):
+    with patch.object(broken._runner.update_loss, "sample", side_effect=ArithmeticError("broken")):
         assert isinstance(shared.step({broken: batch_of(0, 1)})[broken], ArithmeticError)
     assert not isinstance(shared.step({broken: batch_of(0, 1)})[broken], Exception)
     assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
@@ -340,7 +343,7 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[Shared
             ended.append(engine)
 
     with (
-        patch.object(engines["exact"]._model, "block", side_effect=KeyboardInterrupt),
+        patch.object(engines["exact"]._runner.model, "block", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         shared.together({name: partial(run, engine) for name, engine in engines.items()})
@@ -374,7 +377,7 @@ def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) ->
         results = {e: e.step(batch) for e, batch in batches.items()} if shared is None else shared.step(batches)
         assert not [result for result in results.values() if isinstance(result, Exception)]
     for engine in engines.values():
-        if isinstance(engine, DurableBackpropEngine):
+        if engine.journal.commits:
             engine.take_snapshot()
     learned = {name: parameters(engine) for name, engine in engines.items()}
     for engine in engines.values():
@@ -408,7 +411,9 @@ def test_a_run_of_another_base_is_refused(bases: Mapping[str, Path], tmp_path: P
                 low_rank(base, 0, shared=shared)
         journal = tmp_path / "journal.jsonl"
         with pytest.raises(OptionError, match="only read the base"):
-            ZOEngine(open_checkpoint(bases["llama"]), MeZOSGD(lr=1e-3, zo_eps=1e-3), shared=shared, journal=journal)
+            Engine(
+                open_checkpoint(bases["llama"]), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), shared=shared, journal=journal
+            )
         assert not journal.exists()
 
 
@@ -420,7 +425,7 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mappin
     with SharedBase(open_checkpoint(base)) as shared:
         opened = (low_rank(base, 0, journal=tmp_path / name, shared=shared) for name in ("a", "b"))
         with next(opened) as broken, next(opened) as healthy:
-            broken._parts.base_digests._expected[broken._model.layouts[2].name] = "0" * 16
+            broken._runner.base_digests._expected[broken._runner.model.layouts[2].name] = "0" * 16
             results = shared.step({engine: batch_of(0, 1) for engine in (broken, healthy)})
             assert isinstance(results[broken], CheckpointError)
             assert not isinstance(results[healthy], Exception)
@@ -542,11 +547,11 @@ def test_a_replayer_of_a_run_evaluates_beside_others(bases: Mapping[str, Path], 
     with low_rank(base, 0, journal=tmp_path / "journal") as engine:
         engine.step(batch_of(0, 0))
         expected = engine.evaluate([batch_of(0, 1)]).loss
-    with Replayer(open_checkpoint(base)) as untrained:
+    with Engine(open_checkpoint(base)) as untrained:
         before = untrained.evaluate([batch_of(0, 1)]).loss
     with SharedBase(open_checkpoint(base)) as shared:
-        trained = Replayer(open_checkpoint(base), tmp_path / "journal", shared=shared)
-        plain = Replayer(open_checkpoint(base), shared=shared)
+        trained = Engine(open_checkpoint(base), journal=tmp_path / "journal", shared=shared)
+        plain = Engine(open_checkpoint(base), shared=shared)
         losses = shared.together({engine: partial(engine.evaluate, [batch_of(0, 1)]) for engine in (trained, plain)})
         assert [result.loss for result in losses.values() if not isinstance(result, Exception)] == [expected, before]
         trained.close()

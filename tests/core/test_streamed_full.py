@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import first_order, inner
 from models import make_batch, save_model, small_config
 from profiles import each_choice, short_first
 
@@ -22,21 +23,19 @@ from zo2core import (
     BlockUpdate,
     ClosedError,
     Delayed,
-    FullBackpropEngine,
-    GradientPolicy,
+    Engine,
+    FirstOrder,
     HostPlan,
     Journal,
     JournalError,
     LossScaling,
     MemoryPolicy,
     OptionError,
-    RunRecord,
     ScratchError,
-    StreamedFullBackpropEngine,
     TorchOptimizer,
 )
-from zo2core.engine.streamed_full_engine import read_bytes
 from zo2core.io.direct_file import RangedFile, whole_pages
+from zo2core.methods.states import read_bytes
 from zo2core.sources.generations import Generations
 from zo2core.sources.slot_file import DATA, MANIFEST
 from zo2core.types import Lane
@@ -63,14 +62,13 @@ def memory(buckets: int | None) -> MemoryPolicy:
 
 def streamed(
     base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
-) -> StreamedFullBackpropEngine:
-    record = RunRecord(directory=run, journal=run / "journal.jsonl")
+) -> Engine:
     model = open_checkpoint(base, precision=precision)
-    told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), **options}
-    return StreamedFullBackpropEngine(model, UPDATES[case](), run=record, **told)
+    told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), "commit_every": 1, **options}
+    return first_order(model, UPDATES[case](), **told, run=run)
 
 
-def weights(engine: FullBackpropEngine) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now()}
 
 
@@ -80,7 +78,7 @@ def resident(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a run in memory, which nobody changes."""
     model, told = open_checkpoint(base, precision=precision), {"lr": lambda step: 1e-2 / (step + 1), **options}
-    with FullBackpropEngine(model, UPDATES[case](), memory=memory(None), **told) as engine:
+    with first_order(model, UPDATES[case](), memory=memory(None), **told) as engine:
         return [engine.step(batch).loss for batch in BATCHES[:steps]], weights(engine)
 
 
@@ -110,7 +108,7 @@ def test_blocks_on_disk_give_the_bits_of_blocks_in_memory(
         assert equal(weights(engine), expected)
         evaluated = engine.evaluate(BATCHES[:2]).loss
         engine.export(tmp_path / "model")
-    with FullBackpropEngine(open_checkpoint(tmp_path / "model", precision="exact"), BAdam(ADAMW), lr=1.0) as exported:
+    with Engine(open_checkpoint(tmp_path / "model", precision="exact"), FirstOrder(BAdam(ADAMW), lr=1.0)) as exported:
         assert set(dict(exported.parameters_now())) == set(expected)
         assert precision == "mixed" or exported.evaluate(BATCHES[:2]).loss == evaluated
 
@@ -119,8 +117,11 @@ def test_a_segment_is_written_once_a_turn(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
         written = [engine.step(batch).lanes[Lane.WRITE].nbytes for batch in BATCHES[:12]]
         engine.step(BATCHES[12])
-        sizes = [whole_pages(layout.nbytes) for layout in engine._parts.layouts]
-        turns = [engine._update.segments(step, engine._trained.segments) for step in range(0, 12, EVERY)]
+        sizes = [whole_pages(layout.nbytes) for layout in engine._runner.layouts]
+        turns = [
+            inner(engine)._state.update.segments(step, inner(engine)._runner.trained.segments)
+            for step in range(0, 12, EVERY)
+        ]
     assert len(set(turns)) == 6
     assert sum(written) <= sum(sizes[segment] for [segment] in turns), "noted with the step after the turn"
     assert sum(written) >= sum(sizes[segment] for [segment] in turns[:-1])
@@ -132,16 +133,18 @@ def test_within_a_turn_nothing_is_committed(base: Path, tmp_path: Path) -> None:
         for batch in BATCHES[: EVERY + 1]:
             engine.step(batch)
             engine.commit()
-        assert (engine.steps, engine.committed) == (EVERY + 1, EVERY)
+        assert (engine.version, engine.committed) == (EVERY + 1, EVERY)
 
 
 def test_the_version_of_a_segment_is_the_step_after_its_last_update(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
         expected = {}
         for step in range(4 * EVERY):
-            [segment] = engine._update.segments(step, engine._trained.segments)
+            [segment] = inner(engine)._state.update.segments(step, inner(engine)._runner.trained.segments)
             expected[segment] = engine.step(BATCHES[step]).step + 1
-        written = {segment: engine._generations.version(segment) for segment in engine._trained.segments}
+        written = {
+            segment: inner(engine)._runner.generations.version(segment) for segment in inner(engine)._runner.trained.segments
+        }
     assert {segment: version for segment, version in written.items() if version} == expected
 
 
@@ -197,7 +200,7 @@ def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
 
 def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
-        source = engine._streamed
+        source = inner(engine)._runner.source
         for pinned in (1, 3):
             source.pin([pinned])
             bucket = source.acquire(pinned)
@@ -267,18 +270,18 @@ def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)
-    scaling = GradientPolicy(clip_norm=clip, loss_scaling=LossScaling(initial=2.0**40, backoff=1 / 16, interval=2))
-    options: dict[str, Any] = {"precision": FLOAT16, "gradients": scaling}
+    scaling = LossScaling(initial=2.0**40, backoff=1 / 16, interval=2)
+    options: dict[str, Any] = {"precision": FLOAT16, "clip": clip, "scaling": scaling}
     losses, expected = resident(base, case="adamw", steps=17, **options)
     with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
         first = [engine.step(batch) for batch in BATCHES[:4]]
         assert [result.grad_norm for result in first] == [0.0] * 4, "gradients overflow"
         assert [commit.lr for commit in engine.journal.commits] == [0.0] * 4
     with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
-        assert engine._method.values() == {"loss_scale": 2.0**24, "good_steps": 0}
+        assert inner(engine)._state.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
         later = [engine.step(batch) for batch in BATCHES[4:17]]
         assert [result.loss for result in first + later] == losses
-        assert later[-1].grad_norm > 0
+        assert later[-1].grad_norm != 0.0
         assert equal(weights(engine), expected)
 
 
@@ -294,7 +297,7 @@ def test_only_blocks_without_room_are_written_between_commits(
     monkeypatch.setattr(Generations, "write", write)
     for commit_every in (1, 4):
         with streamed(base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine:
-            sizes = [whole_pages(layout.nbytes) for layout in engine._parts.layouts]
+            sizes = [whole_pages(layout.nbytes) for layout in engine._runner.layouts]
             written[0] = 0
             for batch in BATCHES[:8]:
                 engine.step(batch)
@@ -352,10 +355,10 @@ def test_states_are_read_on_the_way_back_alone(
         work()
         return reads[0]
 
-    options: dict[str, Any] = {"commit_every": commit_every, "gradients": GradientPolicy(clip_norm=clip)}
-    losses, expected = resident(base, case=case, steps=6, gradients=options["gradients"])
+    options: dict[str, Any] = {"commit_every": commit_every, "clip": clip}
+    losses, expected = resident(base, case=case, steps=6, clip=clip)
     with streamed(base, tmp_path / "run", buckets, case, **options) as engine:
-        layouts = engine._parts.layouts
+        layouts = engine._runner.layouts
         blocks = [layout for layout in layouts if not layout.resident]
         sizes = [(whole_pages(layout.weight_bytes), whole_pages(layout.nbytes)) for layout in blocks]
         assert all(whole > of_weights if case == "adamw" else whole == of_weights for of_weights, whole in sizes)
@@ -394,7 +397,7 @@ def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(b
     with streamed(base, tmp_path / "run", 2, "adamw") as engine:
         for batch in BATCHES[:3]:
             engine.step(batch)
-        real, calls = engine._update.apply, [0]
+        real, calls = inner(engine)._state.update.apply, [0]
 
         def apply(*args: Any, **options: Any) -> None:
             calls[0] += 1
@@ -402,7 +405,7 @@ def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(b
                 raise KeyboardInterrupt
             real(*args, **options)
 
-        engine._update.apply = apply  # type: ignore[method-assign]
+        inner(engine)._state.update.apply = apply
         with pytest.raises(KeyboardInterrupt):
             engine.step(BATCHES[3])
         with pytest.raises(ClosedError):
@@ -460,8 +463,8 @@ def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
     noted(RangedFile, "sync", "bytes durable")
     noted(Generations, "commit", "committed")
     with streamed(base, tmp_path / "run", 2, "adamw") as engine:
-        noted(type(engine._generations._manifest), "append", "record")
-        segments = sum(bool(layout.parameters) for layout in engine._parts.layouts)
+        noted(type(inner(engine)._runner.generations._manifest), "append", "record")
+        segments = sum(bool(layout.parameters) for layout in engine._runner.layouts)
         for batch in BATCHES[:2]:
             events.clear()
             engine.step(batch)
@@ -527,7 +530,6 @@ def test_what_would_change_weights_beside_their_commits_is_refused(tmp_path: Pat
 
 def test_a_delayed_update_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
-    record = RunRecord(directory=tmp_path / "run", journal=tmp_path / "run" / "journal.jsonl")
     with pytest.raises(OptionError, match="while they are written"):
-        StreamedFullBackpropEngine(model, Delayed(UPDATES["adamw"]()), run=record, lr=1e-2)
+        Engine(model, FirstOrder(Delayed(UPDATES["adamw"]()), lr=1e-2), run=tmp_path / "run", commit_every=1)
     assert not (tmp_path / "run").exists()

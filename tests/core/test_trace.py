@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from engines import zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 from traces import Recording, read_trace
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2core import HostDevice, MemoryPolicy, MeZOSGD, OutputError, StepResult, Trace, WriteBackPolicy, ZOEngine
+from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, OutputError, StepResult, Trace, WriteBackPolicy, ZerothOrder
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.profiling.chrome_trace import Sweep
@@ -75,7 +76,7 @@ def traced_run(
     """Some steps, written back after each, and what their trace says."""
     model = open_checkpoint(base)
     plan = DevicePlan((), 0, order.kept, 2**28)
-    with ZOEngine(
+    with zeroth_order(
         model,
         MeZOSGD(lr=1e-3, zo_eps=1e-3),
         device=device,
@@ -176,7 +177,7 @@ def test_work_at_once_counts_once_and_only_within_the_step() -> None:
 
 def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
     """An export between two steps, and what is written after the last."""
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), trace=tmp_path / "t.json") as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), trace=tmp_path / "t.json") as engine:
         engine.step(BATCH)
         for _ in engine.parameters_now():
             pass
@@ -323,7 +324,7 @@ def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> 
 def test_an_interrupted_run_leaves_a_whole_trace(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step, taken = ZOEngine.step, 0
+    step, taken = Engine.step, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> StepResult:
         nonlocal taken
@@ -332,7 +333,7 @@ def test_an_interrupted_run_leaves_a_whole_trace(
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(ZOEngine, "step", interrupted)
+    monkeypatch.setattr(Engine, "step", interrupted)
     with pytest.raises(SystemExit) as info:
         run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run",
             "--trace", tmp_path / "t.json")  # fmt: skip

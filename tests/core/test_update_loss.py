@@ -12,6 +12,7 @@ from toy import ToyBlockModel
 from zo2adapters import open_checkpoint
 from zo2core import (
     Distribution,
+    Engine,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
@@ -19,7 +20,7 @@ from zo2core import (
     PhiloxNoise,
     SequentialNoise,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 from zo2core.planning.host_plan import HostPlan
 from zo2core.sweep.update_loss import EVERY, SAMPLED, UpdateLoss
@@ -54,10 +55,12 @@ def test_the_share_is_that_of_the_weights_that_the_step_changes(
     model = ToyBlockModel(97, 48, 4, tied=True, dtype=torch.bfloat16, file=tmp_path / "toy.safetensors")
     batch = dict.fromkeys(("input_ids", "labels"), BATCH["input_ids"])
     memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
-    with ZOEngine(model, MeZOSGD(lr=1.0, zo_eps=0.1, perturb_in_place=False), noise=noise, memory=memory) as engine:
+    with Engine(
+        model, ZerothOrder(MeZOSGD(lr=1.0, zo_eps=0.1, perturb_in_place=False), noise=noise), memory=memory
+    ) as engine:
         grad = abs(engine.step(batch).projected_grads[0])
     estimator = MeZOSGD(lr=5e-4 / grad, zo_eps=0.1, perturb_in_place=False)
-    with ZOEngine(model_again(tmp_path), estimator, noise=noise, memory=memory) as engine:
+    with Engine(model_again(tmp_path), ZerothOrder(estimator, noise=noise), memory=memory) as engine:
         before = {name: tensor.clone() for name, tensor in engine.parameters_now()}
         share_applied = engine.step(batch).share_applied
         changed = [(tensor != before[name]).sum().item() for name, tensor in engine.parameters_now()]
@@ -77,7 +80,7 @@ def model_again(tmp_path: Path) -> ToyBlockModel:
 def test_small_steps_land_in_float32_and_not_in_bfloat16(
     dtype: str, lr: float, least: float, most: float, base: Path
 ) -> None:
-    with ZOEngine(open_checkpoint(base, dtype=dtype), MeZOSGD(lr=lr, zo_eps=1e-2)) as engine:
+    with Engine(open_checkpoint(base, dtype=dtype), ZerothOrder(MeZOSGD(lr=lr, zo_eps=1e-2))) as engine:
         share_applied = engine.step(BATCH).share_applied
     assert share_applied is not None
     assert least <= share_applied <= most
@@ -85,7 +88,7 @@ def test_small_steps_land_in_float32_and_not_in_bfloat16(
 
 @every_noise
 def test_it_is_looked_at_once_in_a_hundred_steps(noise: NoiseGenerator | None, base: Path) -> None:
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise)) as engine:
         looked = [step for step in range(EVERY + 3) if engine.step(BATCH).share_applied is not None]
     assert looked == [0, EVERY]
 
@@ -96,8 +99,12 @@ def test_a_run_that_goes_on_looks_at_its_first_step(base: Path, tmp_path: Path) 
     share_applied = []
     for _ in range(2):
         model, write_back = open_checkpoint(base), WriteBackPolicy(directory=tmp_path / "run", every=None)
-        with ZOEngine(
-            model, MeZOSGD(lr=1e-3, zo_eps=1e-3), journal=tmp_path / "run" / "j", memory=memory, write_back=write_back
+        with Engine(
+            model,
+            ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)),
+            journal=tmp_path / "run" / "j",
+            memory=memory,
+            write_back=write_back,
         ) as engine:
             share_applied += [engine.step(BATCH).share_applied for _ in range(3)]
     assert [share is not None for share in share_applied] == [True, False, False, True, False, False]
@@ -137,7 +144,7 @@ def test_each_direction_rounds_on_its_own_and_dtypes_count_together(queries: int
 def test_looking_changes_no_bit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome() -> list[object]:
         estimator = MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=2)
-        with ZOEngine(open_checkpoint(base, dtype="bfloat16"), estimator) as engine:
+        with Engine(open_checkpoint(base, dtype="bfloat16"), ZerothOrder(estimator)) as engine:
             steps: list[object] = [engine.step(BATCH).losses for _ in range(4)]
             return [*steps, *(tensor.tolist() for _, tensor in engine.parameters_now())]
 

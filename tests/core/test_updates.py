@@ -13,7 +13,7 @@ import zo2core.kernels
 import zo2core.sweep.counter_perturber
 import zo2core.sweep.drawn_perturber
 from zo2adapters import open_checkpoint
-from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.types import Descend, Evaluation, Perturb, Program, Update
 from zo2core.updates import compile_moves, compile_updates, seeds_of
 
@@ -103,7 +103,7 @@ def test_a_sweep_compiles_its_programs_once_for_all_segments(
     monkeypatch.setattr(zo2core.sweep.drawn_perturber, "apply", record("apply"))
     noise = None if distribution is None else PhiloxNoise(distribution)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, weight_decay=0.1)
-    with ZOEngine(open_checkpoint(base), estimator, noise=noise) as engine:
+    with Engine(open_checkpoint(base), ZerothOrder(estimator, noise=noise)) as engine:
         engine.step(make_batch(40, [5]))
         programs.clear()
         engine.step(make_batch(40, [5]))

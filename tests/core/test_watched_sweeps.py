@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import first_order, zeroth_order
 from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import BackpropEngine, Distribution, LowRankPerturbation, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Engine, LowRankPerturbation, MeZOSGD, PhiloxNoise
 
 peft: Any = pytest.importorskip("peft")
 
@@ -24,22 +25,22 @@ def base(tmp_path: Path) -> Path:
     return save_model(tmp_path / "base", small_config("llama"))
 
 
-def zeroth_order(base: Path, **options: Any) -> ZOEngine:
+def of_forwards(base: Path, **options: Any) -> Engine:
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
-    return ZOEngine(open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), **options)
+    return zeroth_order(open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), **options)
 
 
-def first_order(base: Path, **options: Any) -> BackpropEngine:
+def of_gradients(base: Path, **options: Any) -> Engine:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model = open_checkpoint(base, adapter=Adapter(config=config))
-    return BackpropEngine(model, partial(torch.optim.SGD, lr=1e-2), **options)
+    return first_order(model, partial(torch.optim.SGD, lr=1e-2), **options)
 
 
 ENGINES: dict[str, Any] = {
-    "zeroth-order": zeroth_order,
-    "serial": partial(zeroth_order, overlap=False),
-    "low-rank": partial(zeroth_order, perturbation=LowRankPerturbation(rank=2)),
-    "first-order": first_order,
+    "zeroth-order": of_forwards,
+    "serial": partial(of_forwards, overlap=False),
+    "low-rank": partial(of_forwards, perturbation=LowRankPerturbation(rank=2)),
+    "first-order": of_gradients,
 }
 
 
@@ -69,7 +70,7 @@ def test_a_sweep_after_one_that_failed_counts_from_its_start(base: Path) -> None
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    with zeroth_order(base) as engine:
+    with of_forwards(base) as engine:
         engine.watch(visited)
         with pytest.raises(KeyboardInterrupt):
             engine.evaluate([BATCH])

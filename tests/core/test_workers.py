@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crews import all_equal, attempted, worked
+from engines import zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -23,6 +24,7 @@ from zo2core import (
     BatchError,
     ClosedError,
     Distribution,
+    Engine,
     Guarded,
     Journal,
     JournalError,
@@ -34,12 +36,11 @@ from zo2core import (
     OptionError,
     PerRowRGE,
     PhiloxNoise,
-    Replayer,
     Update,
     WorkerError,
     Workers,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 from zo2core.journal.damage import ImpossibleRecordError
@@ -76,14 +77,14 @@ def batch_of(seed: int, rows: int = 4) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
 def trained(folder: Path, estimator: ZOEstimator, workers: Workers | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """Run a few steps on the toy in a folder of its own; the journal stays there."""
     steps = options.pop("steps", STEPS)
-    with ZOEngine(toy(folder), estimator, journal=folder / "journal.jsonl", workers=workers, **options) as engine:
+    with zeroth_order(toy(folder), estimator, journal=folder / "journal.jsonl", workers=workers, **options) as engine:
         for step in range(engine.version, steps):
             engine.step(batch_of(step))
         return weights(engine)
@@ -199,7 +200,9 @@ def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, p
 
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         rank = "alone" if workers is None else workers.rank
-        with ZOEngine(models[rank], replace(RGE, q=2), journal=tmp_path / f"{rank}.jsonl", workers=workers) as engine:
+        with Engine(
+            models[rank], ZerothOrder(replace(RGE, q=2)), journal=tmp_path / f"{rank}.jsonl", workers=workers
+        ) as engine:
             for _ in range(3):
                 engine.step(batch)
             return weights(engine)
@@ -222,7 +225,7 @@ def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buck
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         rank = "alone" if workers is None else workers.rank
         options: dict[str, Any] = {"journal": tmp_path / f"{rank}.jsonl", "memory": memory, "workers": workers}
-        with ZOEngine(models[rank], replace(RGE, q=2), noise=PhiloxNoise(Distribution.GAUSSIAN), **options) as engine:
+        with zeroth_order(models[rank], replace(RGE, q=2), noise=PhiloxNoise(Distribution.GAUSSIAN), **options) as engine:
             for _ in range(3):
                 engine.step(batch)
             return weights(engine)
@@ -238,7 +241,7 @@ def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buck
 
 def literal_by_rows(folder: Path, parts: int, estimator: ZOEstimator) -> dict[str, torch.Tensor]:
     """One worker that runs each part of the rows apart, and joins the losses as the definition says."""
-    with ZOEngine(toy(folder), estimator, journal=folder / "journal.jsonl") as engine:
+    with Engine(toy(folder), ZerothOrder(estimator), journal=folder / "journal.jsonl") as engine:
         for step in range(STEPS):
             batch = batch_of(step)
             cuts = [slice(part * 4 // parts, (part + 1) * 4 // parts) for part in range(parts)]
@@ -275,7 +278,7 @@ def test_a_part_without_a_labelled_token_says_nothing(tmp_path: Path) -> None:
 
     def run(workers: Workers | None, own: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with ZOEngine(toy(folder), RGE, journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
             return engine.step(own).losses
 
     by_rows = worked(2, lambda workers: run(workers, batch), split="rows")
@@ -292,7 +295,7 @@ def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: 
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         rank = "alone" if workers is None else workers.rank
         options: dict[str, Any] = {"perturbation": LowRankPerturbation(rank=2, stack=2), "workers": workers}
-        with ZOEngine(models[rank], estimator, journal=tmp_path / f"{rank}.jsonl", **options) as engine:
+        with zeroth_order(models[rank], estimator, journal=tmp_path / f"{rank}.jsonl", **options) as engine:
             for _ in range(3):
                 engine.step(batch)
             return weights(engine)
@@ -305,7 +308,7 @@ def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: 
 def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path) -> None:
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with ZOEngine(toy(folder), RGE, journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
             for step in range(2):
                 asked = engine.ask()
                 assert len(asked) == (6 if workers is None else 3)
@@ -326,7 +329,7 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
 
     def run(workers: Workers | None) -> tuple[float, tuple[float, ...], int]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with ZOEngine(toy(folder), RGE, workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), workers=workers) as engine:
             result = engine.evaluate(batches)
             return result.loss, result.losses, result.tokens
 
@@ -335,7 +338,7 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
         assert worked(size, run) == [alone] * size
 
     def looked_at(workers: Workers) -> tuple[float, tuple[float, ...], int]:
-        with Replayer(toy(tmp_path / f"looked at {workers.rank}"), workers=workers) as replayer:
+        with Engine(toy(tmp_path / f"looked at {workers.rank}"), workers=workers) as replayer:
             result = replayer.evaluate(batches)
             return result.loss, result.losses, result.tokens
 
@@ -413,7 +416,7 @@ def test_other_options_are_spelled_out(tmp_path: Path) -> None:
 def test_workers_on_other_steps_are_refused(tmp_path: Path, what: str) -> None:
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
-        with ZOEngine(toy(folder), RGE, journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
             seed = workers.rank if what == "seed" else None
             engine.step(batch_of(workers.rank if what == "batch" else 0), seed=seed)
 
@@ -426,7 +429,7 @@ def test_workers_on_other_steps_are_refused(tmp_path: Path, what: str) -> None:
 def test_a_loss_that_is_not_finite_ends_the_step_on_all_workers(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
-        with ZOEngine(toy(folder), RGE, journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
             losses = [float("nan") if workers.rank == 1 else 1.0 for _ in engine.ask()]
             engine.tell(losses)
 
@@ -437,7 +440,7 @@ def test_a_loss_that_is_not_finite_ends_the_step_on_all_workers(tmp_path: Path) 
 def test_a_batch_that_cannot_be_dealt_is_refused_before_anything_is_told(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
-        with ZOEngine(toy(folder), RGE, workers=workers) as engine:
+        with Engine(toy(folder), ZerothOrder(RGE), workers=workers) as engine:
             engine.step({"input_ids": [1, 2]})  # type: ignore[dict-item]
 
     for error in attempted(2, run):
@@ -452,7 +455,7 @@ def test_a_process_that_torchrun_did_not_start_is_told_so(monkeypatch: pytest.Mo
 
 def test_what_is_closed_is_not_used(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
-        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             engine.step(batch_of(0))
             workers.close()
             with pytest.raises(ClosedError, match="Workers"):
@@ -465,7 +468,7 @@ def test_what_is_closed_is_not_used(tmp_path: Path) -> None:
 
 def test_other_batches_of_an_evaluation_are_refused(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
-        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             engine.evaluate([batch_of(10 * workers.rank), batch_of(10 * workers.rank + 1)])
 
     for error in attempted(2, run):
@@ -476,7 +479,7 @@ def test_other_batches_of_an_evaluation_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_nobody_waits_for_a_worker_that_has_ended(tmp_path: Path, leaver: int) -> None:
     def run(workers: Workers) -> None:
-        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             engine.step(batch_of(0))
             if workers.rank == leaver:
                 raise ZeroDivisionError("its disk is full")
@@ -490,7 +493,7 @@ def test_nobody_waits_for_a_worker_that_has_ended(tmp_path: Path, leaver: int) -
 
 def test_workers_that_do_different_things_are_told_so(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
-        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             if workers.rank == 0:
                 engine.step(batch_of(0))
             else:
@@ -519,18 +522,18 @@ def test_a_journal_that_was_taken_over_and_refused_can_begin_anew(tmp_path: Path
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
         journal = late if workers.rank == 1 else Journal(folder / "journal.jsonl")
-        with ZOEngine(toy(folder), RGE, journal=journal, workers=workers, seed=[0, 5][workers.rank]):
+        with Engine(toy(folder), ZerothOrder(RGE, seed=[0, 5][workers.rank]), journal=journal, workers=workers):
             pass
 
     assert isinstance(attempted(2, run)[1], JournalError)
     assert (late.header, late.updates, late.base_digests, late.checksum) == (None, [], {}, 0)
-    with ZOEngine(toy(tmp_path / "anew"), RGE, journal=late) as engine:
+    with Engine(toy(tmp_path / "anew"), ZerothOrder(RGE), journal=late) as engine:
         assert engine.step(batch_of(0)).step == 0
 
 
 def test_workers_of_a_host_plan_with_their_part_of_what_is_free(tmp_path: Path) -> None:
     def budget(workers: Workers) -> float:
-        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             assert engine.host_plan is not None
             return (engine.host_plan.budget - resident_memory()) / free_memory()
 

@@ -20,25 +20,23 @@ from goldens.trajectory import Trajectory, exact, journal_of, weights_digest
 from zo2adapters import Adapter, Precision, open_checkpoint
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    BackpropEngine,
     BlockUpdate,
     DevicePlan,
     Distribution,
-    FullBackpropEngine,
-    GradientPolicy,
+    Engine,
+    FirstOrder,
     HostPlan,
     LossScaling,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
+    NoiseGenerator,
     PerRowRGE,
     PhiloxNoise,
-    RunRecord,
-    StreamedFullBackpropEngine,
     TorchOptimizer,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 from zo2core.optimizers import OptimizerName, make_block_update
@@ -73,7 +71,7 @@ def steps_of(engine: Any, batches: Sequence[Any]) -> Trajectory:
     """Take steps, evaluate, and look at the weights."""
     results = [engine.step(batch) for batch in batches]
     made: Trajectory = {"losses": exact([result.loss for result in results])}
-    if hasattr(results[0], "grad_norm"):
+    if results[0].grad_norm is not None:
         made["grad_norms"] = exact([result.grad_norm for result in results])
     made["evaluation"] = exact(engine.evaluate(BATCHES).losses)
     made["weights"] = weights_digest(engine.parameters_now())
@@ -101,6 +99,8 @@ def _zeroth_order(
     adapter: Callable[[], Adapter] | None = None,
     precision: Precision | str = "exact",
     resumed: bool = False,
+    noise: NoiseGenerator | None = None,
+    perturbation: LowRankPerturbation | None = None,
     **options: Any,
 ) -> Trajectory:
     """Take zeroth-order steps.
@@ -115,15 +115,18 @@ def _zeroth_order(
         adapter: Makes the adapter to train; None: the base's weights are trained.
         precision: Of the model.
         resumed: Whether the engine is closed in the middle and another one goes on.
+        noise: Of the method.
+        perturbation: Of the method.
         options: Further options of the engine.
     """
+    method = ZerothOrder(estimator, noise=noise, perturbation=perturbation)
     path, journal = saved(folder), folder / "journal.jsonl"
     write_back = None if write_every is None else WriteBackPolicy(directory=folder / "scratch", every=write_every)
     made: Trajectory = {}
     for batches in (BATCHES[:RESUMED_AFTER], BATCHES[RESUMED_AFTER:]) if resumed else (BATCHES,):
         model = open_checkpoint(path, precision=precision, adapter=None if adapter is None else adapter())
         options |= {"memory": memory(buckets, kept=kept), "write_back": write_back, "journal": journal}
-        with device_of(kept) as device, ZOEngine(model, estimator, device=device, **options) as engine:
+        with device_of(kept) as device, Engine(model, method, device=device, **options) as engine:
             made = steps_of(engine, batches)
     return made | journal_of(journal)
 
@@ -159,8 +162,8 @@ def _adapter(
     """
     model, make = open_checkpoint(saved(folder), adapter=_lora()), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     steps = [[batch, make_batch(40, [9], seed=7)] for batch in BATCHES] if accumulated else BATCHES
-    options |= {"memory": memory(buckets, room, kept), "clip": 0.5}
-    with device_of(kept) as device, BackpropEngine(model, make, device=device, **options) as engine:
+    options |= {"memory": memory(buckets, room, kept)}
+    with device_of(kept) as device, Engine(model, FirstOrder(make, clip=0.5), device=device, **options) as engine:
         return steps_of(engine, steps)
 
 
@@ -177,7 +180,7 @@ def _full(
     dtype: torch.dtype = torch.float32,
     model_type: str = "opt",
     precision: Precision | str = "exact",
-    gradients: GradientPolicy | None = None,
+    scaling: LossScaling | None = None,
     **options: Any,
 ) -> Trajectory:
     """Train all parameters by gradients.
@@ -191,19 +194,17 @@ def _full(
         dtype: The base's.
         model_type: The base's.
         precision: Of the model.
-        gradients: How they are clipped and scaled; None clips their norm.
+        scaling: Of the loss; None clips the gradients' norm instead.
         options: Further options of the engine.
     """
     path, journal = base(folder, model_type, dtype), folder / "journal.jsonl"
-    policy = GradientPolicy(clip_norm=0.5) if gradients is None else gradients
-    engines = {True: StreamedFullBackpropEngine, False: FullBackpropEngine}
     made: Trajectory = {}
     for batches in (BATCHES[:RESUMED_AFTER], BATCHES[RESUMED_AFTER:]) if streamed else (BATCHES,):
         fresh = make_block_update(update, weight_decay=0.1, switch_every=2) if isinstance(update, str) else update
-        options |= {"memory": memory(2 if streamed else None, room), "gradients": policy, "lr": _decaying}
-        run = RunRecord(directory=folder, journal=journal)
+        method = FirstOrder(fresh, lr=_decaying, clip=0.5 if scaling is None else None, scaling=scaling)
+        options |= {"memory": memory(2 if streamed else None, room), "commit_every": 1 if streamed else None}
         model = open_checkpoint(path, precision=precision)
-        with engines[streamed](model, fresh, run=run, **options) as engine:
+        with Engine(model, method, run=folder, **options) as engine:
             made = steps_of(engine, batches)
     return made | journal_of(journal)
 
@@ -296,7 +297,7 @@ _FIRST_ORDER: Mapping[str, Callable[..., Trajectory]] = {
         _full,
         update=TorchOptimizer(partial(ADAMW, fused=True)),
         precision=FLOAT16,
-        gradients=GradientPolicy(loss_scaling=LossScaling(initial=2.0**28, backoff=1 / 8, interval=2)),
+        scaling=LossScaling(initial=2.0**28, backoff=1 / 8, interval=2),
     ),
     "full adamw, streamed generations, resumed": partial(_full, update="adamw", streamed=True),
     "lomo, streamed generations, llama, resumed": partial(_full, update="lomo", streamed=True, model_type="llama"),

@@ -46,7 +46,8 @@ def load() -> dict[str, Any]:
     """The machine and the goldens of the file of this machine, else of the first one; empty ones if there is none."""
     files = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
     here = [file for file in files if difference(file["machine"]) is None]
-    return (here or files or [{"machine": {}, "goldens": {}}])[0]
+    chosen: dict[str, Any] = (here or files or [{"machine": {}, "goldens": {}}])[0]
+    return chosen
 
 
 def make(name: str) -> Trajectory:

@@ -48,7 +48,7 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     with Trainer(replace(options, output=options.output.with_name("third"), storage=storage), quiet=True) as trainer:
         every = trainer.engine.write_back_every
         assert every is not None
-        layouts = trainer.engine._parts.source.layouts
+        layouts = trainer.engine._runner.layouts
         assert terabytes_written(layouts, every) <= 1e-6
 
 

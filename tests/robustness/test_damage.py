@@ -6,7 +6,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from command_lines import assert_typed, run_here
@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     options = small_run(place, steps=STEPS, storage=Storage(write_back_every=2))
     copies: dict[int, Path] = {}
     with Trainer(options, quiet=True) as trainer:
-        step = trainer.engine.step
+        step: Any = trainer.engine.step
 
         def copying(*arguments: object, **others: object) -> StepResult:
             result: StepResult = step(*arguments, **others)
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 shutil.copytree(options.output, copies[result.step + 1])
             return result
 
-        trainer.engine.step = copying
+        trainer.engine.step = copying  # type: ignore[method-assign]
         trainer.run()
     half = run_here("export", "--run", options.output, "--at", 2, "--output", place / "half")
     assert half.status == 0, half

@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
@@ -37,14 +38,14 @@ from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     CheckpointError,
-    DurableBackpropEngine,
+    Engine,
+    FirstOrder,
     JournalError,
     MemoryPolicy,
     OutputError,
     ScratchError,
     WriteBackPolicy,
     ZO2Error,
-    ZOEngine,
 )
 from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.speeds import write_bytes_per_second
@@ -151,7 +152,7 @@ def retried(errors: list[ZO2Error], kinds: Sequence[type[ZO2Error]], do: Callabl
     raise AssertionError(f"still fails: {errors[-1]}")
 
 
-def take_steps(engine: ZOEngine, kinds: Sequence[type[ZO2Error]] = (), until: int = STEPS) -> list[ZO2Error]:
+def take_steps(engine: Engine, kinds: Sequence[type[ZO2Error]] = (), until: int = STEPS) -> list[ZO2Error]:
     """Go on to a step, repeating those that fail. A failed one was not taken."""
     errors: list[ZO2Error] = []
     while engine.version < until:
@@ -167,7 +168,7 @@ def take_steps(engine: ZOEngine, kinds: Sequence[type[ZO2Error]] = (), until: in
     return errors
 
 
-def trajectory(engine: ZOEngine, run: Path, errors: list[ZO2Error], kinds: Sequence[type[ZO2Error]] = ()) -> Trajectory:
+def trajectory(engine: Engine, run: Path, errors: list[ZO2Error], kinds: Sequence[type[ZO2Error]] = ()) -> Trajectory:
     def weights() -> dict[str, bytes]:
         return {name: bits(tensor) for name, tensor in engine.parameters_now()}
 
@@ -176,10 +177,10 @@ def trajectory(engine: ZOEngine, run: Path, errors: list[ZO2Error], kinds: Seque
 
 
 @contextlib.contextmanager
-def opened(storage: Storage, folder: Path, run: Path) -> Iterator[ZOEngine]:
+def opened(storage: Storage, folder: Path, run: Path) -> Iterator[Engine]:
     """An engine that goes on from whatever is in the run directory."""
 
-    with ZOEngine(
+    with zeroth_order(
         open_checkpoint(folder / "base"),
         PLAN.estimator(),
         journal=run / "journal.jsonl",
@@ -528,7 +529,7 @@ def read_ahead_fails(folder: Path) -> None:
     for buckets in (2, 3):
         storage, run = Storage(buckets, None, keep_noise=True), fresh(folder)
         with nothing_left(), opened(storage, folder, run) as engine:
-            last = engine._model.layouts[-2].parameters[-1].name
+            last = engine._runner.model.layouts[-2].parameters[-1].name
             rule = Rule(Call.READ, CHECKPOINT, count=EVER, error=errno.EIO)
             with pytest.raises(CheckpointError) as info:
                 engine.step(BATCH, seed=PLAN.seeds[0])
@@ -556,22 +557,19 @@ UNNAMED = "(deleted)"  # in the path of the temporary file of inputs
 SMALL_BATCH = make_batch(len(WORDS), [4])
 
 
-def first_order(folder: Path, run: Path) -> DurableBackpropEngine:
+def of_adapter(folder: Path, run: Path) -> Engine:
     """An engine whose inputs of blocks have no room in memory."""
     peft: Any = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return DurableBackpropEngine(
+    return Engine(
         open_checkpoint(folder / "base", adapter=Adapter(config=config, seed=1)),
-        partial(torch.optim.AdamW, lr=1e-2),
-        directory=run,
-        journal=run / "journal.jsonl",
-        method={"name": "adamw"},
-        lr=lambda step: 1e-2,
+        FirstOrder(partial(torch.optim.AdamW, lr=1e-2), lr=lambda step: 1e-2, options={"name": "adamw"}),
+        run=run,
         memory=MemoryPolicy(host=HostPlan((), budget=0, buckets=1, keep_noise=False), activations=1),
     )
 
 
-def adapter_after(engine: DurableBackpropEngine, batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, bytes]:
+def adapter_after(engine: Engine, batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, bytes]:
     for batch in batches:
         engine.step(batch)
     return {name: bits(value.detach()) for name, value in engine.parameters.items()}
@@ -582,7 +580,7 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
     batches = [BATCH, SMALL_BATCH, BATCH]
     run = fresh(folder)
     run.mkdir()
-    with first_order(folder, run) as engine:
+    with of_adapter(folder, run) as engine:
         rule = Rule(calls, UNNAMED, NEVER)
         expected = adapter_after(engine, batches)
         count = rule.seen
@@ -592,12 +590,12 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
         run = fresh(folder)
         run.mkdir()
         with nothing_left():
-            with first_order(folder, run) as engine:
+            with of_adapter(folder, run) as engine:
                 rule, errors = Rule(calls, UNNAMED, nth, error=error), list[ZO2Error]()
                 for taken, batch in enumerate(batches):
 
                     def step(taken: int = taken, batch: dict[str, torch.Tensor] = batch) -> None:
-                        assert engine.steps == taken
+                        assert engine.version == taken
                         engine.step(batch)
 
                     retried(errors, [ScratchError], step)
@@ -609,10 +607,10 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
             run = fresh(folder)
             run.mkdir()
             Rule(calls, UNNAMED, nth, EVER, error=error)  # the disk stays full
-            with first_order(folder, run) as engine, pytest.raises(ScratchError):
+            with of_adapter(folder, run) as engine, pytest.raises(ScratchError):
                 adapter_after(engine, batches)
             clear()
-            with first_order(folder, run) as engine:  # no snapshot was taken: it begins anew, and compares its steps
+            with of_adapter(folder, run) as engine:  # no snapshot was taken: it begins anew, and compares its steps
                 assert adapter_after(engine, batches) == expected
     assert not [path for path in run.iterdir() if path.name != "journal.jsonl"]
 

@@ -12,15 +12,7 @@ from locked_engines import BATCH, beside, engine, small_llama, toy
 
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
-from zo2core import (
-    Journal,
-    JournalError,
-    OutputError,
-    Replayer,
-    ScratchError,
-    ZO2Warning,
-    copy_journal,
-)
+from zo2core import Engine, Journal, JournalError, OutputError, ScratchError, ZO2Warning, copy_journal
 from zo2core.profiling import Trace
 
 SECRET = b"correct horse battery staple"
@@ -116,7 +108,7 @@ def test_a_journal_is_read_through_a_link_and_not_written(run: Path, tmp_path: P
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "journal.jsonl")
     before = (tmp_path / "journal.jsonl").read_bytes()
-    with Replayer(toy(run), link) as replayer:
+    with Engine(toy(run), journal=link) as replayer:
         assert replayer.version == 2
     with pytest.raises(JournalError, match=r"link\.jsonl: found a symbolic link"):
         engine(tmp_path / "other", journal=link)

@@ -16,13 +16,7 @@ from locked_engines import BATCH, beside, engine, small_llama, toy
 from models import make_batch
 from parity import assert_same_bits
 
-from zo2core import (
-    Journal,
-    JournalError,
-    Replayer,
-    ScratchError,
-    ZO2Warning,
-)
+from zo2core import Engine, Journal, JournalError, ScratchError, ZO2Warning
 from zo2core.io.durable import LockedFileError, close_locked, open_locked
 from zo2core.io.record_log import RecordFile
 from zo2core.perturbation.factor_file import DATA as FACTORS
@@ -100,7 +94,7 @@ def test_a_run_is_read_while_it_trains(tmp_path: Path) -> None:
         for _ in range(3):
             training.step(BATCH)
         loss = training.evaluate([BATCH]).loss
-        with Replayer(toy(run), path) as replayer:
+        with Engine(toy(run), journal=path) as replayer:
             assert replayer.version == 3
             assert replayer.evaluate([BATCH]).loss == loss
             training.step(BATCH)

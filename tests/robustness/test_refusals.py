@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.refusals import as_zo2_error
-from zo2core import Journal, MemoryBudgetError, Replayer, Runner
+from zo2core import Engine, Journal, MemoryBudgetError
 
 HUGE = "9" * 400
 
@@ -458,13 +458,13 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     said = refusal("train", "--resume", run)
     assert f"{place / 'base'}: found no directory" in said
     (place / "elsewhere").rename(place / "base")
-    real = Replayer.export
+    real = Engine.export
 
-    def export(self: Runner, directory: Path, **options: Any) -> None:
+    def export(self: Engine, directory: Path, **options: Any) -> None:
         (place / "base/tokenizer.json").unlink()
         real(self, directory, **options)
 
-    monkeypatch.setattr(Replayer, "export", export)
+    monkeypatch.setattr(Engine, "export", export)
     said = refusal("export", "--run", run, "--output", place / "new")
     assert f"{place / 'base/tokenizer.json'}: found No such file or directory" in said
     assert not (place / "new").exists()

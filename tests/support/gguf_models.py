@@ -30,7 +30,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from zo2adapters import open_checkpoint
 from zo2adapters.models.gguf.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Replayer
+from zo2core import Engine
 from zo2core.types import GGUF_BLOCKS
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
@@ -215,6 +215,6 @@ def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt
 def export(base: Path, output: Path, **options: Any) -> Path:
     """Write a base as a GGUF file, and return its path."""
     model = open_checkpoint(base)
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         export_gguf(engine, model, output, base=base, tokenizer=load_tokenizer, **options)
     return output / "model.gguf"

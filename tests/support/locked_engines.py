@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from engines import zeroth_order
 from models import save_model, small_config
 from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
 from zo2core import (
+    Engine,
     HostPlan,
     Journal,
     LowRankPerturbation,
@@ -17,7 +19,7 @@ from zo2core import (
     MeZOSGD,
     PhiloxNoise,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
 )
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -28,8 +30,8 @@ def toy(run: Path) -> ToyBlockModel:
     return ToyBlockModel(50, 40, 4, tied=True, dtype=torch.float32, file=run.parent / "toy.safetensors")
 
 
-def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, lr: float = 1e-2) -> ZOEngine:
-    return ZOEngine(
+def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, lr: float = 1e-2) -> Engine:
+    return zeroth_order(
         toy(run),
         MeZOSGD(lr=lr, zo_eps=1e-3),
         noise=PhiloxNoise(),
@@ -43,11 +45,12 @@ def small_llama(folder: Path) -> Path:
     return save_model(folder / "base", small_config("llama"), torch.bfloat16)
 
 
-def beside(base: Path, run: Path, journal: Path) -> ZOEngine:
-    return ZOEngine(
+def beside(base: Path, run: Path, journal: Path) -> Engine:
+    return Engine(
         open_checkpoint(base),
-        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        ZerothOrder(
+            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2, period=2)
+        ),
         journal=journal,
         write_back=WriteBackPolicy(directory=run),
-        perturbation=LowRankPerturbation(rank=2, period=2),
     )

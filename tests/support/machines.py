@@ -14,7 +14,7 @@ from crews import SECONDS, distributed, group_of
 from models import make_batch
 
 from zo2adapters import open_checkpoint
-from zo2core import Distribution, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Replayer, WorkerError, Workers, ZOEngine
+from zo2core import Distribution, Engine, MemoryPolicy, MultiQueryRGE, PhiloxNoise, WorkerError, Workers, ZerothOrder
 from zo2core.kernels import native
 from zo2core.planning.host_plan import HostPlan
 
@@ -51,16 +51,18 @@ def machine(kind: str, asked: Any, told: Any) -> None:
 
 def trained(asked: Asked) -> tuple[list[float], bytes]:
     """Losses that this machine computes alone, and the weights that the workers come to."""
-    with Replayer(open_checkpoint(asked.base)) as replayer:
+    with Engine(open_checkpoint(asked.base)) as replayer:
         alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
     store = distributed.TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
     streamed = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=1, keep_noise=False))
     with (
         Workers(group_of(store, asked.rank, asked.size), split=asked.split) as workers,
-        ZOEngine(
+        Engine(
             open_checkpoint(asked.base),
-            MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
-            noise=None if asked.exact else PhiloxNoise(Distribution.GAUSSIAN),
+            ZerothOrder(
+                MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
+                noise=None if asked.exact else PhiloxNoise(Distribution.GAUSSIAN),
+            ),
             journal=asked.folder / "journal.jsonl",
             memory=streamed,
             workers=workers,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from engines import zeroth_order
 from hypothesis import strategies as st
 from monolithic_estimators import monolithic
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -18,6 +19,7 @@ from torch import nn
 from zo2core import (
     FZOO,
     Distribution,
+    Engine,
     HostDevice,
     MemoryPolicy,
     MeZOSGD,
@@ -25,7 +27,6 @@ from zo2core import (
     NonFiniteLossError,
     PhiloxNoise,
     WriteBackPolicy,
-    ZOEngine,
 )
 from zo2core.estimators import direction_seeds
 from zo2core.kernels import fill
@@ -94,7 +95,7 @@ def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Non
     assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
 
 
-def assert_same_parameters(engine: ZOEngine, whole: nn.Module) -> None:
+def assert_same_parameters(engine: Engine, whole: nn.Module) -> None:
     reference = dict(whole.named_parameters())
     seen = set()
     for name, tensor in engine.parameters_now():
@@ -114,12 +115,12 @@ class Storage(NamedTuple):
     behind_copies: bool = False  # the device has memory of its own
     activations_wait: bool = False  # in host memory, where the device has memory of its own
 
-    def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
+    def engine(self, model: BlockModel, plan: Plan, run: Path) -> Engine:
         """An engine that goes on from whatever is in the run directory."""
 
         activations = 1 if self.activations_wait else 2**28
         has_memory = not self.device().in_place
-        return ZOEngine(
+        return zeroth_order(
             model,
             plan.estimator(),
             noise=None if plan.distribution is None else PhiloxNoise(plan.distribution),
@@ -155,7 +156,7 @@ storages = st.builds(
 )
 
 
-def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, batch: Batch) -> ZOEngine:
+def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batch: Batch) -> Engine:
     """Run the plan on both and compare everything on the way.
 
     Args:

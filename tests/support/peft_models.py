@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import zeroth_order
 from models import make_batch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from zo2core import (
-    Distribution,
-    MeZOSGD,
-    PhiloxNoise,
-    ZOEngine,
-)
+from zo2core import Distribution, MeZOSGD, PhiloxNoise
 
 peft: Any = pytest.importorskip("peft")
 
@@ -53,5 +49,5 @@ def monolithic(base: Path, config: Any, values: Mapping[str, torch.Tensor], froz
 def steps(model: Any, count: int = 3, **options: Any) -> list[float]:
     batch = make_batch(40, [7, 5])
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), noise=noise, **options) as engine:
+    with zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), noise=noise, **options) as engine:
         return [loss for _ in range(count) for loss in engine.step(batch).losses]

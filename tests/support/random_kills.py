@@ -16,13 +16,13 @@ from command_lines import Apart
 MARKED = {  # phases of a process, with the functions during which it is in them
     "snapshot or commit": (
         ("zo2core.checkpoint.snapshots", "Snapshots", "write"),
-        ("zo2core", "StreamedFullBackpropEngine", "commit"),
+        ("zo2core", "Engine", "commit"),
         ("zo2core.perturbation.factor_file", "FactorFile", "keep"),
     ),
-    "evaluation": (("zo2core", "Runner", "evaluate"), ("zo2adapters.tasks.reward_task", "RewardTask", "evaluate")),
+    "evaluation": (("zo2core", "Engine", "evaluate"), ("zo2adapters.tasks.reward_task", "RewardTask", "evaluate")),
     "step": (
-        ("zo2core", "BackpropEngine", "step"),
-        ("zo2core", "FullBackpropEngine", "step"),
+        ("zo2core", "Engine", "step"),
+        ("zo2core", "Engine", "step"),
         ("zo2adapters.tasks.reward_task", "RewardTask", "step"),
     ),
     "record": (("zo2core.journal", "Journal", "append"),),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from toy import ToyBlockModel
 
-from zo2core import MultiQueryRGE, Workers, ZOEngine
+from zo2core import Engine, MultiQueryRGE, Workers, ZerothOrder
 
 
 def batch_of(seed: int) -> dict[str, torch.Tensor]:
@@ -25,7 +25,7 @@ def trained(folder: Path, rank: int, steps: int, workers: Workers | None) -> lis
     """Go on until the journal of this rank has so many steps; the bytes of the weights."""
     model = ToyBlockModel(11, 8, 3, tied=True, dtype=torch.float32, file=folder / f"{rank}.safetensors")
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)
-    with ZOEngine(model, estimator, journal=folder / f"{rank}.jsonl", workers=workers) as engine:
+    with Engine(model, ZerothOrder(estimator), journal=folder / f"{rank}.jsonl", workers=workers) as engine:
         for step in range(engine.version, steps):
             engine.step(batch_of(step))
         return [tensor.numpy().tobytes() for _, tensor in engine.parameters_now()]

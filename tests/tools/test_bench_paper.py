@@ -20,7 +20,7 @@ from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import EngineParts, HostDevice, MeZOSGD, PinnedSource, SequentialNoise, ZOEngine
+from zo2core import Engine, HostDevice, MeZOSGD, PinnedSource, SequentialNoise, ZerothOrder
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -189,15 +189,12 @@ def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
     with (
         closing(device),
         closing(source),
-        ZOEngine.from_parts(
+        Engine(
             model,
-            MeZOSGD(lr=1e-6, zo_eps=1e-3),
-            EngineParts(
-                source=source,
-                scheduler=AllocatingScheduler(source, device),
-                noise=SequentialNoise(model.layouts),
-                device=device,
-            ),
+            ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=SequentialNoise(model.layouts)),
+            source=source,
+            scheduler=AllocatingScheduler(source, device),
+            device=device,
         ) as engine,
     ):
         for _ in range(3):  # the second one allocates what replaying takes

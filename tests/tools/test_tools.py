@@ -22,7 +22,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import Replayer
+from zo2core import Engine
 from zo2core.types import GGUFRows
 
 
@@ -92,7 +92,7 @@ def test_a_sparse_gguf_file_opens_and_takes_no_disk(tmp_path: Path) -> None:
     }
     assert {spec.name: spec.shape for spec in specs} == shapes
     assert {spec.encoding.name for spec in specs if isinstance(spec.encoding, GGUFRows)} == {"Q4_K"}
-    with Replayer(model) as engine:
+    with Engine(model) as engine:
         assert engine.evaluate([make_batch(config.vocab_size, [5])]).loss == pytest.approx(math.log(config.vocab_size))
 
 

@@ -18,9 +18,18 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core import Journal, JournalError, MemoryPolicy, OptionError, OutputError, Replayer, Runner, SharedBase, Workers
+from zo2core import (
+    AtSnapshot,
+    Engine,
+    Journal,
+    JournalError,
+    MemoryPolicy,
+    OptionError,
+    OutputError,
+    SharedBase,
+    Workers,
+)
 from zo2core.checkpoint import Snapshots, require_unused
-from zo2core.engine import SnapshotReplayer
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:
@@ -175,7 +184,7 @@ class AtStep:
         trace: Path | None = None,
         workers: Workers | None = None,
         shared: SharedBase | None = None,
-    ) -> Runner:
+    ) -> Engine:
         """Build a runner whose weights are those of the step.
 
         Args:
@@ -217,10 +226,10 @@ class AtStep:
         if shared is not None:
             common["shared"] = shared
         if journal is None or journal.is_replayable:
-            return Replayer(model, journal, workers=workers, **common)
+            return Engine(model, journal=journal, workers=workers, **common)
         return self._at_snapshot(model, journal, step, workers, common)
 
-    def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Runner:
+    def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.trainers.methods.first_order_run import parameters_at
 
@@ -241,7 +250,7 @@ class AtStep:
                 remedy="pass the run's own base and adapter",
             )
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
-        return SnapshotReplayer(model, step, parameters_at(snapshots, step), **common)
+        return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
 
 
 @dataclass(frozen=True, kw_only=True)

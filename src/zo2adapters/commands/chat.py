@@ -23,7 +23,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core import DataError, NonFiniteLossError, OptionError, Runner, ZO2Error
+from zo2core import DataError, Engine, NonFiniteLossError, OptionError, ZO2Error
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class _Session(ABC):
         at = self._variants[self.name]
         self._model = at.open_model()
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
-        self._engine: Runner = at.engine(self._model, activation_bytes=self._activation_bytes(self._model.config))
+        self._engine: Engine = at.engine(self._model, activation_bytes=self._activation_bytes(self._model.config))
 
     def _switch(self, name: str) -> None:
         """Let another variant answer."""

@@ -26,7 +26,7 @@ from zo2adapters.trainers.demo_base import RECIPE, DemoTask, Recipe, prepare
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Runner
+from zo2core import Engine
 from zo2core.checkpoint import require_unused
 
 
@@ -115,7 +115,7 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
 
 
 def accuracy(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     rows: Sequence[Mapping[str, str]],
     tokenizer: PreTrainedTokenizerBase,

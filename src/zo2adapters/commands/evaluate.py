@@ -17,7 +17,7 @@ from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import NonFiniteLossError, OptionError, Runner, SharedBase, Workers
+from zo2core import Engine, NonFiniteLossError, OptionError, SharedBase, Workers
 from zo2core.planning.host_budget import parse_size
 from zo2core.ranges import require_whole
 
@@ -194,7 +194,7 @@ class Evaluate(AtStep):
 
     def _engine(
         self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None, shared: SharedBase | None
-    ) -> Runner:
+    ) -> Engine:
         from zo2adapters.models.footprint import activation_bytes
 
         (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size

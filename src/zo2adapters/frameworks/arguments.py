@@ -11,6 +11,7 @@ from pathlib import Path
 from zo2core import (
     BlockModel,
     Distribution,
+    Engine,
     Guarded,
     Journal,
     MemoryPolicy,
@@ -19,7 +20,7 @@ from zo2core import (
     OptionError,
     PhiloxNoise,
     WriteBackPolicy,
-    ZOEngine,
+    ZerothOrder,
     ZOEstimator,
 )
 
@@ -81,7 +82,7 @@ class ZOArguments:
         weight_decay: float,
         seed: int,
         device: str,
-    ) -> ZOEngine:
+    ) -> Engine:
         """The engine of a run, at the last step of its journal.
 
         Args:
@@ -93,14 +94,12 @@ class ZOArguments:
             device: Device to compute on if ``self.device`` is None.
 
         Raises:
-            ZO2Error: as ``ZOEngine`` says.
+            ZO2Error: as ``Engine`` says.
         """
-        return ZOEngine(
+        return Engine(
             model,
-            self.make_estimator(lr, weight_decay),
-            noise=self.make_noise(),
+            ZerothOrder(self.make_estimator(lr, weight_decay), noise=self.make_noise(), seed=seed),
             journal=journal,
-            seed=seed,
             device=device if self.device is None else self.device,
             memory=self.memory,
             write_back=self.fresh_write_back(),

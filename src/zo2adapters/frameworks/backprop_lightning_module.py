@@ -10,7 +10,7 @@ from torch import nn
 
 from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningModule
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import BackpropEngine, Batch, Forward, MemoryPolicy
+from zo2core import Batch, Engine, FirstOrder, Forward, MemoryPolicy
 
 
 class BackpropLightningModule(StreamedLightningModule):
@@ -28,14 +28,14 @@ class BackpropLightningModule(StreamedLightningModule):
         schedule: Called with the optimizer; returns a schedule of torch's, which takes a step after each of the optimizer's.
             None: the learning rate is constant.
         forward: Ends in a number that can be differentiated; by default the model itself, which ends in its loss.
-        device, memory, micro_batch_size: As for ``BackpropEngine``.
+        device, memory, micro_batch_size: As for ``Engine``.
 
     Logs:
         ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
 
     Raises:
         MissingPackageError: as this is imported, if Lightning is not installed.
-        ZO2Error: as ``BackpropEngine`` says.
+        ZO2Error: as ``Engine`` says.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class BackpropLightningModule(StreamedLightningModule):
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._engine = BackpropEngine(model, None, device=device, memory=memory, micro_batch_size=micro_batch_size)
+        self._engine = Engine(model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size)
         self._optimizer, self._schedule, self._forward = optimizer, schedule, forward
         # Names of modules have no dots.
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in self._engine.parameters.items()})
 
     @property
-    def engine(self) -> BackpropEngine:
+    def engine(self) -> Engine:
         """The engine that takes the gradients."""
         return self._engine
 

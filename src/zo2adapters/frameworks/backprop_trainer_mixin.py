@@ -1,7 +1,7 @@
 """First-order training of an adapter in ``transformers.Trainer`` and trainers derived from it.
 
 The trainer keeps its loop, data, optimizer, schedule, clipping, logs, evaluation, callbacks and checkpoints. Only forward
-and backward run in ``BackpropEngine``: a step streams the blocks of the base once forward and once back. The base is only
+and backward run in ``Engine``: a step streams the blocks of the base once forward and once back. The base is only
 read.
 """
 
@@ -23,7 +23,7 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
 from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_model import Adapter
-from zo2core import BackpropEngine, Batch, MemoryPolicy, OptionError, Runner
+from zo2core import Batch, Engine, FirstOrder, MemoryPolicy, OptionError
 
 _SUPPORTED: Mapping[str, str | None] = {
     **FIRST_ORDER,
@@ -53,7 +53,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
 
     Raises:
         OptionError: if there is no adapter or there are two, or an argument is not supported.
-        ZO2Error: as ``open_checkpoint`` and ``BackpropEngine`` say.
+        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
     _operations = 6  # two forward passes, and the gradients of activations
@@ -78,7 +78,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         if adapter is not None and not isinstance(adapter, Adapter):
             adapter = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
-        self._engine: BackpropEngine | None = None
+        self._engine: Engine | None = None
         self._initial: dict[str, torch.Tensor] = {}  # the adapter's parameters when training began, by name
         super().__init__(model, args, options, adapter=adapter, supported=_SUPPORTED)
         skeleton: Any = self.block_model.skeleton
@@ -86,10 +86,10 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
 
     @property
-    def engine(self) -> BackpropEngine:
+    def engine(self) -> Engine:
         """Engine that computes the gradients, with the adapter's present values."""
         if self._engine is None:
-            self._engine = BackpropEngine(self.block_model, None, device=str(self.args.device), memory=self._memory)
+            self._engine = Engine(self.block_model, FirstOrder(None), device=str(self.args.device), memory=self._memory)
             self._initial = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
         return self._engine
 
@@ -104,7 +104,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
 
     @contextmanager
-    def _reference(self) -> Iterator[Runner]:
+    def _reference(self) -> Iterator[Engine]:
         engine = self.engine
         present = {name: value.detach().clone() for name, value in engine.parameters.items()}
         engine.load_parameters(self._initial)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zo2adapters.frameworks.manual_steps_module import ManualStepsModule
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import BlockUpdate, CheckpointError, FullBackpropEngine, GradientPolicy, MemoryPolicy
+from zo2core import BlockUpdate, CheckpointError, Engine, FirstOrder, LossScaling, MemoryPolicy
 
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 
@@ -25,18 +25,20 @@ class FullBackpropLightningModule(ManualStepsModule):
         update: The optimizer: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``.
         lr: Peak learning rate.
         lr_lambda: Maps a 0-based step to a factor of ``lr``; None: constant.
-        gradients: How gradients are clipped, and the loss scaled.
-        device, memory, micro_batch_size: As for ``FullBackpropEngine``.
+        clip: Largest 2-norm of all gradients together; None does not clip.
+        clip_value: Largest absolute value of a gradient's elements; None does not clip them.
+        scaling: How the loss is scaled; None does not scale it.
+        device, memory, micro_batch_size: As for ``Engine``.
 
     Logs:
         ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
 
     Raises:
         MissingPackageError: on import, if Lightning is not installed.
-        ZO2Error: as ``FullBackpropEngine`` says.
+        ZO2Error: as ``Engine`` says.
     """
 
-    clipping_remedy = "leave it out, and pass gradients=GradientPolicy(clip_norm=...) to the module"
+    clipping_remedy = "leave it out, and pass clip=... to the module"
 
     def __init__(
         self,
@@ -45,24 +47,24 @@ class FullBackpropLightningModule(ManualStepsModule):
         *,
         lr: float,
         lr_lambda: Callable[[int], float] | None = None,
-        gradients: GradientPolicy = GradientPolicy(),  # noqa: B008 - frozen
+        clip: float | None = None,
+        clip_value: float | None = None,
+        scaling: LossScaling | None = None,
         device: str = "cpu",
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__(lr, lr_lambda)
-        self._engine = FullBackpropEngine(
+        self._engine = Engine(
             model,
-            update,
-            lr=self._present_lr,
-            gradients=gradients,
+            FirstOrder(update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling),
             device=device,
             memory=memory,
             micro_batch_size=micro_batch_size,
         )
 
     @property
-    def engine(self) -> FullBackpropEngine:
+    def engine(self) -> Engine:
         """The engine that takes the steps, with the present weights."""
         return self._engine
 

@@ -1,7 +1,7 @@
 """First-order training of all parameters in ``transformers.Trainer`` and trainers derived from it.
 
 The trainer keeps its loop, data, schedule, logs, evaluation, callbacks and checkpoints. Forward, backward and update run in
-``FullBackpropEngine``, which updates each block as soon as its gradients are there.
+``Engine``, which updates each block as soon as its gradients are there.
 """
 
 from __future__ import annotations
@@ -18,18 +18,7 @@ from transformers import AutoConfig, Trainer
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.frameworks.supported import FIRST_ORDER
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import (
-    LOMO,
-    AdaLOMO,
-    Batch,
-    BlockUpdate,
-    FullBackpropEngine,
-    GradientPolicy,
-    MemoryPolicy,
-    OptionError,
-    Runner,
-    TorchOptimizer,
-)
+from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, MemoryPolicy, OptionError, TorchOptimizer
 from zo2core.checkpoint import Snapshot, Snapshots
 
 _SUPPORTED: Mapping[str, str | None] = {
@@ -57,7 +46,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
 
     Raises:
         OptionError: if an argument is not supported.
-        ZO2Error: as ``open_checkpoint`` and ``FullBackpropEngine`` say.
+        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
     _operations = 8  # two forward passes, and the gradients of activations and weights
@@ -71,20 +60,18 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         **options: Any,
     ) -> None:
         self._memory = memory
-        self._engine: FullBackpropEngine | None = None
+        self._engine: Engine | None = None
         self._grad_norm: float | None = None
         super().__init__(model, args, options, supported=_SUPPORTED)
 
     @property
-    def engine(self) -> FullBackpropEngine:
+    def engine(self) -> Engine:
         """Engine that takes the steps, with the present weights."""
         if self._engine is None:
             args = self.args
-            self._engine = FullBackpropEngine(
+            self._engine = Engine(
                 self.block_model,
-                self._update(),
-                lr=self._present_lr,
-                gradients=GradientPolicy(clip_norm=args.max_grad_norm or None),
+                FirstOrder(self._update(), lr=self._present_lr, clip=args.max_grad_norm or None),
                 device=str(args.device),
                 memory=self._memory,
             )
@@ -119,16 +106,17 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     def _take_step(self, batches: list[Batch], num_items: Any) -> float:
         """Take a step. See the base class."""
         result = self.engine.step(batches, self._trainer_loss(num_items))
+        assert result.grad_norm is not None, "a first-order step has one"
         self._grad_norm = result.grad_norm
         return result.loss
 
     @contextmanager
-    def _reference(self) -> Iterator[Runner]:
+    def _reference(self) -> Iterator[Engine]:
         """The base checkpoint, before the first step."""
-        if self.engine.steps > 0:
+        if self.engine.version > 0:
             raise OptionError(
                 "ref_model",
-                found=f"a reference that is needed after {self.engine.steps} steps, when the base's weights have changed",
+                found=f"a reference that is needed after {self.engine.version} steps, when the base's weights have changed",
                 expected="reference log-probabilities that are computed before the first step",
                 remedy="pass precompute_ref_log_probs=True, or train an adapter",
             )
@@ -137,7 +125,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     def _write_state(self, directory: Path) -> None:
         """Write weights, optimizer states and the number of steps."""
         engine = self.engine
-        _snapshots(directory).write(Snapshot(engine.steps, engine.state_dict()))
+        _snapshots(directory).write(Snapshot(engine.version, engine.state_dict()))
 
     def _load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint.

@@ -11,7 +11,7 @@ from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.manual_steps_module import ManualStepsModule
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Journal, JournalError, ZOEngine, copy_journal
+from zo2core import Engine, Journal, JournalError, copy_journal
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 
@@ -38,7 +38,7 @@ class ZOLightningModule(ManualStepsModule):
 
     Raises:
         MissingPackageError: on import, if Lightning is not installed.
-        ZO2Error: as ``ZOEngine`` says, at the first step.
+        ZO2Error: as ``Engine`` says, at the first step.
     """
 
     clipping_remedy = "leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients"
@@ -57,11 +57,11 @@ class ZOLightningModule(ManualStepsModule):
         self.zo = ZOArguments() if zo is None else zo
         self._model = model
         self._weight_decay, self._seed = weight_decay, seed
-        self._engine: ZOEngine | None = None
+        self._engine: Engine | None = None
         self._journal = Journal()
 
     @property
-    def engine(self) -> ZOEngine:
+    def engine(self) -> Engine:
         """Engine that takes the steps, at the present version."""
         if self._engine is None:
             self._engine = self.zo.open_engine(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningModule
-from zo2core import Batch, FullBackpropEngine, OptionError, ZOEngine
+from zo2core import Batch, Engine, OptionError
 
 
 class ManualStepsModule(StreamedLightningModule):
@@ -29,7 +29,7 @@ class ManualStepsModule(StreamedLightningModule):
 
     @property
     @abstractmethod
-    def engine(self) -> ZOEngine | FullBackpropEngine:
+    def engine(self) -> Engine:
         """Engine that takes the steps, with the present weights."""
 
     def configure_callbacks(self) -> list[Any]:

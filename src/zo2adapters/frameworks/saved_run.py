@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from zo2core import Journal, JournalError, OutputError, Runner, copy_journal
+from zo2core import Engine, Journal, JournalError, OutputError, copy_journal
 from zo2core.errors import reason
 from zo2core.io.durable import sync_path
 
@@ -26,7 +26,7 @@ _SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", 
 _PARTIAL = ".model.partial-"
 
 
-def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
+def save_run(engine: Engine, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
     """Write a run's journal and, if wanted, its weights into a directory that may have other files.
 
     The journal is written last. A kill between weights and journal leaves the earlier journal whole.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters.optional_package import optional_package
-from zo2core import Batch, OptionError, Runner, ZO2Warning
+from zo2core import Batch, Engine, OptionError, ZO2Warning
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader
@@ -25,7 +25,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
 
     @property
     @abstractmethod
-    def engine(self) -> Runner:
+    def engine(self) -> Engine:
         """The engine that runs the model, at the present weights."""
 
     def require_whole_steps(self) -> None:
@@ -86,5 +86,5 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         self.log("val_loss", self.engine.evaluate(batches).loss, prog_bar=True)
 
     def export(self, directory: Path | str) -> None:
-        """Write the model, as ``from_pretrained`` loads it. See ``Runner.export``."""
+        """Write the model, as ``from_pretrained`` loads it. See ``Engine.export``."""
         self.engine.export(directory)

@@ -33,7 +33,7 @@ from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
-from zo2core import Batch, OptionError, Runner
+from zo2core import Batch, Engine, OptionError
 
 _Trainer: Any = object  # the type checker's stand-in for the trainer that the mixin is combined with
 
@@ -89,7 +89,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     @abstractmethod
-    def engine(self) -> Runner:
+    def engine(self) -> Engine:
         """Engine that has the present weights."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """
 
     @abstractmethod
-    def _reference(self) -> AbstractContextManager[Runner]:
+    def _reference(self) -> AbstractContextManager[Engine]:
         """The weights that training started from."""
 
     @property
@@ -202,7 +202,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             [[output]] = reference.forwards([batch_tensors(inputs)], forward)
         return output
 
-    def _swept_batches(self, loader: Any, call: Callable[..., Any], replayer: Runner, *, keeps_logits: bool) -> SweptBatches:
+    def _swept_batches(self, loader: Any, call: Callable[..., Any], replayer: Engine, *, keeps_logits: bool) -> SweptBatches:
         forward = CalledForward(self.block_model, call, keeps_logits=keeps_logits)
         return SweptBatches(loader, replayer, forward, batch_tensors, self.accelerator.gradient_state)
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import find_batch_size
 
-from zo2core import Batch, Forward, Runner
+from zo2core import Batch, Engine, Forward
 
 
 class SweptBatches:
@@ -31,7 +31,7 @@ class SweptBatches:
     def __init__(
         self,
         loader: Any,
-        replayer: Runner,
+        replayer: Engine,
         forward: Forward,
         tensors: Callable[[Any], Batch],
         state: Any,

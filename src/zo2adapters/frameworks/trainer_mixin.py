@@ -1,7 +1,7 @@
 """Zeroth-order training in ``transformers.Trainer`` and trainers derived from it.
 
 The trainer keeps its loop, data, schedules, logs, evaluation, callbacks and checkpoints. Its model is the skeleton of a
-checkpoint that is never whole in memory. A training step is a step of ``ZOEngine``, an evaluation step a part of a sweep.
+checkpoint that is never whole in memory. A training step is a step of ``Engine``, an evaluation step a part of a sweep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, wr
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
+from zo2core import Batch, Engine, Journal, OptionError
 
 _SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in the journal, in a trainer's state
 
@@ -48,20 +48,20 @@ class ZOTrainerMixin(EngineStepsMixin):
     Raises:
         OptionError: if an argument or one of TRL's trainers is not supported in zeroth-order runs, or the model has another
             precision than the arguments ask for. ``max_grad_norm`` has no effect: there is no gradient to clip.
-        ZO2Error: as ``open_checkpoint`` and ``ZOEngine`` say.
+        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
     def __init__(
         self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
     ) -> None:
         self.zo = ZOArguments() if zo is None else zo
-        self._engine: ZOEngine | None = None
+        self._engine: Engine | None = None
         self._journal = Journal()
         self._projected_grad: float | None = None
         super().__init__(model, args, options)
 
     @property
-    def engine(self) -> ZOEngine:
+    def engine(self) -> Engine:
         """Engine that takes the steps, at the present version."""
         if self._engine is None:
             args, zo = self.args, self.zo
@@ -117,14 +117,16 @@ class ZOTrainerMixin(EngineStepsMixin):
         return is_sft and self.args.loss_type == "nll" and not self.aux_loss_enabled
 
     @contextmanager
-    def _reference(self) -> Iterator[Runner]:
+    def _reference(self) -> Iterator[Engine]:
         """The base checkpoint, without the steps taken so far."""
         if self.engine.version == 0:
             yield self.engine
             return
         journal = self.engine.journal
         self.rewind(journal)  # closes the engine: only one engine at a time uses the model
-        with Replayer(self.block_model, journal.until(0), device=str(self.args.device), memory=self.zo.memory) as replayer:
+        with Engine(
+            self.block_model, journal=journal.until(0), device=str(self.args.device), memory=self.zo.memory
+        ) as replayer:
             yield replayer
 
     def _write(self, directory: Path, *, is_checkpoint: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:

@@ -20,7 +20,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
-from zo2core import OptionError, Runner
+from zo2core import Engine, OptionError
 from zo2core.checkpoint import require_unused
 from zo2core.perturbation import Learned, LearnedFactors
 
@@ -28,7 +28,7 @@ _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_
 
 
 def export_adapter(
-    replayer: Runner,
+    replayer: Engine,
     model: HFBlockModel,
     directory: Path | str,
     *,

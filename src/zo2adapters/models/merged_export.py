@@ -18,14 +18,14 @@ import torch
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
 from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value
-from zo2core import Runner, UnsupportedModelError
+from zo2core import Engine, UnsupportedModelError
 from zo2core.checkpoint import require_unused, write_checkpoint
 
 _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
 
 
 def export_merged(
-    runner: Runner,
+    runner: Engine,
     model: PeftBlockModel,
     directory: Path,
     *,
@@ -61,7 +61,7 @@ def export_merged(
         write_checkpoint(directory, renamed, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
 
 
-def _adapter_values(runner: Runner, model: PeftBlockModel) -> dict[str, torch.Tensor]:
+def _adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
     """The adapter's parameters, which are all in memory."""
     names, values = model.exported_parameters, dict[str, torch.Tensor]()
     with closing(runner.parameters_now()) as parameters:
@@ -74,7 +74,7 @@ def _adapter_values(runner: Runner, model: PeftBlockModel) -> dict[str, torch.Te
 
 
 def _merged(
-    runner: Runner,
+    runner: Engine,
     model: PeftBlockModel,
     values: Mapping[str, torch.Tensor],
     progress: Callable[[int], object] | None,

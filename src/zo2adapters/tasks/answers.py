@@ -21,7 +21,7 @@ from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location
 from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept, require_known
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2core import DataError, Runner
+from zo2core import DataError, Engine
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -126,7 +126,7 @@ def read_questions(
 
 
 def answer(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Questions,
@@ -175,7 +175,7 @@ def answer(
 
 
 def evaluate_answers(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Questions,

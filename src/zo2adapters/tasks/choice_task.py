@@ -22,8 +22,8 @@ from zo2adapters.tasks.objectives import (
 )
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
-from zo2core import Batch, OptionError, Runner
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Engine, OptionError, StepResult
 
 
 class ChoiceTask(Task):
@@ -42,11 +42,11 @@ class ChoiceTask(Task):
         answers = [(row.answer, *row.also) for row in rows]
         return choice_batch([row.prompt for row in rows], candidates, answers, pad_token_id=self._options.pad)
 
-    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[Choice], batch: Batch) -> StepResult:
         """Take a step on the objective."""
         return engine.step(batch, self._forward)
 
-    def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Choices) -> dict[str, float]:
         """Compute the objective and accuracy."""
         scored = score(
             engine,
@@ -86,7 +86,7 @@ class AnswerTask(ChoiceLossTask):
         ]
         return collate(sequences, pad_token_id=self._options.pad)
 
-    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[Choice], batch: Batch) -> StepResult:
         """Take a step on the model's own loss."""
         return engine.step(batch)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from zo2adapters.tasks.generated_task import Continued, GeneratedTask
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import gather_in_order
-from zo2core import Runner
+from zo2core import Engine
 
 
 class ExactMatch(GeneratedTask):
     """A task that compares completions, token for token, with greedy generation. See ``Task``."""
 
-    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Dataset) -> dict[str, float]:
         """Compute the share of rows that match, and ``loss``, 1 minus that share."""
         parts, continued = self._evaluated(engine, rows)
         counts = list(map(len, parts))

@@ -15,8 +15,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
-from zo2core import Batch, OptionError, Runner
+from zo2adapters.tasks.task import TaskOptions
+from zo2core import Batch, Engine, OptionError, StepResult
 from zo2core.io.durable import open_regular
 
 
@@ -31,11 +31,11 @@ class FunctionTask(LanguageModelling):
         super().__init__(model, rows, options)
         self._forward = CalledForward(model, user_function(options.objective))
 
-    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step on the function, which runs block by block."""
         return engine.step(batch, self._forward)
 
-    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Dataset) -> dict[str, float]:
         """Compute the mean of the function over batches, and the model's own loss."""
         starts = range(0, len(rows), self._options.batch_size)
 

@@ -13,8 +13,8 @@ from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.next_token import Sampling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import is_own_shard
-from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
-from zo2core import Batch, Evaluation, OptionError, Runner, ZOEngine
+from zo2adapters.tasks.task import TaskOptions
+from zo2core import Batch, Engine, Evaluation, OptionError, StepResult
 
 
 class Continued(NamedTuple):
@@ -58,9 +58,8 @@ class GeneratedTask(LanguageModelling):
         """How the tokens of a step are sampled; None takes the likeliest token, as evaluations do."""
         return None
 
-    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step; text is generated at all of its evaluations together."""
-        assert isinstance(engine, ZOEngine), "the registry refuses first-order steps on this objective"
         sampling = self._sampling(engine.version)
         evaluations = engine.ask()
         losses = self._losses(
@@ -69,7 +68,7 @@ class GeneratedTask(LanguageModelling):
         starts = range(0, len(losses), len(rows))
         return engine.tell([math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts])
 
-    def _evaluated(self, engine: Runner, rows: Dataset) -> tuple[list[range], list[Continued]]:
+    def _evaluated(self, engine: Engine, rows: Dataset) -> tuple[list[range], list[Continued]]:
         """Continue this worker's part of the rows with the present weights.
 
         Returns:
@@ -82,7 +81,7 @@ class GeneratedTask(LanguageModelling):
 
     def _continued(
         self,
-        engine: Runner,
+        engine: Engine,
         rows: Sequence[TokenizedRow],
         evaluations: Sequence[Evaluation | None],
         sampling: Sampling | None,

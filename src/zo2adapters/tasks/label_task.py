@@ -12,8 +12,8 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
-from zo2core import Batch, Runner
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Engine, StepResult
 
 
 class LabelTask(Task):
@@ -31,22 +31,22 @@ class LabelTask(Task):
         """Pad the rows to one length."""
         return labelled_batch(rows, pad_token_id=self._pad)
 
-    def step(self, engine: TrainingEngine, rows: Sequence[LabelledRow], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[LabelledRow], batch: Batch) -> StepResult:
         """Take a step on the model's own loss."""
         return engine.step(batch)
 
-    def evaluate(self, engine: Runner, rows: LabelledRows) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: LabelledRows) -> dict[str, float]:
         """Compute the mean loss over rows and, for rows with a class, accuracy."""
         return evaluate_labels(engine, self._model, rows, batch_size=self._rows_at_once, pad=self._pad)
 
 
 def evaluate_labels(
-    engine: Runner, model: HFBlockModel, rows: LabelledRows, *, batch_size: int, pad: int
+    engine: Engine, model: HFBlockModel, rows: LabelledRows, *, batch_size: int, pad: int
 ) -> dict[str, float]:
     """Evaluate the current weights on texts with labels.
 
     Args:
-        engine: Runner whose current weights are evaluated.
+        engine: Engine whose current weights are evaluated.
         model: The model that the runner was made with.
         rows: The rows to evaluate on.
         batch_size: Number of rows in a batch.
@@ -62,7 +62,7 @@ def evaluate_labels(
 
 
 def evaluated_batches(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     rows: LabelledRows,
     *,
@@ -73,7 +73,7 @@ def evaluated_batches(
     """Evaluate the current weights on texts with labels, batch by batch.
 
     Args:
-        engine: Runner whose current weights are evaluated.
+        engine: Engine whose current weights are evaluated.
         model: The model that the runner was made with.
         rows: The rows to evaluate on.
         batch_size: Number of rows in a batch.

@@ -9,8 +9,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate, evaluation_batches
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
-from zo2core import Batch, EvaluationResult, Runner
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Engine, EvaluationResult, StepResult
 
 
 class LanguageModelling(Task):
@@ -24,11 +24,11 @@ class LanguageModelling(Task):
         batch = collate(rows, pad_token_id=self._options.pad)
         return pack(batch) if self._options.pack else batch
 
-    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step on the model's own loss."""
         return engine.step(batch)
 
-    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Dataset) -> dict[str, float]:
         """Compute the mean loss over labelled tokens."""
         options = self._options
         result = evaluate_dataset(engine, rows, batch_size=options.batch_size, pad=options.pad, packed=options.pack)
@@ -36,7 +36,7 @@ class LanguageModelling(Task):
 
 
 def evaluate_dataset(
-    engine: Runner,
+    engine: Engine,
     dataset: Dataset,
     *,
     batch_size: int,

@@ -16,7 +16,7 @@ from zo2adapters.tasks.language_modelling_task import evaluate_dataset, perplexi
 from zo2adapters.tasks.row_files import EvaluationRows
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.tokenizer import pad_token_id
-from zo2core import Runner
+from zo2core import Engine
 
 
 class Measure(NamedTuple):
@@ -53,11 +53,11 @@ def units_of(rows: EvaluationRows) -> tuple[int, str]:
     return len(rows), "row"
 
 
-def measured(engine: Runner, model: HFBlockModel, rows: EvaluationRows, tokenizer: Any, options: Measuring) -> Evaluated:
+def measured(engine: Engine, model: HFBlockModel, rows: EvaluationRows, tokenizer: Any, options: Measuring) -> Evaluated:
     """Evaluate the current weights on rows of any format.
 
     Args:
-        engine: Runner whose current weights are evaluated.
+        engine: Engine whose current weights are evaluated.
         model: The model that the runner was made with.
         rows: The rows, other than preferences.
         tokenizer: The model's tokenizer.
@@ -116,7 +116,7 @@ def _mean(name: str, values: Sequence[float]) -> Measure:
     return Measure(name, math.fsum(values) / len(values), standard_error(values, [1.0] * len(values)), is_share=True)
 
 
-def _labels(engine: Runner, model: HFBlockModel, rows: LabelledRows, options: Measuring) -> Evaluated:
+def _labels(engine: Engine, model: HFBlockModel, rows: LabelledRows, options: Measuring) -> Evaluated:
     outputs = evaluated_batches(
         engine,
         model,
@@ -134,7 +134,7 @@ def _labels(engine: Runner, model: HFBlockModel, rows: LabelledRows, options: Me
     return Evaluated(measures, counted(len(rows), "row"), [loss])
 
 
-def _choices(engine: Runner, model: HFBlockModel, choices: Choices, pad: int, options: Measuring) -> Evaluated:
+def _choices(engine: Engine, model: HFBlockModel, choices: Choices, pad: int, options: Measuring) -> Evaluated:
     scored = score(
         engine,
         model,
@@ -150,7 +150,7 @@ def _choices(engine: Runner, model: HFBlockModel, choices: Choices, pad: int, op
 
 
 def _answers(
-    engine: Runner, model: HFBlockModel, questions: Questions, tokenizer: Any, pad: int, options: Measuring
+    engine: Engine, model: HFBlockModel, questions: Questions, tokenizer: Any, pad: int, options: Measuring
 ) -> Evaluated:
     scores = answer(
         engine,

@@ -12,8 +12,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
 from zo2adapters.tasks.objectives import BETA, CandidateScores, PreferenceLoss, preference_batch
 from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
-from zo2core import Batch, Runner
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Engine, StepResult
 
 
 class PreferenceTask(Task):
@@ -26,7 +26,7 @@ class PreferenceTask(Task):
         self.provenance = {"objective": options.objective, "beta": self._forward.beta}
 
     def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Choice]]
+        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Choice]]
     ) -> None:
         """Compute the log-likelihoods of these rows under the base, the reference model of DPO. See ``Task``."""
         rows = list(dict.fromkeys(rows_to_come()))
@@ -40,11 +40,11 @@ class PreferenceTask(Task):
         references = [self._references[row] for row in rows]
         return preference_batch([row.prompt for row in rows], completions, references, pad_token_id=self._options.pad)
 
-    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[Choice], batch: Batch) -> StepResult:
         """Take a step on DPO's loss."""
         return engine.step(batch, self._forward)
 
-    def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Choices) -> dict[str, float]:
         """Compute DPO's loss, and the share of rows whose chosen completion gained more likelihood than the rejected one."""
         pairs = zip(self._scored(engine, rows.rows), map(self._references.__getitem__, rows), strict=True)
         gains = [torch.tensor(now, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for now, base in pairs]
@@ -52,7 +52,7 @@ class PreferenceTask(Task):
         right = sum(bool(scores[0] > scores[1]) for scores, _ in rated)
         return {"loss": float(self._forward.value(rated)), "accuracy": right / len(rated)}
 
-    def _scored(self, engine: Runner, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
+    def _scored(self, engine: Engine, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
         batch_size = self._options.micro_batch_size or 2 * self._options.batch_size
         prompts, completions = [row.prompt for row in rows], [row.candidates for row in rows]
         options: dict[str, Any] = {"batch_size": batch_size, "pad_token_id": self._options.pad}

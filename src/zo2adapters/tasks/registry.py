@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.tasks.row_files import EvaluationRows, Rows
     from zo2adapters.tasks.task import Task, TaskOptions
-    from zo2core import Runner
+    from zo2core import Engine
 
 AUTO = "auto"  # the first task of the rows' format
 MODEL_LOSS = "loss"  # the model's own loss
@@ -125,7 +125,7 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
 
 def make_evaluation(
     task: Task, model: HFBlockModel, rows: Rows, evaluation: EvaluationRows, options: TaskOptions, tokenizer: Any
-) -> Callable[[Runner], dict[str, float]]:
+) -> Callable[[Engine], dict[str, float]]:
     """Make a function that evaluates the current weights of a runner on a run's rows.
 
     A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates

@@ -21,8 +21,8 @@ from zo2adapters.tasks.rewards import Completion, Rewards
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.sharding import gather_in_order
-from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
-from zo2core import Batch, DivergenceError, OptionError, Runner
+from zo2adapters.tasks.task import TaskOptions
+from zo2core import Batch, DivergenceError, Engine, OptionError, StepResult
 from zo2core.planning.host_budget import parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
@@ -85,7 +85,7 @@ class RewardTask(GeneratedTask):
             )
 
     def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Any]]
+        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
     ) -> None:
         """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""
         self._rewards.start()
@@ -99,19 +99,19 @@ class RewardTask(GeneratedTask):
             tokens = sum(len(row.input_ids) - row.prompt_length for row in kept)
             self._kept = _Kept(kept, self._log_likelihoods(base, kept), tokens)
 
-    def drift(self, engine: Runner) -> float:
+    def drift(self, engine: Engine) -> float:
         """By how many nats a token the base's continuations have become less likely."""
         assert self._kept is not None, "the task is prepared"
         now = self._log_likelihoods(engine, self._kept.rows)
         return (math.fsum(self._kept.log_likelihoods) - math.fsum(now)) / self._kept.tokens
 
-    def _log_likelihoods(self, engine: Runner, rows: Sequence[TokenizedRow]) -> list[float]:
+    def _log_likelihoods(self, engine: Engine, rows: Sequence[TokenizedRow]) -> list[float]:
         """Of what follows the prompts, in nats; every worker computes all of them."""
         batch = collate(rows, pad_token_id=self._options.pad)
         [[sums]] = engine.forwards([batch], LogLikelihood(self._model))
         return list(sums.tolist())
 
-    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step. See ``GeneratedTask``.
 
         Raises:
@@ -140,7 +140,7 @@ class RewardTask(GeneratedTask):
         """Mean reward and length of the completions of the last step, by this worker, and the drift. See the contract."""
         return self._seen
 
-    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Dataset) -> dict[str, float]:
         """Compute the mean reward of greedy completions, of each reward if there are several, their length and the drift."""
         self._require_room(rows, "evaluation")
         parts, continued = self._evaluated(engine, rows)

@@ -20,7 +20,7 @@ from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2core import Batch, BatchError, Runner
+from zo2core import Batch, BatchError, Engine
 
 
 class Scored(NamedTuple):
@@ -78,7 +78,7 @@ class LogLikelihood:
 
 
 def score(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[int]]],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from zo2core import Runner
+from zo2core import Engine
 
 
-def is_own_shard(engine: Runner, number: int) -> bool:
+def is_own_shard(engine: Engine, number: int) -> bool:
     """Whether a group of rows belongs to this worker.
 
     Args:
@@ -18,7 +18,7 @@ def is_own_shard(engine: Runner, number: int) -> bool:
     return number % engine.workers.size == engine.workers.rank
 
 
-def gather_in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
+def gather_in_order(engine: Engine, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
     """Gather the results of all workers' groups, in the order of the groups.
 
     Args:

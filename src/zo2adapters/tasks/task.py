@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from zo2adapters.tasks.reward_options import RewardOptions
-from zo2core import Batch, DurableBackpropEngine, FullBackpropEngine, GradientStepResult, Runner, StepResult, ZOEngine
-
-TrainingEngine: TypeAlias = ZOEngine | DurableBackpropEngine | FullBackpropEngine
-StepReport: TypeAlias = StepResult | GradientStepResult
+from zo2core import Batch, Engine, StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class Task(Protocol):
     """Values that the steps depend on and the options do not determine, as JSON values for the journal's header."""
 
     def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Any]]
+        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
     ) -> None:
         """Compute what the task needs from the base model, before the first step of a new or resumed run.
 
@@ -66,7 +63,7 @@ class Task(Protocol):
         """Make a batch from the rows of one step."""
 
     @abstractmethod
-    def step(self, engine: TrainingEngine, rows: Sequence[Any], batch: Batch) -> StepReport:
+    def step(self, engine: Engine, rows: Sequence[Any], batch: Batch) -> StepResult:
         """Take one step.
 
         Args:
@@ -76,11 +73,11 @@ class Task(Protocol):
         """
 
     @abstractmethod
-    def evaluate(self, engine: Runner, rows: Any) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Any) -> dict[str, float]:
         """Evaluate the current weights.
 
         Args:
-            engine: Runner whose current weights are evaluated.
+            engine: Engine whose current weights are evaluated.
             rows: The rows of a file, in the task's format.
 
         Returns:

@@ -29,6 +29,7 @@ from zo2adapters.trainers.run_plan import (
 from zo2core import (
     BlockLayout,
     BlockUpdate,
+    FirstOrder,
     HostPlan,
     Machine,
     MemoryPolicy,
@@ -39,9 +40,7 @@ from zo2core import (
     plan,
 )
 from zo2core.build import RunOptions, request_of
-from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import options_in_memory
-from zo2core.engine.streamed_full_engine import options_on_disk, read_bytes
+from zo2core.methods.states import read_bytes
 from zo2core.optimizers import StateMemory
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
@@ -150,11 +149,9 @@ def _request(
     """The request of a run, as its engine makes it from the same options."""
     longest = shapes.longest
     activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows, update)
-    options = RunOptions(trained_copies=TRAINED_COPIES)
-    if update is not None:
-        options = options_on_disk(update, model.layouts, Path()) if streams else options_in_memory(update, model.layouts)
     policy = MemoryPolicy(host=memory, activations=activations, least_activations=least)
-    return request_of(model, replace(options, memory=policy))
+    options = RunOptions(memory=policy, run=Path(), commit_every=1 if streams else None)
+    return request_of(model, FirstOrder(update, lr=0.0), options)
 
 
 class _Room(NamedTuple):

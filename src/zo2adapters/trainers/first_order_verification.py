@@ -23,7 +23,7 @@ from zo2adapters.trainers.verification import (
     require_fit,
     whole_model,
 )
-from zo2core import BackpropEngine, Batch, FullBackpropEngine, GradientStepResult, UpdateInputs
+from zo2core import Batch, Engine, FirstOrder, StepResult, UpdateInputs
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, StateMemory, make_block_update
 from zo2core.types import widened
 
@@ -63,7 +63,7 @@ def verify_first_order(
     of_adapter = OPTIMIZERS[method].of_adapter
     assert of_adapter is not None, "others were refused with an adapter"
     optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
-    with BackpropEngine(model, optimizer) as engine:
+    with Engine(model, FirstOrder(optimizer)) as engine:
         whole = whole_model(model, directory, opening.head, adapter)
         trained = copy_trained(model, whole, engine.parameters)
         resident = optimizer(list(trained.values()))
@@ -89,7 +89,7 @@ def _verify_all(
         index: [spec.name for spec in layout.parameters] for index, layout in enumerate(model.layouts) if layout.parameters
     }
     states = StateMemory(theirs, model.layouts)
-    with FullBackpropEngine(model, ours, lr=size.rate) as engine:
+    with Engine(model, FirstOrder(ours, lr=size.rate)) as engine:
         for step in range(batches.steps):
             segments = theirs.segments(step, sorted(names))
             trained = {name: everything[name] for name in everything if any(name in names[index] for index in segments)}
@@ -122,7 +122,7 @@ def _backward(model: HFBlockModel, whole: Any, batch: Batch) -> float:
 
 
 def _difference(
-    step: int, ours: GradientStepResult, loss: float, trained: Mapping[str, nn.Parameter], *, widens: bool
+    step: int, ours: StepResult, loss: float, trained: Mapping[str, nn.Parameter], *, widens: bool
 ) -> str | None:
     """The first difference between a step's numbers and the whole model's, as text; None: there is none.
 

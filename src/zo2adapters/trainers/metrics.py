@@ -16,10 +16,9 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, criterion, results_of_row, row_of_evaluation
-from zo2core import Batch, Journal, OutputError, Update
+from zo2core import Batch, Journal, OutputError, StepResult, Update
 from zo2core.errors import reason
 from zo2core.types import Commit, shown_bytes
 
@@ -138,7 +137,7 @@ def _is_real(value: object) -> bool:
 
 
 def step_record(
-    update: Update | Commit, result: StepReport, batch: Batch, measured: Mapping[str, float] = MappingProxyType({})
+    update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The row of a step in ``metrics.jsonl``, as JSON values.
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Runner
+from zo2core import Engine
 from zo2core.checkpoint import CustomExport
 
 _SECONDS = 2.0  # a sweep that takes less has no bar
@@ -54,7 +54,7 @@ def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False
 
 
 @contextmanager
-def sweep_bars(runner: Runner, *, quiet: bool = False) -> Iterator[None]:
+def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
     """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds.
 
     Args:
@@ -78,7 +78,7 @@ class _SweepBars:
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Take note of a visit. See ``Runner.watch``."""
+        """Take note of a visit. See ``Engine.watch``."""
         if done == 1:
             self.close()  # that of a sweep that failed
             self._started = time.perf_counter()
@@ -114,7 +114,7 @@ class SharedSweeps:
         self._running += rows
 
     def visited(self, done: int, total: int) -> None:
-        """Take note of a visit. See ``Runner.watch``."""
+        """Take note of a visit. See ``Engine.watch``."""
         self._bar.update(self._finished + self._running * done // total - self._bar.n)
         if done == total:
             self._finished += self._running

@@ -17,7 +17,7 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_files import EvaluationRows
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.trainers.run_directory import read_samples
-from zo2core import OptionError, Runner
+from zo2core import Engine, OptionError
 
 _MOST_TOKENS = 50  # most tokens of an answer
 
@@ -60,7 +60,7 @@ class Samples:
         """Number of prompts, and most tokens of a prompt with its answer."""
         return len(self._prompts), self.longest_prompt + self._most
 
-    def write(self, engine: Runner, directory: Path, step: int) -> str | None:
+    def write(self, engine: Engine, directory: Path, step: int) -> str | None:
         """Answer the prompts with a runner's current weights, unless the file has the answers of this step.
 
         Args:

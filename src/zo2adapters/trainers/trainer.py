@@ -61,13 +61,13 @@ from zo2adapters.trainers.worker_options import device_kinds, is_first, require_
 from zo2core import (
     CheckpointError,
     DivergenceError,
+    Engine,
     HostPlan,
     Journal,
     JournalError,
     NonFiniteLossError,
     OptionError,
     OutputError,
-    Runner,
     ScratchError,
     SharedBase,
     Workers,
@@ -153,7 +153,7 @@ class Trainer:
                 self.close()
                 raise
 
-    def _made_task(self, inputs: RunInputs, *, evaluates: bool) -> tuple[Task, Callable[[Runner], dict[str, float]] | None]:
+    def _made_task(self, inputs: RunInputs, *, evaluates: bool) -> tuple[Task, Callable[[Engine], dict[str, float]] | None]:
         """The task of the run, and the function that evaluates it; None: the run is not evaluated."""
         options, model = self.options, inputs.model
         task_options = TaskOptions(
@@ -375,7 +375,7 @@ class Trainer:
                     self._write_model(at_step, exported, step)
         return exported
 
-    def _write_model(self, runner: Runner, directory: Path, step: int) -> None:
+    def _write_model(self, runner: Engine, directory: Path, step: int) -> None:
         with export_bar(self._model, quiet=self._quiet) as progress:
             runner.export(directory, files=self._card(step), progress=progress)
 
@@ -427,7 +427,7 @@ class Trainer:
         self.engine.journal.close()  # the engine is closed already and does not close it again
         print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {shown_results(results)}", file=sys.stderr)
 
-    def _at_step(self, step: int) -> Runner:
+    def _at_step(self, step: int) -> Engine:
         """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
         self.engine.close()
         return self._method.at_step(self.engine, self._model, self._activations, step)
@@ -461,7 +461,7 @@ class Trainer:
         return 0 if self._evaluated is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
     def _evaluate(
-        self, evaluated: Callable[[Runner], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar
+        self, evaluated: Callable[[Engine], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar
     ) -> None:
         began = time.perf_counter()
         results = evaluated(self.engine)

@@ -227,7 +227,7 @@ def _require_comparable(options: TrainOptions) -> None:
 
 
 def _all_trials(
-    options: TrainOptions, method: RunMethod[Any], learning_rates: Sequence[float], zo_eps: Sequence[float]
+    options: TrainOptions, method: RunMethod, learning_rates: Sequence[float], zo_eps: Sequence[float]
 ) -> list[Trial]:
     """A trial for each learning rate and perturbation scale."""
     if method.has_gradient and zo_eps:
@@ -360,7 +360,7 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
         return _judged(trial, method_of(trainer.options), trainer.engine.journal)
 
 
-def _judged(trial: Trial, method: RunMethod[Any], journal: Journal) -> Trial:
+def _judged(trial: Trial, method: RunMethod, journal: Journal) -> Trial:
     """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
     refused = sum(map(is_refused, journal.updates))
     if method.verdict(journal) is not None or 2 * refused > journal.version:

@@ -24,7 +24,7 @@ from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
 from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import StepSize
-from zo2core import Batch, MemoryBudgetError, MeZOSGD, NonFiniteLossError, OptionError, ZOEngine
+from zo2core import Batch, Engine, MemoryBudgetError, MeZOSGD, NonFiniteLossError, OptionError, ZerothOrder
 from zo2core.planning.host_budget import free_memory
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes
@@ -83,7 +83,7 @@ def verify(
     whole = whole_model(model, directory, opening.head, adapter)
     numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
     count = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
-    with ZOEngine(model, MeZOSGD(**numbers)) as engine:
+    with Engine(model, ZerothOrder(MeZOSGD(**numbers))) as engine:
         if adapter is not None:
             copy_trained(model, whole, dict(engine.parameters_now()))
         mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)

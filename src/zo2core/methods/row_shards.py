@@ -7,7 +7,7 @@ that runs the shards as micro-batches. So all have the same bits, and the same o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,26 +21,50 @@ from zo2core.types import Batch
 from zo2core.workers import Split, Workers
 
 
-class StepRows(Protocol):
-    """The micro-batches of a step that this process runs."""
+class StepRows:
+    """The micro-batches of a step that this process runs: all of them.
 
-    @property
-    def batches(self) -> Sequence[Batch]:
-        """The micro-batches."""
+    Args:
+        micro_batches: Micro-batches of the step.
+    """
 
-    @property
-    def weights(self) -> Sequence[float] | None:
-        """Each one's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self._micro_batches = micro_batches
+        self.batches = micro_batches.batches
+        self.weights = _weights(micro_batches)  # in the mean over labelled tokens; None for an objective, which weighs them
 
     def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The step's loss, 0-d, from the head's outputs for the micro-batches; differentiable."""
+        """The step's loss, 0-d and differentiable, from the head's outputs for the micro-batches."""
+        return self._micro_batches.loss(outputs)
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
         """Complete the gradients of the trained parameters, and return the step's loss."""
+        return float(self._micro_batches.loss(outputs))
 
 
-class RowShards(Protocol):
-    """Chooses the rows of each step that this process runs."""
+class RowShards:
+    """Chooses the rows of each step that this process runs.
+
+    Args:
+        workers: The workers of the run.
+        trained: The trained parameters, whose gradients are added up.
+
+    Raises:
+        OptionError: if several workers are to split anything else than rows.
+    """
+
+    def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
+        if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
+            raise OptionError(
+                "split",
+                found=f"{workers.split}, {workers.size} workers for one gradient",
+                expected="rows, since a first-order step has no directions to split",
+                remedy="pass rows, or leave it out",
+            )
+        self.workers = workers
+        self.trained = trained
+        self.split = Split(1, workers.size)
+        self.gradients = _Gradients(list(trained.parameters.values()))
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """The rows of a step.
@@ -54,59 +78,8 @@ class RowShards(Protocol):
             OptionError: if the rows cannot be split.
             BatchError: if a batch is not one of the objective.
         """
-
-
-class _AllRowsOfStep:
-    """All micro-batches of a step. See ``StepRows``."""
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self._micro_batches = micro_batches
-        self.batches = micro_batches.batches
-        self.weights = _weights(micro_batches)
-
-    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See the contract."""
-        return self._micro_batches.loss(outputs)
-
-    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
-        """The loss; the gradients are complete. See the contract."""
-        return float(self._micro_batches.loss(outputs))
-
-
-class AllRows:
-    """A single process, which runs all rows. See ``RowShards``."""
-
-    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
-        """All rows. See the contract."""
-        return _AllRowsOfStep(split_batches(wholes, rows, forward))
-
-
-class WorkerRows:
-    """One of several workers. See ``RowShards``.
-
-    Args:
-        workers: The workers of the run.
-        trained: The trained parameters, whose gradients are added up.
-
-    Raises:
-        OptionError: if the workers are to split anything else than rows.
-    """
-
-    def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
-        if workers.split not in ("auto", "rows", f"1x{workers.size}"):
-            raise OptionError(
-                "split",
-                found=f"{workers.split}, {workers.size} workers for one gradient",
-                expected="rows, since a first-order step has no directions to split",
-                remedy="pass rows, or leave it out",
-            )
-        self.workers = workers
-        self.trained = trained
-        self.split = Split(1, workers.size)
-        self.gradients = _Gradients(list(trained.parameters.values()))
-
-    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
-        """This worker's shard. See the contract."""
+        if self.workers.size == 1:
+            return StepRows(split_batches(wholes, rows, forward))
         shards = self._shards(wholes, forward)
         cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
         if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
@@ -167,8 +140,8 @@ class WorkerRows:
         )
 
 
-class _ShardOfStep:
-    """One worker's micro-batches of a step. See ``StepRows``.
+class _ShardOfStep(StepRows):
+    """One worker's micro-batches of a step.
 
     Args:
         shards: The worker.
@@ -177,22 +150,21 @@ class _ShardOfStep:
         digest: Digest of the step's batches, which are the same on all workers.
     """
 
-    def __init__(self, shards: WorkerRows, micro_batches: MicroBatches, own: slice, digest: int) -> None:
+    def __init__(self, shards: RowShards, micro_batches: MicroBatches, own: slice, digest: int) -> None:
+        super().__init__(micro_batches)
         self._workers, self._gradients = shards.workers, shards.gradients
-        self._micro_batches = micro_batches
         self._digest = digest
-        self.batches = micro_batches.batches[own]
-        weights = _weights(micro_batches)
-        self.weights = None if weights is None else weights[own]
+        self.batches = self.batches[own]
+        self.weights = None if self.weights is None else self.weights[own]
         if self._workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
             shards.trained.clear_gradients()
 
     def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The loss of all workers' outputs, of which this worker's have a gradient. See the contract."""
+        """The loss of all workers' outputs, of which this worker's have a gradient."""
         return self._loss(outputs, self._workers.all_gather(self._note(outputs)))
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
-        """Add up the gradients of all workers, and return the loss. See the contract."""
+        """Add up the gradients of all workers, and return the loss."""
         notes = self._workers.all_gather(self._note(outputs))
         loss = self._loss(outputs, notes)
         self._gradients.add_up(self._workers, [note["present"] for note in notes])

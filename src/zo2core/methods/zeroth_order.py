@@ -6,88 +6,121 @@ The weights change when they are next visited: that visit replays the record.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
-from zo2core.journal import Journal
-from zo2core.methods.open_step import OpenStep
+from zo2core.methods.states import JournalState
+from zo2core.perturbation import Perturbation
 from zo2core.profiling import Sweep
-from zo2core.protocols import Forward, Objective, ZOEstimator
-from zo2core.sources.base_digests import BaseDigests
-from zo2core.sweep.microbatch import rows_of_group, rows_to_shard
+from zo2core.protocols import Forward, NoiseGenerator, Objective, ZOEstimator
+from zo2core.runner import Runner
+from zo2core.sweep.microbatch import labelled_tokens, rows_of, rows_of_group, rows_to_shard
 from zo2core.sweep.objective import MicroBatches, batches_of, losses_as_tensors, split_batches
-from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import Groups
-from zo2core.types import Batch, Evaluation, Lane, LaneUse, RowGroup, StepResult
-from zo2core.workers import Plan, Workers
+from zo2core.types import Batch, Evaluation, RowGroup, StepResult
+from zo2core.workers import Plan
 
 
-class Sweeps(Protocol):
-    """The methods of the runner that the zeroth-order method calls."""
-
-    def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
-        """Yield the batches on the device, checked by their forward."""
-
-    def sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
-        """Visit all segments once, and return the head's outputs, one list for each evaluation. None runs the model."""
-
-    def offload_kept(self, step: int) -> None:
-        """Offload blocks that stay on the device, if their bytes on disk are many versions behind, before a step."""
-
-    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step ended, and return the use of each lane in it."""
-
-
+@dataclass(frozen=True)
 class ZerothOrder:
     """The zeroth-order method (MeZO, arXiv 2305.17333, Algorithm 1, for any estimator).
 
     Args:
-        estimator: Lists the evaluations of a step, and computes its update from their losses.
+        estimator: Lists the evaluations of a step, and computes its update from their losses. None takes no steps, and
+            replays those of the journal.
+        perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``. None: the
+            journal's.
+        noise: Draws z. None: the generator that the journal names, else the one that the estimator or the perturbation
+            needs, else ``SequentialNoise``, which draws MeZO's numbers.
         seed: Seed of the run; the directions of a step depend only on it and on the step.
-        sweeps: Runs the sweeps.
-        model: The default forward of a step.
-        journal: Receives the record of each step.
-        workers: Workers that share the steps.
-        base_digests: Digests of the base, which are recorded in the journal with the first step.
-        update_loss: Measures the share of weights that an update changes.
-        micro_batch_size: Rows of a micro-batch; None does not split batches.
+
+    Raises:
+        OptionError: if ``estimator`` is not an estimator, or is a class.
     """
 
-    def __init__(
-        self,
-        estimator: ZOEstimator,
-        *,
-        seed: int,
-        sweeps: Sweeps,
-        model: Forward,
-        journal: Journal,
-        workers: Workers,
-        base_digests: BaseDigests,
-        update_loss: UpdateLoss,
-        micro_batch_size: int | None,
-    ) -> None:
-        self._estimator = estimator
-        self._seed = seed
-        self._sweeps = sweeps
-        self._model = model
-        self._journal = journal
-        self._workers = workers
-        self._base_digests = base_digests
-        self._update_loss = update_loss
-        self._micro_batch_size = micro_batch_size
+    estimator: ZOEstimator | None
+    perturbation: Perturbation | None = None
+    noise: NoiseGenerator | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        estimator = self.estimator
+        if estimator is None or (not isinstance(estimator, type) and callable(getattr(estimator, "evaluations", None))):
+            return
+        raise OptionError(
+            "estimator",
+            found=repr(estimator)[:80],
+            expected="an estimator, such as MeZOSGD(lr=1e-6, zo_eps=1e-3)",
+            remedy="pass an estimator, or Engine(model), which evaluates and exports a model without one",
+        )
+
+
+class OpenStep(NamedTuple):
+    """A step that was started, and whose losses are not known yet."""
+
+    step: int  # 0-based
+    lr: float
+    evaluations: tuple[Evaluation, ...]  # of all workers
+    started: float  # ``time.perf_counter``, in seconds
+    plan: Plan  # how the step is sharded among workers
+    batch: int | None = None  # digest of the batch; None: it is not known
+    tokens: int = 0  # labelled tokens of this worker's rows, if rows are sharded
+
+    @property
+    def indices(self) -> range:
+        """Indices of this worker's evaluations among all evaluations of the step."""
+        return self.plan.shard.evaluations
+
+    @property
+    def local(self) -> tuple[Evaluation, ...]:
+        """The evaluations of this worker."""
+        return tuple(self.evaluations[index] for index in self.indices)
+
+    def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
+        """The evaluations up to this one, through which weights are perturbed in place.
+
+        Raises:
+            OptionError: if it is not an evaluation of the step, or is for a group of rows only.
+        """
+        if at.rows is not None:
+            raise OptionError(
+                "estimator",
+                found="a direction for each group of rows, and batches that are not divided into groups",
+                expected="step(batch), which divides them",
+                remedy="use MultiQueryRGE to compute the losses yourself",
+            )
+        if at not in self.evaluations:
+            expected = "an evaluation that ask() returned"
+            raise OptionError("at", found=repr(at), expected=expected, remedy="pass an evaluation of this step")
+        return self.evaluations[: self.evaluations.index(at) + 1]
+
+
+class ZerothOrderSteps:
+    """Takes zeroth-order steps with a runner.
+
+    Args:
+        runner: Makes the sweeps.
+        seed: Seed of the run.
+        state: The journal, which receives the record of each step.
+    """
+
+    def __init__(self, runner: Runner, seed: int, state: JournalState) -> None:
+        assert runner.estimator is not None, "a run without an estimator takes no steps"
+        self._runner, self._estimator, self._seed, self._state = runner, runner.estimator, seed, state
         self._open_step: OpenStep | None = None
-        self._first_version = self._version
+        self._first_version = state.version
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
-        """Take a step on a batch. See ``ZOEngine.step``."""
+        """Take a step on a batch. See ``Engine.step``."""
         open_step = self._begin(seed)
         try:
-            batches = batches_of(batch)
-            is_model_loss = forward is None and not isinstance(self._model, Objective)
+            batches, model = batches_of(batch), self._runner.model
+            is_model_loss = forward is None and not isinstance(model, Objective)
             groups = dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations)
             if not is_model_loss and any(groups):
                 raise OptionError(
@@ -97,64 +130,45 @@ class ZerothOrder:
                     remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
                 )
             open_step = self._planned(open_step, batches, shards_rows=is_model_loss and not any(groups))
-            forward = self._model if forward is None else forward
             return self._take(*self._evaluated(open_step, batches, list(groups), forward, is_model_loss=is_model_loss))
         finally:
             self._open_step = None
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
-        """Start a step whose losses the caller computes. See ``ZOEngine.ask``."""
+        """Start a step whose losses the caller computes. See ``Engine.ask``."""
         self._open_step = self._planned(self._begin(seed), [], shards_rows=False)
         return self._open_step.local
 
-    def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
-        """Return the evaluations of a sweep that runs batches at one of the open step's evaluations, which comes last.
+    def path_through(self, groups: Groups) -> Groups:
+        """The evaluations of a sweep through some of the open step's, in its order, with their batches.
 
         Raises:
-            OptionError: if no step is open, the evaluation is not part of it, or is for a group of rows only.
+            OptionError: if no step is open, or an evaluation is not part of it, or is for a group of rows only.
         """
-        if at.rows is not None:
-            raise OptionError(
-                "estimator",
-                found="a direction for each group of rows, and batches that are not divided into groups",
-                expected="step(batch), which divides them",
-                remedy="use MultiQueryRGE to compute the losses yourself",
-            )
-        return self._require_open_step().path_to(at)
-
-    def path_through(
-        self, asked: Sequence[Evaluation], batches: Mapping[Evaluation | None, Sequence[Batch]]
-    ) -> list[tuple[Evaluation | None, Sequence[Batch]]]:
-        """Return the evaluations of a sweep through several of the open step's, in their order, with their batches.
-
-        Raises:
-            OptionError: as ``path_to`` does.
-        """
-        path = max((self.path_to(at) for at in asked), key=len, default=())
-        return [(at, batches.get(at, ())) for at in path if self._estimator.perturb_in_place or at in batches]
+        batches = dict(groups)
+        path = max((self._require_open_step().path_to(at) for at in batches if at is not None), key=len, default=())
+        passed = [at for at in path if self._estimator.perturb_in_place or at in batches]
+        return [*((None, of_none) for at, of_none in groups if at is None), *((at, batches.get(at, ())) for at in passed)]
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
-        """Take the step that ``ask`` began. See ``ZOEngine.tell``."""
+        """Take the step that ``ask`` began. See ``Engine.tell``."""
         return self._take(self._require_open_step(), losses_as_tensors(losses))
-
-    @property
-    def _version(self) -> int:
-        return len(self._journal.updates)
 
     def _begin(self, seed: int | None) -> OpenStep:
         """Start a step, with all evaluations on this worker. An open step is dropped."""
-        self._open_step, started, step = None, time.perf_counter(), self._version
+        self._open_step, started, step = None, time.perf_counter(), self._state.version
         lr = learning_rate(self._estimator, step)
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
-        self._sweeps.offload_kept(step)
-        self._update_loss.begin(step)
+        self._runner.offload_kept(step)
+        self._runner.update_loss.begin(step)
         return OpenStep(step, lr, evaluations, started, Plan.alone(len(evaluations)))
 
     def _planned(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
         """Shard a step among the workers."""
-        digest = self._workers.digest(batches) if batches else None
-        plan = self._workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
+        workers = self._runner.workers
+        digest = workers.digest(batches) if batches else None
+        plan = workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
         return open_step._replace(plan=plan, batch=digest)
 
     def _evaluated(
@@ -162,50 +176,65 @@ class ZerothOrder:
         open_step: OpenStep,
         batches: Sequence[Batch],
         groups: Sequence[RowGroup | None],
-        forward: Forward,
+        forward: Forward | None,
         *,
         is_model_loss: bool,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
         """Compute this worker's losses in one sweep."""
-        open_step, local_batches = open_step.sharded(batches)
-        if open_step.has_no_loss:
-            if self._version == self._first_version:
-                self._sweeps.sweep([])  # the first sweep computes the base's digests
-            return open_step, losses_as_tensors([0.0] * len(open_step.indices))
+        runner, shard, indices = self._runner, open_step.plan.shard, open_step.indices
+        if shard.parts > 1:
+            slices = [shard.rows(len(batch["labels"])) for batch in batches]
+            batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+            open_step = open_step._replace(tokens=sum(map(labelled_tokens, batches)))
+            if open_step.tokens == 0:
+                if self._state.version == self._first_version:
+                    runner.sweep(self._first_version, [], runner.model)  # the first sweep computes the base's digests
+                return open_step, losses_as_tensors([0.0] * len(indices))
         micro_batches: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
+        run = runner.model if forward is None else forward
         for group in groups:
-            rows = local_batches if group is None else [rows_of_group(batch, group) for batch in local_batches]
-            micro_batches[group] = split_batches(rows, self._micro_batch_size, None if is_model_loss else forward)
-            prepared[group] = list(self._sweeps.prepared(micro_batches[group].batches, forward))
-        in_place = bool(self._estimator.perturb_in_place)
-        swept = open_step.groups(lambda evaluation: prepared[evaluation.rows], in_place=in_place)
-        outputs = self._sweeps.sweep(swept, forward)
-        local = zip(open_step.local, outputs[len(outputs) - len(open_step.indices) :], strict=True)
+            rows = batches if group is None else [rows_of_group(batch, group) for batch in batches]
+            micro_batches[group] = split_batches(rows, runner.micro_batch_size, None if is_model_loss else run)
+            prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
+        # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
+        first = 0 if self._estimator.perturb_in_place else indices.start
+        swept = [
+            (at, prepared[at.rows] if index in indices else ())
+            for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
+        ]
+        outputs = runner.sweep(self._state.version, swept, run)
+        local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
         return open_step, [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
 
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor]) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
-        open_step.require_all(losses)
-        evaluations = open_step.evaluations
-        gathered = self._workers.gathered(
+        runner, evaluations, expected = self._runner, open_step.evaluations, len(open_step.indices)
+        if len(losses) != expected:
+            raise OptionError(
+                "losses",
+                found="1 loss" if len(losses) == 1 else f"{len(losses)} losses",
+                expected=f"{expected}, one for each evaluation that ask() returned",
+                remedy="pass all losses in one call, in the order of the evaluations",
+            )
+        gathered = runner.workers.gathered(
             open_step.plan,
             evaluations,
             losses,
             tokens=open_step.tokens,
-            journal=self._journal.checksum,
+            journal=runner.journal.checksum,
             batch=open_step.batch,
         )
         for evaluation, loss in zip(evaluations, gathered, strict=True):
             evaluation.require_finite(loss, step=open_step.step)
-        past = self._journal.updates
+        past = runner.journal.updates
         update = self._estimator.update(open_step.step, evaluations, gathered, open_step.lr, past).validated()
-        self._base_digests.note(self._journal)
-        self._journal.append(update)
+        self._state.commit(update)
         self._open_step = None
         sweep = Sweep.of_step(open_step.step, open_step.started, time.perf_counter())
-        lanes = self._sweeps.ended(sweep)
-        return StepResult.of(update, sweep.done - open_step.started, lanes, self._update_loss.share_applied(update))
+        return StepResult.of(
+            update, sweep.done - open_step.started, runner.ended(sweep), runner.update_loss.share_applied(update)
+        )
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:

@@ -200,5 +200,5 @@ def _other_tensors(found: str) -> OptionError:
         "model",
         found=f"a forward that saves other tensors for its backward when it runs again: {found}",
         expected="layers that compute the same when they run again on the same input",
-        remedy="train this model with ZOEngine, whose steps need no gradient",
+        remedy="train this model by ZerothOrder, whose steps need no gradient",
     )

@@ -8,35 +8,34 @@ from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from zo2core.errors import BusyError, ClosedError
-from zo2core.protocols import BlockModel
 
 
-class ModelUse:
-    """The use of a model by one engine, whose buffers its modules read: a second engine would make the first read others.
+class SoleUse:
+    """The use of a model, or of a source, by one engine: a second one would make the first read other weights.
 
     Args:
-        model: The model, which is used until ``end``, or until no engine that was left open can be reached.
+        used: What is used until ``end``, or until no engine that was left open can be reached.
 
     Raises:
         BusyError: if another engine uses it.
     """
 
-    _present: ClassVar[WeakValueDictionary[int, ModelUse]] = WeakValueDictionary()
+    _present: ClassVar[WeakValueDictionary[int, SoleUse]] = WeakValueDictionary()
 
-    def __init__(self, model: BlockModel) -> None:
-        if id(model) in self._present:
+    def __init__(self, used: object) -> None:
+        if id(used) in self._present:
             raise BusyError(
-                f"model {type(model).__name__}",
-                found="an engine or a replayer that is open on it",
+                type(used).__name__,
+                found="an engine that is open on it",
                 expected="one at a time",
                 remedy="close() that one first, or open the model a second time",
             )
-        self._model = model  # its id stays its own
-        self._present[id(model)] = self
+        self._used = used  # its id stays its own
+        self._present[id(used)] = self
 
     def end(self) -> None:
-        """Leave the model to another engine."""
-        self._present.pop(id(self._model), None)
+        """Leave it to another engine."""
+        self._present.pop(id(self._used), None)
 
 
 class ExclusiveUse:

@@ -380,7 +380,7 @@ class GradientVisitor:
                 "model",
                 found=f"{self._layouts[index].name}, which passes tensors to later blocks besides its output",
                 expected="blocks that are connected by their outputs alone",
-                remedy="train this model with ZOEngine, whose steps need no gradient",
+                remedy="train this model by ZerothOrder, whose steps need no gradient",
             )
 
 
@@ -405,5 +405,5 @@ def _require_gradient(output: torch.Tensor) -> None:
             "forward",
             found="a loss that has no gradient",
             expected="a loss that torch.autograd can differentiate",
-            remedy="use ZOEngine, whose steps need no gradient",
+            remedy="use ZerothOrder, whose steps need no gradient",
         )

@@ -48,7 +48,7 @@ class TrainedParameters:
                 "model",
                 found=f"{in_blocks[0]}, a trained parameter of a block" if in_blocks else "no trained parameter",
                 expected="trained parameters that stay in memory, such as an adapter's, and blocks that are only read",
-                remedy="open the model with an adapter, or train all parameters with ZOEngine",
+                remedy="open the model with an adapter, or train all parameters",
             )
         self.version = 0  # version of the segments' copies; it rises with each sweep
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order

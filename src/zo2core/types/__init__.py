@@ -38,7 +38,6 @@ from zo2core.types.programs import Perturb as Perturb
 from zo2core.types.programs import Program as Program
 from zo2core.types.programs import Table as Table
 from zo2core.types.results import EvaluationResult as EvaluationResult
-from zo2core.types.results import GradientStepResult as GradientStepResult
 from zo2core.types.results import StepResult as StepResult
 from zo2core.types.sizes import shown_bytes as shown_bytes
 from zo2core.types.steps import LARGEST as LARGEST

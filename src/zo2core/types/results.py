@@ -10,17 +10,18 @@ from zo2core.types.steps import Update
 
 
 class StepResult(NamedTuple):
-    """The result of one zeroth-order step."""
+    """The result of one step. Of a first-order step, the loss is that before the update, and there are no directions."""
 
     step: int  # 0-based
     loss: float  # of the first evaluation, as MeZO reports it
-    losses: tuple[float, ...]  # by evaluation
+    losses: tuple[float, ...]  # by evaluation; the loss of a first-order step
     projected_grads: tuple[float, ...]  # by direction
     seeds: tuple[int, ...]  # by direction
-    lr: float  # applied to each direction
+    lr: float  # applied to each direction, or by the optimizer
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
-    share_applied: float | None  # share of sampled weights that the update changes; None: it was not measured
+    share_applied: float | None = None  # share of sampled weights that the update changes; None: it was not measured
+    grad_norm: float | None = None  # 2-norm of all gradients together, before clipping; None for a zeroth-order step
 
     @classmethod
     def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], share_applied: float | None) -> StepResult:
@@ -34,27 +35,8 @@ class StepResult(NamedTuple):
     @property
     def bytes_moved(self) -> int:
         """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""
-        return _bytes_moved(self.lanes)
-
-    @property
-    def bound_seconds(self) -> float:
-        """Busy time of the slowest lane: no order of work makes a step faster."""
-        return bound_seconds(self.lanes)
-
-
-class GradientStepResult(NamedTuple):
-    """The result of one first-order step."""
-
-    step: int  # 0-based
-    loss: float  # before the update
-    grad_norm: float  # 2-norm of all gradients together, before clipping
-    seconds: float  # wall time
-    lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""
-        return _bytes_moved(self.lanes)
+        moving = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
+        return sum(self.lanes[lane].nbytes for lane in moving)
 
     @property
     def bound_seconds(self) -> float:
@@ -71,8 +53,3 @@ class EvaluationResult(NamedTuple):
     sweeps: int
     seconds: float  # wall time
     tokens_of_batches: tuple[int, ...] = ()  # labelled tokens, one a batch; empty for an objective
-
-
-def _bytes_moved(lanes: Mapping[Lane, LaneUse]) -> int:
-    moving = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
-    return sum(lanes[lane].nbytes for lane in moving)

@@ -19,7 +19,7 @@ from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import OptionError, Runner, UnsupportedModelError
+from zo2core import Engine, OptionError, UnsupportedModelError
 from zo2core.checkpoint import GGUFFile, SafetensorsReader, StoredArray, StoredText, is_gguf, read_gguf
 from zo2core.checkpoint.writer import new_directory, write_companions
 from zo2core.types import GGUF_BLOCKS
@@ -34,7 +34,7 @@ _REPLACED = ("general.file_type", "general.quantization_version", "general.archi
 
 
 def export_gguf(
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     directory: Path,
     *,
@@ -46,7 +46,7 @@ def export_gguf(
     """Write a model at the present version as a GGUF file, or an adapter as llama.cpp's GGUF LoRA, and a Modelfile.
 
     Args:
-        engine: Runner at the step to export.
+        engine: Engine at the step to export.
         model: The runner's model.
         directory: A directory that does not exist or is empty. It appears whole or not at all.
         base: The model's directory or GGUF file.
@@ -198,7 +198,7 @@ class _Writer:
 
 def _write_model(
     path: Path,
-    engine: Runner,
+    engine: Engine,
     model: HFBlockModel,
     layout: LlamaCppLayout,
     base: Path,
@@ -349,7 +349,7 @@ def _scale(config: Any, path: str, rank: int) -> float:
 
 
 def _write_adapter(
-    path: Path, engine: Runner, model: PeftBlockModel, layout: LlamaCppLayout, loras: Sequence[_Lora]
+    path: Path, engine: Engine, model: PeftBlockModel, layout: LlamaCppLayout, loras: Sequence[_Lora]
 ) -> None:
     """Write LoRA matrices. llama.cpp multiplies their product by alpha, one number for all, and divides it by the rank."""
     alpha = loras[0].scale * loras[0].rank

@@ -18,7 +18,7 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME, AdapterKind, FirstValues, Inserted, OpenBase
 from zo2adapters.models.peft_kinds.prefix_model import PrefixBlockModel
 from zo2adapters.models.prepared_batch import longest_row
-from zo2core import Batch, HostPlan, MemoryPolicy, OptionError, Replayer, UnsupportedModelError
+from zo2core import Batch, Engine, HostPlan, MemoryPolicy, OptionError, UnsupportedModelError
 
 _ENCODER = "prompt_encoder"  # name of the table's module in peft's model
 _TABLE = f"{_ENCODER}.{ADAPTER_NAME}.embedding.weight"
@@ -142,7 +142,7 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
     forward = _KeysAndValues(base)
     streamed = MemoryPolicy(host=HostPlan((), _NO_LIMIT, buckets=1, keep_noise=False))
-    with Replayer(base, memory=streamed) as replayer:
+    with Engine(base, memory=streamed) as replayer:
         list(replayer.forwards([{"input_ids": ids}], forward))
     columns: list[torch.Tensor] = []
     layers: list[Any] = forward.cache.layers

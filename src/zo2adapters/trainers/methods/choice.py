@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zo2adapters.trainers.methods.first_order_run import FirstOrderRun
 from zo2adapters.trainers.methods.full_run import FullRun
 from zo2adapters.trainers.methods.run_method import RunMethod
@@ -14,7 +12,7 @@ from zo2adapters.trainers.shared_runs import require_shareable
 from zo2core import SharedBase
 
 
-def method_of(options: TrainOptions, shared: SharedBase | None = None) -> RunMethod[Any]:
+def method_of(options: TrainOptions, shared: SharedBase | None = None) -> RunMethod:
     """The method that the options name; zeroth-order steps by default.
 
     Args:

@@ -6,14 +6,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.lr_schedules import LearningRate
@@ -25,21 +23,20 @@ from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
+    AtSnapshot,
     BlockUpdate,
-    DurableBackpropEngine,
-    FullBackpropEngine,
+    Engine,
+    FirstOrder,
     HostPlan,
     Journal,
     MemoryPolicy,
     OptionError,
-    Runner,
     SegmentKind,
     SharedBase,
+    StepResult,
 )
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer
-from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import trained_bytes
+from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.gradient_memory import gradient_bytes
@@ -48,10 +45,7 @@ from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
 
-GradientEngineT = TypeVar("GradientEngineT", DurableBackpropEngine, FullBackpropEngine)
-
-
-class GradientRun(RunMethod[GradientEngineT]):
+class GradientRun(RunMethod):
     """First-order steps, whose runs resume from snapshots. See ``RunMethod``."""
 
     has_gradient = True
@@ -92,7 +86,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         steps = Snapshots(self.options.output, journal.chain, journal.require_version).steps
         return min(steps, default=0)
 
-    def storage(self, engine: GradientEngineT, host: HostPlan, model: HFBlockModel) -> str:
+    def storage(self, engine: Engine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are, and what is written. See the contract."""
         return storage(host, engine.device_plan, self.options.storage, self.writes(None, model, host))
 
@@ -106,7 +100,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         often = "at most one a minute" if every is None else f"one every {every} steps"
         return f"snapshots of {self.snapshot_of}, {size} each, {often}"
 
-    def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
         step = engine.version
         is_best = self.options.keep_best and step == best_step(criteria_of(engine.journal.evaluations))
@@ -115,25 +109,24 @@ class GradientRun(RunMethod[GradientEngineT]):
             self._take_snapshot(engine)
         return []
 
-    def before_recording(self, engine: GradientEngineT, loss: float) -> None:
+    def before_recording(self, engine: Engine, loss: float) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
         losses = {**criteria_of(engine.journal.evaluations), engine.version: loss}
         if self.options.keep_best and best_step(losses) == engine.version:
             self._take_snapshot(engine)
 
-    def at_step(self, engine: GradientEngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The parameters of the step's snapshot. See the contract."""
-        return SnapshotReplayer(
+        return Engine(
             model,
-            step,
-            parameters_at(engine.snapshots, step),
+            AtSnapshot(step, parameters_at(engine.snapshots, step)),
             micro_batch_size=self.options.batching.micro_batch_size,
             device=local_device(self.options.storage.device, None),
             memory=self._memory(min(activations, engine.activation_bytes), None),
             shared=self.shared,
         )
 
-    def how_to_continue(self, engine: GradientEngineT) -> str:
+    def how_to_continue(self, engine: Engine) -> str:
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
@@ -143,13 +136,13 @@ class GradientRun(RunMethod[GradientEngineT]):
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
 
-    def _take_snapshot(self, engine: GradientEngineT) -> None:
+    def _take_snapshot(self, engine: Engine) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
         best = best_step(criteria_of(engine.journal.evaluations)) if self.options.keep_best else None
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _with_best_step(self, engine: GradientEngineT) -> GradientEngineT:
+    def _with_best_step(self, engine: Engine) -> Engine:
         """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
         best = best_step(criteria_of(engine.journal.evaluations)) if self.options.keep_best else None
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
@@ -166,7 +159,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         return OptionError(option, found=found, expected=expected, remedy="leave it out")
 
 
-class FirstOrderRun(GradientRun[DurableBackpropEngine]):
+class FirstOrderRun(GradientRun):
     """First-order steps of an adapter. See ``RunMethod``."""
 
     learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
@@ -175,7 +168,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     snapshot_of = "adapter and optimizer"
     exported = "adapter"
 
-    def engine(self, opening: Opening) -> DurableBackpropEngine:
+    def engine(self, opening: Opening) -> Engine:
         """An engine at the last snapshot. See the contract."""
         options, execution = self.options, opening.execution
         if execution.replay != "auto":
@@ -186,15 +179,17 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
         assert optimizer is not None, "others were refused with an adapter"
         rates = {"lr": optimization.rate, "weight_decay": optimization.weight_decay}
         rates |= options.first_order.optimizer_options
-        engine = DurableBackpropEngine(
+        engine = Engine(
             opening.model,
-            partial(optimizer, **rates),
-            directory=options.output,
+            FirstOrder(
+                partial(optimizer, **rates),
+                lr=self._lr,
+                clip=limit,
+                options={"name": method, **rates, "max_grad_norm": limit},
+            ),
+            run=options.output,
             journal=options.output / JOURNAL,
-            method={"name": method, **rates, "max_grad_norm": limit},
-            lr=self._lr,
             provenance=opening.decides,
-            clip=limit,
             device=local_device(options.storage.device, opening.workers),
             memory=self._memory(opening.activations, opening.least_activations),
             micro_batch_size=options.batching.micro_batch_size,

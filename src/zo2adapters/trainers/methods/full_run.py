@@ -8,16 +8,15 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.methods.first_order_run import GradientRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
-from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, FullBackpropEngine, GradientPolicy, LossScaling, OptionError, RunRecord
+from zo2core import BlockUpdate, Engine, FirstOrder, LossScaling, OptionError
 from zo2core.optimizers import OPTIMIZERS, state_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
 
 
-class FullRun(GradientRun[FullBackpropEngine]):
+class FullRun(GradientRun):
     """First-order steps of all parameters. See ``RunMethod``."""
 
     snapshot_of = "weights and optimizer"
@@ -34,12 +33,11 @@ class FullRun(GradientRun[FullBackpropEngine]):
         """More with a sweep that measures gradients. See the contract."""
         return _MEASURED_FORWARDS if self.options.first_order.measures_gradients else FORWARDS
 
-    @property
-    def _gradients(self) -> GradientPolicy:
-        """How gradients are clipped, and the loss scaled."""
+    def _method(self, update: BlockUpdate) -> FirstOrder:
+        """The optimizer, and how gradients are clipped, and the loss scaled."""
         given = self.options.first_order
         scaling = LossScaling() if given.loss_scaling else None
-        return GradientPolicy(clip_value=given.max_grad_value, clip_norm=given.max_grad_norm, loss_scaling=scaling)
+        return FirstOrder(update, lr=self._lr, clip=given.max_grad_norm, clip_value=given.max_grad_value, scaling=scaling)
 
     @property
     def update(self) -> BlockUpdate:
@@ -48,23 +46,22 @@ class FullRun(GradientRun[FullBackpropEngine]):
         weight_decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
         return options.first_order.block_update(weight_decay=weight_decay, seed=seed)
 
-    def engine(self, opening: Opening) -> FullBackpropEngine:
+    def engine(self, opening: Opening) -> Engine:
         """An engine at the last snapshot. See the contract."""
         options, execution = self.options, opening.execution
         self._require_alone(opening)
         update = self.update
         self._policy.least = self._least_interval(opening.model, update)
-        engine = FullBackpropEngine(
+        engine = Engine(
             opening.model,
-            update,
-            lr=self._lr,
-            gradients=self._gradients,
-            run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
+            self._method(update),
             device=local_device(options.storage.device, None),
             memory=self._memory(opening.activations, opening.least_activations),
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, None),
+            run=options.output,
+            provenance=opening.decides,
         )
         return self._with_best_step(engine)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.task import StepReport, TrainingEngine
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.worker_options import local_device
-from zo2core import HostPlan, Journal, MemoryPolicy, Replayer, Runner, SharedBase, Workers, ZO2Error
-
-EngineT = TypeVar("EngineT", bound=TrainingEngine)
+from zo2core import Engine, HostPlan, Journal, MemoryPolicy, SharedBase, StepResult, Workers, ZO2Error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,7 @@ class Opening:
     workers: Workers | None  # processes that work on the same run; None: this process works alone
 
 
-class RunMethod(ABC, Generic[EngineT]):
+class RunMethod(ABC):
     """How the steps of a run are taken: its engine, memory, snapshots and messages.
 
     Args:
@@ -77,7 +74,7 @@ class RunMethod(ABC, Generic[EngineT]):
         """
 
     @abstractmethod
-    def engine(self, opening: Opening) -> EngineT:
+    def engine(self, opening: Opening) -> Engine:
         """The run's engine, at the step from which the run continues."""
 
     @abstractmethod
@@ -85,7 +82,7 @@ class RunMethod(ABC, Generic[EngineT]):
         """The earliest step from which the run may continue. Later steps of the journal are repeated."""
 
     @abstractmethod
-    def storage(self, engine: EngineT, host: HostPlan, model: HFBlockModel) -> str:
+    def storage(self, engine: Engine, host: HostPlan, model: HFBlockModel) -> str:
         """A line that says where the weights are kept and what the run writes."""
 
     @abstractmethod
@@ -99,17 +96,17 @@ class RunMethod(ABC, Generic[EngineT]):
         """
 
     @abstractmethod
-    def after_step(self, engine: EngineT, report: StepReport) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Do what is due after a step, and return messages, a line each."""
 
     @abstractmethod
-    def at_step(self, engine: EngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
 
-    def before_recording(self, engine: EngineT, loss: float) -> None:
+    def before_recording(self, engine: Engine, loss: float) -> None:  # noqa: B027 - most methods need nothing
         """Prepare for writing the loss of an evaluation of the current step to the journal. By default nothing is done."""
 
-    def explained(self, error: ZO2Error, engine: EngineT) -> ZO2Error:
+    def explained(self, error: ZO2Error, engine: Engine) -> ZO2Error:
         """The error with which a run ends after a step raised ``error``. By default the same error."""
         return error
 
@@ -117,7 +114,7 @@ class RunMethod(ABC, Generic[EngineT]):
         """A line that says if a journal's steps have destroyed the model, else None. By default None."""
         return None
 
-    def how_to_continue(self, engine: EngineT) -> str:
+    def how_to_continue(self, engine: Engine) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         output = self.options.output
         return (
@@ -141,7 +138,7 @@ def replayer(
     *,
     journal: Journal | None = None,
     shared: SharedBase | None = None,
-) -> Replayer:
+) -> Engine:
     """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed.
 
     Args:
@@ -155,9 +152,9 @@ def replayer(
     Raises:
         ZO2Error: of the kind that fits.
     """
-    return Replayer(
+    return Engine(
         model,
-        journal,
+        journal=journal,
         micro_batch_size=options.batching.micro_batch_size,
         device=local_device(options.storage.device, workers),
         memory=MemoryPolicy(**limits(options, shared), activations=activations),

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.methods.full_run import FullRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order
-from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import worker_trace
 from zo2core import (
     BlockLayout,
     BlockUpdate,
-    FullBackpropEngine,
+    Engine,
     HostPlan,
     Journal,
     Machine,
     MemoryPolicy,
     OptionError,
-    Runner,
-    RunRecord,
     RunRequest,
-    StreamedFullBackpropEngine,
+    StepResult,
     plan,
 )
-from zo2core.build import request_of
-from zo2core.engine.streamed_full_engine import kept_blocks, options_on_disk
+from zo2core.build import RunOptions, request_of
 from zo2core.io.direct_file import whole_pages
+from zo2core.methods.states import kept_blocks
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.types import shown_bytes
 
@@ -46,22 +41,21 @@ class StreamedFullRun(FullRun):
         """Steps between two commits."""
         return self.options.storage.snapshot_every or 1
 
-    def engine(self, opening: Opening) -> StreamedFullBackpropEngine:
+    def engine(self, opening: Opening) -> Engine:
         """An engine at the last commit. See the contract."""
         options, execution, update = self.options, opening.execution, self.update
         self._require_alone(opening)
         self._require_few_writes(opening, update)
-        return StreamedFullBackpropEngine(
+        return Engine(
             opening.model,
-            update,
-            lr=self._lr,
-            run=RunRecord(directory=options.output, journal=options.output / JOURNAL, provenance=opening.decides),
+            self._method(update),
             commit_every=self._commit_every,
-            gradients=self._gradients,
             memory=self._memory(opening.activations, None),
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
             trace=worker_trace(execution.trace, None),
+            run=options.output,
+            provenance=opening.decides,
         )
 
     def first_step(self, journal: Journal) -> int:
@@ -80,23 +74,21 @@ class StreamedFullRun(FullRun):
         )
         return f"{what}, {written} in 1,000 steps"
 
-    def after_step(self, engine: FullBackpropEngine, report: StepReport) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Commit the last step. See the contract."""
-        assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
         if engine.version == self.options.steps:
             engine.commit()
         return []
 
-    def before_recording(self, engine: FullBackpropEngine, loss: float) -> None:
+    def before_recording(self, engine: Engine, loss: float) -> None:
         """Do nothing: no step is kept for its evaluation. See the contract."""
 
-    def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """Refuse: earlier weights are not kept. See the contract."""
         raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
 
-    def how_to_continue(self, engine: FullBackpropEngine) -> str:
+    def how_to_continue(self, engine: Engine) -> str:
         """From which commit. See the contract."""
-        assert isinstance(engine, StreamedFullBackpropEngine), "it was made here"
         return (
             f"stopped after {engine.version} steps; the run goes on from the commit of step {engine.committed}:\n"
             f"  {self.options.resume_command}"
@@ -121,8 +113,8 @@ class StreamedFullRun(FullRun):
             )
 
     def _request(self, model: HFBlockModel, update: BlockUpdate, memory: MemoryPolicy) -> RunRequest:
-        options = options_on_disk(update, model.layouts, self.options.output)
-        return request_of(model, replace(options, memory=memory))
+        options = RunOptions(memory=memory, run=self.options.output, commit_every=self._commit_every)
+        return request_of(model, self._method(update), options)
 
     def _written(self, model: HFBlockModel, update: BlockUpdate, buckets: int) -> float:
         stored = self._request(model, update, MemoryPolicy()).on_disk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.methods.run_health import HealthMonitor, destroyed, diverged
 from zo2adapters.trainers.methods.run_method import Opening, RunMethod, limits, replayer
@@ -14,20 +13,20 @@ from zo2adapters.trainers.run_plan import step_memory, step_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
     DivergenceError,
+    Engine,
     HostPlan,
     Journal,
     MemoryPolicy,
-    Runner,
     SharedBase,
     StepResult,
     WriteBackPolicy,
+    ZerothOrder,
     ZO2Error,
-    ZOEngine,
 )
 from zo2core.planning.host_budget import parse_size
 
 
-class ZerothOrderRun(RunMethod[ZOEngine]):
+class ZerothOrderRun(RunMethod):
     """A run of zeroth-order steps. See ``RunMethod``."""
 
     has_gradient = False
@@ -62,15 +61,18 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         nbytes, least = step_memory(model, shape, optimization, batching.micro_batch_size, new_tokens=generated)
         return nbytes if given is None else parse_size(given), least
 
-    def engine(self, opening: Opening) -> ZOEngine:
+    def engine(self, opening: Opening) -> Engine:
         """An engine at the end of the journal. See the contract."""
         options, execution, stored = self.options, opening.execution, self.options.storage
-        return ZOEngine(
+        return Engine(
             opening.model,
-            self._estimator,
-            noise=options.optimization.generator(opening.model.layouts),
+            ZerothOrder(
+                self._estimator,
+                noise=options.optimization.generator(opening.model.layouts),
+                seed=options.seed,
+                perturbation=options.optimization.perturbation,
+            ),
             journal=options.output / JOURNAL,
-            seed=options.seed,
             device=local_device(stored.device, opening.workers),
             memory=MemoryPolicy(
                 **limits(options, self.shared),
@@ -86,7 +88,6 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
             replay=execution.replay,
-            perturbation=options.optimization.perturbation,
             trace=worker_trace(execution.trace, opening.workers),
             provenance=opening.decides,
             workers=opening.workers,
@@ -97,7 +98,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         """The journal's end. See the contract."""
         return journal.version
 
-    def storage(self, engine: ZOEngine, host: HostPlan, model: HFBlockModel) -> str:
+    def storage(self, engine: Engine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are kept, and how often they are written. See the contract."""
         writes = self.writes(engine.write_back_every, model, host)
         return storage(host, engine.device_plan, self.options.storage, writes)
@@ -106,17 +107,17 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         """Blocks, or factors of finished periods. See the contract."""
         return disk_writes(self.options, every, model.layouts)
 
-    def after_step(self, engine: ZOEngine, report: StepReport) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
         assert isinstance(report, StepResult), "the engine takes zeroth-order steps"
         return self._health.warnings(report, engine.journal.updates, self.options)
 
-    def at_step(self, engine: ZOEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The base with the updates up to the step, since later updates cannot be undone. See the contract."""
         until = engine.journal.until(step)
         return replayer(self.options, model, activations, None, journal=until, shared=self.shared)
 
-    def explained(self, error: ZO2Error, engine: ZOEngine) -> ZO2Error:
+    def explained(self, error: ZO2Error, engine: Engine) -> ZO2Error:
         """The error with commands to continue from the best step; unchanged without a guard. See the contract."""
         if isinstance(error, DivergenceError) or (self.options.optimization.guard and engine.version):
             return diverged(error, engine.journal.updates, self.options)

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
-from zo2core.build import Joined
 from zo2core.devices import choose_device
-from zo2core.engine.lockstep import Lockstep
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.perturbation import DensePerturbation
 from zo2core.planning.device_plan import DevicePlan
@@ -30,10 +28,11 @@ from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.shared.lockstep import Lockstep
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.exclusive_use import ExclusiveUse, ModelUse
+from zo2core.sweep.exclusive_use import ExclusiveUse, SoleUse
 from zo2core.sweep.shared_visitor import (
     BlockDecoder,
     RunReplay,
@@ -42,7 +41,7 @@ from zo2core.sweep.shared_visitor import (
     SharedVisitor,
     SweepEnded,
 )
-from zo2core.types import Batch, Bucket, GradientStepResult, StepResult
+from zo2core.types import Batch, Bucket, StepResult
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -51,11 +50,21 @@ T = TypeVar("T")
 class Stepping(Hashable, Protocol):
     """An engine of a run."""
 
-    def step(self, batch: Batch | Sequence[Batch]) -> StepResult | GradientStepResult:
+    def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
         """Take a step."""
 
 
 EngineT = TypeVar("EngineT", bound=Stepping)
+
+
+class Joined(NamedTuple):
+    """The place of a run at a shared base."""
+
+    scheduler: Scheduler  # makes the run's sweeps together with those of other runs
+    activation_bytes: int
+    spare_bytes: Callable[[], int]  # the run's share of what the present plan leaves over
+    work_memory: Callable[[int], torch.Tensor]  # allocates a work buffer, which the runs use in turn
+    leave: Callable[[], None]
 
 
 class _Opened:
@@ -117,7 +126,7 @@ class SharedBase:
         self._runs: dict[_Run, RunNeeds] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
-            opened.callback(ModelUse(model).end)
+            opened.callback(SoleUse(model).end)
             opened.callback(model.weights.close)
             self.device = choose_device(device) if isinstance(device, str) else device
             if isinstance(device, str):
@@ -139,9 +148,7 @@ class SharedBase:
         """Plan of device memory; None if the device computes in host memory."""
         return self._spec.device_plan
 
-    def step(
-        self, batches: Mapping[EngineT, Batch | Sequence[Batch]]
-    ) -> dict[EngineT, StepResult | GradientStepResult | Exception]:
+    def step(self, batches: Mapping[EngineT, Batch | Sequence[Batch]]) -> dict[EngineT, StepResult | Exception]:
         """Take a step of each of some runs, in one sweep.
 
         Args:
@@ -306,8 +313,6 @@ class _SweepRequest(NamedTuple):
 
 class _Run:
     """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs."""
-
-    write_back_every = None  # the base is never written
 
     def __init__(self, base: SharedBase, segments: RunSegments, timeline: Timeline) -> None:
         self._base, self._segments, self._timeline = base, segments, timeline

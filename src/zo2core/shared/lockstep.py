@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from zo2core.engine.openmp_team import end_openmp_team
 from zo2core.errors import BusyError
+from zo2core.shared.openmp_team import end_openmp_team
 
 RequestT = TypeVar("RequestT")
 T = TypeVar("T")

@@ -1,0 +1,717 @@
+"""The engine, which users create: a model, a method of making steps, and where the run is kept."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from zo2core.build import JOURNAL, Method, RunOptions, build
+from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
+from zo2core.errors import OptionError
+from zo2core.journal import Journal, json_object
+from zo2core.kernels.encoding import decoded
+from zo2core.methods.first_order import AdapterSteps, FirstOrder, gradient_visits
+from zo2core.methods.fused import FusedSteps
+from zo2core.methods.loss_scale import LossScale
+from zo2core.methods.states import (
+    AdapterState,
+    AtSnapshot,
+    GenerationState,
+    JournalState,
+    KeptSnapshots,
+    StoredState,
+    TrainedState,
+)
+from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
+from zo2core.optimizers import Delayed
+from zo2core.perturbation import Learned
+from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
+from zo2core.profiling import Trace
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    BlockUpdate,
+    Device,
+    DifferentiableModel,
+    Forward,
+    Objective,
+    Scheduler,
+)
+from zo2core.runner import counted
+from zo2core.shared import SharedBase
+from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective
+from zo2core.sweep.stored_parameters import StoredParameters
+from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.sweep.visitor import Groups
+from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
+from zo2core.workers import Workers
+
+
+class Engine:
+    """Trains, evaluates and exports a model that need not fit into memory, one segment at a time.
+
+    Objects that the caller passes stay the caller's. The engine closes what it opens (paths, devices by name) and, unless a
+    source is passed, the model's checkpoint. One engine at a time uses a model.
+
+    A first-order step of all parameters that fails after the first update, or is interrupted there, leaves weights of two
+    steps. The engine then refuses all further use.
+
+    Args:
+        model: A model that is divided into embedding, blocks and head.
+        method: How steps are made: ``ZerothOrder(estimator)`` or ``FirstOrder(optimizer)``. None takes no steps: the engine
+            evaluates and exports the model with all updates of the journal. ``AtSnapshot``: with the parameters of a
+            snapshot.
+        journal: Records the steps: a journal, or its path; a missing file is created. None: that of ``run``, or none on
+            disk. A journal with updates continues its run. Without a method only its updates are read.
+        run: Directory of a run that is kept, with its journal and, of first-order steps, its snapshots or weights. The run
+            resumes from the last of them, and repeats the steps since with the same bits. None keeps no directory.
+        provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
+        device: "cpu", "cuda", "cuda:N" or a ``Device``.
+        memory: Memory that the process may use, or its size ("6GiB").
+        write_back: When zeroth-order steps write changed segments to disk. None: never; a resumed run replays the whole
+            journal.
+        commit_every: For first-order steps of all parameters of a model that is larger than memory: steps between two
+            commits of the segments, with their optimizer states, to ``run``. With more than 1, embedding, head and the
+            blocks that memory has room for are written that seldom; other blocks are written at each step. An optimizer
+            with turns commits at their ends. None: all blocks stay in memory.
+        micro_batch_size: Rows of the micro-batches into which a batch is split; None does not split batches.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same without.
+        replay: For a device with its own memory: "device" replays there, "host" on the host, without offloads; "auto"
+            chooses.
+        trace: Records the work of every sweep: a trace, or the path of a new one.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a first-order
+            step's forward and backward. None: ``run``, or else the system's for temporary files.
+        workers: Workers that share steps and evaluations; None: a run of one process.
+        shared: A base that other runs read, too; its device and memory are used. None: the run reads its base alone.
+        source: Stores the model's segments, instead of one that is planned. Then ``memory`` gives only activations.
+        scheduler: Scheduler of that source and device; None makes one.
+        timeline: Timeline in which that source and scheduler record their work; None makes one.
+
+    Raises:
+        BusyError: if another engine that is open uses the model or the source.
+        OptionError: if an option is out of its range, or would have no effect.
+        MemoryBudgetError: if not even the smallest plan fits into the memory.
+        JournalError: if the journal is damaged, or belongs to another run.
+        CheckpointError: if the checkpoint cannot be read, or there are snapshots, but all are damaged.
+        DeviceError, OutputError, ScratchError: if the device is missing or too small, or a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        method: Method | None = None,
+        *,
+        journal: Journal | Path | str | None = None,
+        run: Path | str | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        device: Device | str = "cpu",
+        memory: MemoryPolicy | int | str = MemoryPolicy(),  # noqa: B008 - frozen
+        write_back: WriteBackPolicy | None = None,
+        commit_every: int | None = None,
+        micro_batch_size: int | None = None,
+        overlap: bool = True,
+        replay: Replay = "auto",
+        trace: Trace | Path | str | None = None,
+        spill: Path | str | None = None,
+        workers: Workers | None = None,
+        shared: SharedBase | None = None,
+        source: BlockSource | None = None,
+        scheduler: Scheduler | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        method = ZerothOrder(None) if method is None else method
+        options = RunOptions(
+            journal=journal,
+            run=run,
+            provenance=provenance,
+            device=device,
+            memory=memory if isinstance(memory, MemoryPolicy) else MemoryPolicy(host=memory),
+            write_back=write_back,
+            commit_every=commit_every,
+            micro_batch_size=micro_batch_size,
+            overlap=overlap,
+            replay=replay,
+            trace=trace,
+            workers=workers,
+            shared=shared,
+            source=source,
+            scheduler=scheduler,
+            timeline=timeline,
+        )
+        _require_consistent(model, method, options)
+        self._method = method
+        self._runner = build(model, method, options)
+        self._snapshots: KeptSnapshots | None = None
+        try:
+            if isinstance(method, FirstOrder):
+                self._open_first_order(method, options, spill)
+            elif isinstance(method, ZerothOrder):
+                state = self._state = JournalState(self._runner)
+                self._steps = None if method.estimator is None else ZerothOrderSteps(self._runner, method.seed, state)
+            else:
+                self._open_snapshot(method)
+        except BaseException:
+            self._runner.use.close()
+            self._runner.opened.__exit__(*sys.exc_info())  # a journal that was just created is removed
+            raise
+
+    _state: JournalState | TrainedState
+    _steps: ZerothOrderSteps | AdapterSteps | FusedSteps | None
+
+    def _open_first_order(self, method: FirstOrder, options: RunOptions, spill: Path | str | None) -> None:
+        """Make the state and the steps of a first-order method, and resume its run."""
+        runner, model, trained = self._runner, self._runner.model, self._runner.trained
+        assert isinstance(model, DifferentiableModel), "it was required"
+        is_kept = options.run is not None
+        directory = Path(spill if spill is not None else tempfile.gettempdir() if options.run is None else options.run)
+        leaves: list[Mapping[str, torch.Tensor]] = [model.leaves(index) for index in range(len(model.layouts))]
+        if (update := method.update) is None:
+            assert isinstance(trained, TrainedParameters), "it was built"
+            leaves = [
+                {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
+                for of_segment in leaves
+            ]
+            adapter = self._state = AdapterState(runner, trained, self.factory, is_kept=is_kept)
+            self._steps = AdapterSteps(runner, method, adapter, gradient_visits(runner, leaves, directory))
+        else:
+            assert isinstance(trained, StoredParameters), "it was built"
+            scale, recorded = LossScale(method.scaling), json_object("update", method.journal_options)
+            stored: StoredState
+            if options.commit_every is None:
+                stored = StoredState(runner, trained, update, scale, recorded, is_kept=is_kept)
+            else:
+                every = options.commit_every
+                stored = GenerationState(runner, trained, update, scale, recorded, commit_every=every)
+            self._state = stored
+            self._steps = FusedSteps(runner, method, stored, gradient_visits(runner, leaves, directory))
+        if options.run is not None and options.commit_every is None:
+            self._snapshots = KeptSnapshots(Path(options.run), runner, self._state)
+
+    def _open_snapshot(self, method: AtSnapshot) -> None:
+        self._steps = None
+        assert self._runner.trained is not None, "it was built"
+        state = self._state = TrainedState(self._runner, self._runner.trained, version=method.step)
+        if method.parameters is not None:
+            state.load(method.parameters)
+
+    @property
+    def factory(self) -> Any:
+        """The function that makes the optimizer of an adapter; None if there is none."""
+        return self._method.optimizer if isinstance(self._method, FirstOrder) else None
+
+    @property
+    def workers(self) -> Workers:
+        """The workers of the run."""
+        return self._runner.workers
+
+    @property
+    def version(self) -> int:
+        """Number of steps taken, including those before a state was loaded.
+
+        It is less than the journal has while first-order steps after a snapshot are repeated.
+        """
+        return self._state.version
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of all steps so far."""
+        return self._runner.journal
+
+    @property
+    def host_plan(self) -> HostPlan | None:
+        """Plan of host memory; None if the caller passed the source, or the base is shared."""
+        return self._runner.host_plan
+
+    @property
+    def device_plan(self) -> DevicePlan | None:
+        """Plan of device memory; None if the device computes in host memory, too."""
+        return self._runner.device_plan
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations in the memory in which forwards run."""
+        return self._runner.activation_bytes
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Steps that a segment may be ahead of its bytes on disk; None: segments are never written."""
+        return self._runner.write_back_every
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of an adapter, for learning rate schedules. The engine calls its ``step``."""
+        return self._adapter("optimizer").optimizer
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """An adapter's parameters by name, in registration order, on the device. Only change them in place."""
+        return MappingProxyType(self._adapter("parameters").trained.parameters)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The snapshots of a first-order run that is kept."""
+        return self._kept("snapshots").files
+
+    @property
+    def committed(self) -> int:
+        """The step of the last commit of segments on disk, from which the run resumes."""
+        return self._generations("committed").committed
+
+    def watch(self, visited: Callable[[int, int], object] | None) -> None:
+        """Have a function called after each visit of a sweep, such as one that draws a progress bar.
+
+        Args:
+            visited: Called in the thread of the sweep, with the number of the sweep's visits so far and of all. On a device
+                with its own memory the visit's work may not have ended yet. None: nothing is called.
+        """
+        self._runner.watch = visited
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None, *, seed: int | None = None) -> StepResult:
+        """Take one step.
+
+        A zeroth-order step is one sweep of evaluations, then one record in the journal; the weights change when they are
+        next visited. A first-order step is a sweep forward and backward, and the optimizer's update; it is committed if
+        that is due.
+
+        Args:
+            batch: Input of the forward; for the model's loss, with labels. Several batches count as one, as with gradient
+                accumulation: the model's loss is the mean over the labelled tokens of all.
+            forward: Computes the number to minimise: an ``Objective``, or any forward whose head returns a 0-d tensor, for
+                one batch without micro-batches; by default the model, whose head returns its loss. First-order steps need
+                one that ``torch.autograd`` can differentiate.
+            seed: Seed of the first direction of a zeroth-order step; None draws it from the run's seed.
+
+        Returns:
+            The result of the step.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+            NonFiniteLossError: if a loss, a projected gradient or a gradient is not finite.
+            OptionError: if the learning rate of this step, the seed, or the micro-batch size for this forward is out of its
+                range, the forward's result is not a number or has no gradient, or the engine takes no steps.
+            JournalError: if the record cannot be written, has a value that would overflow weights, or differs from that of
+                the step that it repeats.
+            WorkerError: if another worker does not answer, or has another batch or step.
+            CheckpointError, ScratchError: if a block cannot be read, or a file cannot be written.
+            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
+            In all these cases the step was not taken, unless the message says that segments had been changed: then the
+            engine is closed.
+            OutputError: if the trace cannot be written; the step was taken.
+        """
+        self._runner.use.require_open()
+        if isinstance(self._steps, ZerothOrderSteps):
+            return self._steps.step(batch, forward, seed=seed)
+        if self._steps is None or seed is not None:
+            raise OptionError(
+                "step",
+                found="an engine without a method" if self._steps is None else "a seed of a first-order step",
+                expected="ZerothOrder or FirstOrder" if self._steps is None else "a zeroth-order step, which has directions",
+                remedy="pass a method to the engine" if self._steps is None else "leave it out",
+            )
+        result = self._steps.step(batch, forward)
+        if isinstance(self._state, GenerationState):
+            self._state.end_step()
+        return result
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
+        """Add the gradients of a batch's loss to ``grad`` of an adapter's parameters, as ``loss.backward()`` does.
+
+        A custom training loop calls ``engine.gradients(batch)``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
+
+        Args:
+            batch: As for ``step``.
+            forward: As for ``step``.
+
+        Returns:
+            The loss.
+
+        Raises:
+            ZO2Error: as for ``step``, except that a loss that is not finite is returned. All gradients are cleared then.
+        """
+        self._runner.use.require_open()
+        trained = self._adapter("gradients").trained
+        assert isinstance(self._steps, AdapterSteps), "they belong to an adapter's state"
+        try:
+            return self._steps.gradients(batch, forward)
+        except BaseException:
+            trained.clear_gradients()
+            raise
+
+    def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
+        """Start a zeroth-order step whose losses the caller computes, by ``forwards_at``, and passes to ``tell``.
+
+        Args:
+            seed: Seed of the first direction; None draws it from the run's seed.
+
+        Returns:
+            The evaluations of the step, or this worker's part of them. A step that was started before is dropped.
+
+        Raises:
+            OptionError: if the learning rate of this step or the seed is out of its range, or workers cannot share the step.
+            BusyError, ClosedError: as for ``step``.
+        """
+        return self._zeroth_order("ask").ask(seed=seed)
+
+    def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
+        """Take the step that ``ask`` started: write its record to the journal.
+
+        Args:
+            losses: The loss of each evaluation that ``ask`` returned, in order: numbers, or 0-d tensors, in whose dtype the
+                projected gradients are computed. The call waits for the losses of other workers.
+
+        Returns:
+            The result of the step.
+
+        Raises:
+            OptionError: if no step is open, or there are more or fewer losses.
+            NonFiniteLossError, JournalError, WorkerError: as for ``step``. In these cases the step was not taken.
+        """
+        return self._zeroth_order("tell").tell(losses)
+
+    def evaluate(self, batches: Iterable[Batch], forward: Objective | None = None) -> EvaluationResult:
+        """Evaluate the present weights; memory for activations limits the number of batches in a sweep.
+
+        Args:
+            batches: Inputs of the forward. The model's loss weights a batch by its labelled tokens.
+            forward: The objective to evaluate; by default the model's loss.
+
+        Returns:
+            The mean loss over labelled tokens, and the loss of each batch; for an objective, its loss of all batches.
+
+        Raises:
+            BatchError: if the model cannot take a batch, or there is no batch.
+            OptionError: if the forward is not an objective, or its result is not a number.
+            WorkerError: if another worker does not answer, or has other batches.
+        """
+        runner = self._runner
+        runner.use.require_open()
+        if forward is None and isinstance(runner.model, Objective):
+            forward = runner.model
+        if forward is not None:
+            return evaluate_objective(partial(self.forwards, forward=forward), batches, runner.micro_batch_size, forward)
+        return evaluate(self.forwards, batches, runner.micro_batch_size, runner.workers)
+
+    def forwards(
+        self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
+    ) -> Iterator[list[torch.Tensor]]:
+        """Run batches with the present weights or those of an evaluation; memory for activations limits batches per sweep.
+
+        Args:
+            batches: Inputs of ``forward``, taken as sweeps run.
+            forward: Runs the segments; by default the model, whose head returns losses.
+            at: One of the evaluations that ``ask`` returned; None: unperturbed weights. Where weights are perturbed in
+                place, a sweep passes all evaluations before it, too: ``forwards_at`` runs several in one sweep.
+
+        Yields:
+            The head's output for each batch, in order, one list for each sweep.
+
+        Raises:
+            BatchError: if the model cannot take a batch.
+            OptionError: if no step is open, the evaluation is not part of it, or is for a group of rows only.
+        """
+        run = self._runner.model if forward is None else forward
+        for group in self._runner.filled(batches, run):
+            if at is None:
+                with self._runner.recorder.sweep("evaluation"):
+                    *_, outputs = self._runner.sweep(self.version, [(at, group)], run)
+            else:  # part of the open step
+                path = self._zeroth_order("forwards").path_through([(at, group)])
+                *_, outputs = self._runner.sweep(self.version, path, run)
+            yield outputs
+
+    def forwards_at(self, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
+        """Run batches at several evaluations in one sweep, whatever memory they take.
+
+        Args:
+            groups: Evaluations of the open step, each with the inputs of ``forward`` to run at it; None instead of an
+                evaluation stands for the present weights.
+            forward: Runs the segments. One with ``stacked`` and ``heads`` runs low-rank evaluations as one batch.
+
+        Returns:
+            The head's output for each batch, one list for each group.
+
+        Raises:
+            BatchError: if the forward cannot take a batch.
+            OptionError: if an evaluation is not one of the open step, or is for a group of rows only.
+        """
+        self._runner.use.require_open()
+        merged: dict[Evaluation | None, list[Batch]] = {}  # a sweep has each evaluation once
+        for at, batches in groups:
+            merged.setdefault(at, []).extend(batches)
+        path: Groups = [*merged.items()]
+        if any(at is not None for at in merged):
+            path = self._zeroth_order("forwards_at").path_through(path)
+        prepared = [(at, list(self._runner.prepared(batches, forward))) for at, batches in path]
+        with self._runner.recorder.sweep("evaluation"):
+            outputs = self._runner.sweep(self.version, prepared, forward)
+        left = {at: iter(of_evaluation) for (at, _), of_evaluation in zip(prepared, outputs, strict=True)}
+        return [list(islice(left[at], len(batches))) for at, batches in groups]
+
+    def flush(self) -> None:
+        """Bring every segment to the present version. The write-back policy decides what is written to disk."""
+        self._runner.use.require_open()
+        with self._runner.recorder.sweep("flush"):
+            self._runner.sweep(self.version, [], self._runner.model)
+
+    def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield every parameter at the present version, one at a time, in visiting order.
+
+        Yields:
+            Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one, and not to be changed.
+        """
+        yield from self._present(range(len(self._runner.layouts)))
+
+    def learned(self) -> Generator[tuple[str, Learned], None, None]:
+        """Yield the learned change of every trained parameter of a low-rank run, in visiting order.
+
+        Yields:
+            Name, and the change, which is valid until the next one.
+
+        Raises:
+            OptionError: if perturbations are dense, since weights then include their changes.
+        """
+        factors = self._runner.factors
+        if factors is None:
+            raise OptionError(
+                "perturbation",
+                found="dense perturbations, with which weights include their changes",
+                expected="low-rank perturbations, whose changes are separate from the weights",
+                remedy="export the model instead",
+            )
+        with closing(self._runner.parameters_at(self.version, range(len(self._runner.layouts)))) as visited:
+            for spec, view in visited:
+                if not spec.frozen:
+                    yield spec.name, factors.learned(spec, view)
+
+    def export(
+        self,
+        directory: Path | str,
+        *,
+        files: Mapping[str, Path | bytes] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write the model at the present version: a directory that ``from_pretrained`` loads, or the model's own format.
+
+        Args:
+            directory: A directory that does not exist or is empty. It appears whole or not at all.
+            files: Further files of the directory: content, or path of the file to copy, by name. None: no further files.
+            progress: Called with the bytes of each parameter once it is written. None: nothing is called.
+
+        Raises:
+            OutputError: if the directory is in use or cannot be written.
+        """
+        self._runner.use.require_open()
+        directory, model, files = Path(directory), self._runner.model, {} if files is None else files
+        require_unused(directory)
+        if isinstance(model, CustomExport):
+            exported, layouts = model.exported_parameters, enumerate(model.layouts)
+            segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
+            with closing(counted(self._present(segments), progress)) as tensors:
+                model.write(directory, tensors, files)
+            return
+        specs, form = [spec.decoded for layout in model.layouts for spec in layout.parameters], saved_form(model)
+        with closing(counted(self.parameters_now(), progress)) as tensors:  # releases its bucket even if the write fails
+            companions = {**model.companions, **files}
+            write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=form)
+
+    def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of the parameters that first-order steps train: of all of them, before the first step.
+
+        Args:
+            parameters: Values by name, as in ``state_dict``.
+
+        Raises:
+            CheckpointError: if they belong to other parameters, or are not finite; nothing is changed then.
+            OptionError: if the state of the run is elsewhere, or belongs to its weights.
+        """
+        self._runner.use.require_open()
+        self._state.load(parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state on which later first-order steps depend: parameters, the optimizer's state, number of steps.
+
+        Another engine of the same model and optimizer continues from it with the same bits. The parameters of an adapter are
+        copies; all parameters of a model are not: the next step changes them.
+
+        Raises:
+            OptionError: if the state is the journal, or is committed on disk.
+        """
+        self._runner.use.require_open()
+        return self._state.snapshot()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a state that ``state_dict`` returned.
+
+        Args:
+            state: State of an engine of the same model and the same optimizer.
+
+        Raises:
+            CheckpointError: if it is of another model or optimizer; nothing is changed then.
+        """
+        self._runner.use.require_open()
+        self._state.restore(state)
+
+    def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
+        """Write a snapshot of the present first-order step durably, and delete all older ones but the newest of them.
+
+        Args:
+            keep: Steps whose snapshots are kept as well.
+
+        Raises:
+            OptionError: if the engine has no directory of a run, or commits its segments on disk instead.
+            OutputError: if it cannot be written.
+            WorkerError: if another worker has other parameters.
+        """
+        self._runner.use.require_open()
+        self._kept("take_snapshot").take(keep)
+
+    def commit(self) -> None:
+        """Commit the present step of a run with ``commit_every`` durably. Optimizers with turns commit at their ends only.
+
+        Raises:
+            ScratchError: if it cannot be written; the engine is closed then.
+        """
+        self._runner.use.require_open()
+        self._generations("commit").commit_generation()
+
+    def note_evaluation(self, results: Mapping[str, float]) -> None:
+        """Record the results of an evaluation of the present weights in the journal, after the base's digests.
+
+        Args:
+            results: Numbers by name.
+
+        Raises:
+            JournalError: if they cannot be written.
+        """
+        self._runner.base_digests.note(self.journal)
+        self.journal.note_evaluation(self.version, results)
+
+    def close(self) -> None:
+        """Stop all work, and close everything that was opened. May be called twice."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        factors = self._runner.factors
+        with closing(self._runner.parameters_at(self.version, segments)) as visited:
+            for spec, view in visited:
+                weights = view if spec.encoding is None else decoded(spec, view)
+                present = weights if factors is None or spec.frozen else factors.present(spec, weights)
+                yield spec.name, present.view(spec.shape)
+
+    def _zeroth_order(self, asked: str) -> ZerothOrderSteps:
+        self._runner.use.require_open()
+        if not isinstance(self._steps, ZerothOrderSteps):
+            raise _misplaced(asked, "zeroth-order steps", "ZerothOrder(estimator)")
+        return self._steps
+
+    def _adapter(self, asked: str) -> AdapterState:
+        if not isinstance(self._state, AdapterState):
+            raise _misplaced(asked, "first-order steps of an adapter", "FirstOrder with a function that makes an optimizer")
+        return self._state
+
+    def _kept(self, asked: str) -> KeptSnapshots:
+        if isinstance(self._state, GenerationState):
+            self._state.refuse(asked)
+        if self._snapshots is None:
+            raise _misplaced(asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every")
+        return self._snapshots
+
+    def _generations(self, asked: str) -> GenerationState:
+        if not isinstance(self._state, GenerationState):
+            raise _misplaced(
+                asked, "segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"
+            )
+        return self._state
+
+
+def _misplaced(asked: str, lacks: str, needed: str) -> OptionError:
+    return OptionError(asked, found=f"an engine without {lacks}", expected=needed, remedy="pass it to the engine")
+
+
+def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
+    """Refuse options that would have no effect, and models that a method cannot train, before anything is opened."""
+    first = method if isinstance(method, FirstOrder) else None
+    update = None if first is None else first.update
+    if first is not None and not isinstance(model, DifferentiableModel):
+        raise OptionError(
+            "model",
+            found=f"a {type(model).__name__}, which has no `leaves`",
+            expected="a DifferentiableModel",
+            remedy="add this method to the model, or use ZerothOrder",
+        )
+    without_effect = {
+        "write_back": options.write_back is not None and not isinstance(method, ZerothOrder),
+        "scheduler": options.scheduler is not None and options.source is None,
+        "commit_every": options.commit_every is not None and update is None,
+        "run": options.run is not None and isinstance(method, AtSnapshot),
+        "journal": options.journal is not None and isinstance(method, AtSnapshot),
+    }
+    for option, is_set in without_effect.items():
+        if is_set:
+            expected = f"none with {type(method).__name__}" if option != "scheduler" else "a source beside it"
+            raise OptionError(option, found=str(getattr(options, option))[:80], expected=expected, remedy="leave it out")
+    if first is not None and options.journal is not None and options.run is None:
+        raise OptionError(
+            "run",
+            found="None, and a journal",
+            expected="a directory for snapshots",
+            remedy=f"pass run=..., with its {JOURNAL}",
+        )
+    if first is not None and update is not None:
+        _require_trainable(model, first, update, options)
+
+
+def _require_trainable(model: BlockModel, method: FirstOrder, update: BlockUpdate, options: RunOptions) -> None:
+    """Refuse what first-order steps of all parameters cannot do right."""
+    halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
+    if method.scaling is not None and halves and not update.widens_gradients:
+        raise OptionError(
+            "scaling",
+            found=f"float16 gradients of {halves[0]}, which the optimizer takes as they are",
+            expected="float32 gradients, into which those of the scaled loss are converted",
+            remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
+        )
+    every, blocks = options.commit_every, sum(not layout.resident for layout in model.layouts)
+    if options.workers is not None and options.workers.size > 1:
+        raise OptionError(
+            "workers",
+            found=f"{options.workers.size} workers",
+            expected="one, where all parameters are trained",
+            remedy="leave it out",
+        )
+    if every is None:
+        return
+    if options.run is None:
+        raise OptionError(
+            "run", found="None", expected="a directory for the segments of commit_every", remedy="pass run=..."
+        )
+    if not isinstance(every, int) or every < 1:
+        raise OptionError(
+            "commit_every", found=repr(every), expected="a number of steps of at least 1", remedy="pass such a number"
+        )
+    if blocks < 2:
+        raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="leave commit_every out")
+    if isinstance(update, Delayed):
+        raise OptionError(
+            "update",
+            found="Delayed, whose thread changes states while they are written",
+            expected="an optimizer that has ended with a segment when it is written",
+            remedy="pass the optimizer that it delays, or leave commit_every out",
+        )

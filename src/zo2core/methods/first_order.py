@@ -1,0 +1,285 @@
+"""First-order steps: a sweep forward and backward computes gradients, and an optimizer changes the parameters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.methods.loss_scale import LossScaling
+from zo2core.methods.row_shards import RowShards
+from zo2core.methods.states import AdapterState
+from zo2core.optimizers import OptimizerFactory, state_bytes
+from zo2core.profiling import Sweep
+from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
+from zo2core.runner import Runner
+from zo2core.sweep.gradient_memory import GradientMemory
+from zo2core.sweep.gradient_visitor import GradientVisits
+from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.input_offload import InputOffload
+from zo2core.sweep.kept_inputs import KeptInputs
+from zo2core.sweep.memory_limit import MemoryLimit
+from zo2core.sweep.objective import batches_of
+from zo2core.sweep.trained_parameters import PresentWeights
+from zo2core.types import Batch, BlockLayout, Commit, StateSpec, StepResult
+
+TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """The first-order method.
+
+    With a function that makes a ``torch.optim`` optimizer, an adapter is trained, which stays in memory over a base that is
+    only read. With a ``BlockUpdate`` all parameters are: each segment is updated in the backward pass, where it is stored.
+    Losses, gradients and parameters are those of ``torch.autograd`` and the same optimizer on the whole model, bit for bit.
+
+    Args:
+        optimizer: ``partial(torch.optim.AdamW, lr=2e-4)``, called with the trained parameters in registration order; or a
+            ``BlockUpdate``: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``. None: for a custom training loop, which
+            calls ``gradients`` and changes ``parameters`` itself.
+        lr: Learning rate, or a function of the 0-based step. None: that of a ``torch.optim`` optimizer.
+        clip: Largest 2-norm of all gradients together; None does not clip. With a ``BlockUpdate`` each step sweeps twice
+            then, first to measure the norm (LOMO, arXiv 2306.09782, section 3.3.1), unless a single segment is trained.
+        clip_value: Largest absolute value of a gradient's elements, before the norm is clipped; None does not clip them.
+            For a ``BlockUpdate``.
+        scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step whose gradients overflow is
+            skipped. To find this before the first update, each step sweeps twice. For a ``BlockUpdate``.
+        options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a run that is kept. None:
+            its class and the options that its state has.
+
+    Raises:
+        OptionError: if an option is out of its range, or has no effect.
+    """
+
+    optimizer: OptimizerFactory | BlockUpdate | None
+    lr: float | Callable[[int], float] | None = None
+    clip: float | None = None
+    clip_value: float | None = None
+    scaling: LossScaling | None = None
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for option, limit in (("clip_value", self.clip_value), ("clip", self.clip)):
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise OptionError(
+                    option, found=repr(limit), expected="a number above 0", remedy="leave it out, to clip nothing"
+                )
+        if self.update is not None and self.lr is None:
+            raise OptionError(
+                "lr", found="None", expected="a learning rate of the BlockUpdate", remedy="pass FirstOrder(lr=...)"
+            )
+        if self.update is None and (self.clip_value is not None or self.scaling is not None):
+            raise OptionError(
+                "clip_value" if self.scaling is None else "scaling",
+                found="an optimizer of an adapter",
+                expected="a BlockUpdate, which trains all parameters",
+                remedy="leave it out",
+            )
+
+    @property
+    def update(self) -> BlockUpdate | None:
+        """The optimizer, if it changes all parameters, one segment at a time."""
+        return self.optimizer if isinstance(self.optimizer, BlockUpdate) else None
+
+    @property
+    def journal_options(self) -> Mapping[str, Any]:
+        """The method as JSON values, for the journal."""
+        if self.update is None:
+            return _described(self.optimizer) if self.options is None else self.options
+        scaling = {} if self.scaling is None else {"loss_scaling": asdict(self.scaling)}
+        return {**self.update.options, "clip_value": self.clip_value, "clip_norm": self.clip, **scaling}
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        assert self.lr is not None, "it is required of a BlockUpdate"
+        return self.lr(step) if callable(self.lr) else self.lr
+
+    def measures_first(self, segments: int) -> bool:
+        """Whether a step that trains so many segments has to measure all gradients before the first update."""
+        return self.scaling is not None or (self.clip is not None and segments > 1)
+
+
+def _described(factory: Any) -> dict[str, Any]:
+    """Name and options of an optimizer that a function makes."""
+    plain, keywords = (bool, int, float, str, list, tuple, type(None)), getattr(factory, "keywords", {})
+    made = getattr(factory, "func", factory)
+    options = {name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()}
+    return {"name": getattr(made, "__name__", type(made).__name__), **options}
+
+
+class Needs(NamedTuple):
+    """The memory of what a method trains, for the plan."""
+
+    trained_copies: int = 0  # copies of trained parameters that are kept, with gradients and optimizer state
+    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    states: Sequence[Sequence[StateSpec]] | None = None  # for each segment, what is stored with it on disk; None: nothing
+    changing: int = 0  # blocks that change from one generation on disk to the next
+
+
+def needs_of(method: FirstOrder, model: BlockModel, *, streams: bool, workers: int = 1) -> Needs:
+    """What first-order steps need.
+
+    Args:
+        method: The method.
+        model: The model.
+        streams: Whether blocks change on disk.
+        workers: Number of workers, which have each other's gradients for a moment.
+    """
+    update, layouts = method.update, model.layouts
+    if update is None:
+        return Needs(trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
+    gradients, in_memory = trained_bytes(update, layouts)
+    if not streams:
+        return Needs(gradient_bytes=gradients, optimizer_bytes=in_memory, stays_in_memory=True)
+    states = [() if update.turn is not None else tuple(update.states(layout)) for layout in layouts]
+    # A first step makes the states of one segment before they are in its bucket.
+    made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
+    return Needs(
+        gradient_bytes=gradients,
+        optimizer_bytes=made if update.turn is None else in_memory,
+        states=states,
+        changing=1 if update.turn is not None else sum(not layout.resident for layout in layouts),
+    )
+
+
+def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[int, int]:
+    """Memory for gradients and for the optimizer's states: of the segment that takes most, if states last for a turn."""
+    if update.turn is None:
+        return gradient_bytes(update, layouts), state_bytes(update, layouts)
+    return max(((gradient_bytes(update, [layout]), state_bytes(update, [layout])) for layout in layouts), key=sum)
+
+
+def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+    """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
+
+    While gradients are summed, there are two of each. While they are converted and clipped, there are two of one parameter
+    at a time. Then the optimizer has its copies of one parameter beside the gradients of the whole segment.
+    """
+    most = 0
+    for layout in layouts:
+        trained = [spec for spec in layout.parameters if not spec.frozen]
+        in_float32 = [4 * spec.numel for spec in trained]
+        given = sum(spec.nbytes for spec in trained)
+        held = max(given, sum(in_float32)) if update.widens_gradients else given
+        largest = max((spec.nbytes for spec in trained), default=0)
+        most = max(most, 2 * given, held + max(largest, update.copies * max(in_float32, default=0)))
+    return most
+
+
+def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
+    """What makes the visitors of first-order steps.
+
+    Args:
+        runner: The parts of the run.
+        leaves: For each segment, its modules' trained parameters by name.
+        spill: Directory of a temporary file, for inputs of blocks that have no room in memory.
+    """
+    device, timeline, trained = runner.device, runner.timeline, runner.trained
+    assert trained is not None, "it was built for first-order steps"
+    file = InputFile(spill, timeline)
+    inputs = KeptInputs(file if device.in_place else InputOffload(device, timeline, file, runner.waiting_bytes))
+    runner.opened.callback(inputs.close)
+    return GradientVisits(
+        layouts=runner.model.layouts,
+        present=PresentWeights(trained, runner.work_buffer),
+        trained=trained,
+        leaves=leaves,
+        weights=runner.work_buffer.bound,
+        inputs=inputs,
+        limit=MemoryLimit(runner.host_limit),
+        streams=device.streams,
+        timeline=timeline,
+    )
+
+
+def step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
+    """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
+    sweep = Sweep.of_step(commit.step, started, time.perf_counter())
+    lanes, seconds = runner.ended(sweep), sweep.done - started
+    return StepResult(
+        commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
+    )
+
+
+class AdapterSteps:
+    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps.
+
+    Args:
+        runner: Makes the sweeps.
+        method: The method.
+        state: The trained parameters and their optimizer.
+        visits: Makes the visitor of each sweep.
+    """
+
+    def __init__(self, runner: Runner, method: FirstOrder, state: AdapterState, visits: GradientVisits) -> None:
+        self._runner, self._method, self._state, self._visits = runner, method, state, visits
+        self._rows = RowShards(runner.workers, state.trained)
+        self._memory = GradientMemory(budget=runner.activation_bytes, spare=runner.spare_bytes)
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
+        """Take a step on a batch. See ``Engine.step``."""
+        state, optimizer, started = self._state, self._state.optimizer, time.perf_counter()
+        if optimizer is None:
+            raise OptionError(
+                "optimizer",
+                found="None, and a call of step",
+                expected="an optimizer",
+                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
+            )
+        if self._method.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self._method.rate(state.version)
+        try:
+            loss = self.gradients(batch, forward)
+            norm = self._clipped(loss)
+            commit = Commit(state.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
+            state.commit(commit)
+            optimizer.step()
+        finally:
+            state.trained.clear_gradients()
+        state.version += 1
+        return step_result(self._runner, commit, started)
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
+        """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
+        runner = self._runner
+        is_model_loss = forward is None and not isinstance(runner.model, Objective)
+        forward = runner.model if forward is None else forward
+        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
+        prepared = list(runner.prepared(rows.batches, forward))
+        outputs: list[torch.Tensor] = []
+        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
+            visitor = self._visits.visitor(
+                forward,
+                prepared[start:stop],
+                weights=None if rows.weights is None else rows.weights[start:stop],
+                joint_loss=rows.joint_loss,
+                kept_bytes=kept_bytes,
+            )
+            outputs += runner.run(visitor, visitor.order)[0]
+        return rows.finish(outputs)
+
+    def _clipped(self, loss: float) -> float:
+        """Clip the gradients, and return their norm before clipping."""
+        parameters = [parameter for parameter in self._state.trained.parameters.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            raise NonFiniteLossError(
+                f"step {self._state.version}",
+                found=f"loss {loss}, norm of the gradients {norm.item()}",
+                expected="a finite loss and a finite norm",
+                remedy="lower the learning rate, or use bfloat16 or float32 where float16 overflows; no step was taken",
+            )
+        if self._method.clip is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
+        return norm.item()

@@ -1,0 +1,413 @@
+"""Where what a run trains is, from step to step: one object for each place, all with the same verbs.
+
+``load`` sets values, ``commit`` keeps a step, ``snapshot`` returns all on which later steps depend, ``restore`` continues
+from that. A place that cannot do one of these refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.errors import JournalError, OptionError
+from zo2core.io.direct_file import whole_pages
+from zo2core.methods.loss_scale import LossScale
+from zo2core.optimizers import (
+    OptimizerFactory,
+    StateMemory,
+    StatesInStores,
+    copied_state,
+    form_of,
+    make_optimizer,
+    require_finite,
+    require_optimizer_state,
+    unusable_state,
+)
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.protocols import BlockUpdate
+from zo2core.runner import Runner
+from zo2core.sources import StreamedSource
+from zo2core.sweep.stored_parameters import StoredParameters
+from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.types import BlockLayout, Commit, Update
+from zo2core.workers import sync_snapshots
+
+
+@dataclass(frozen=True)
+class AtSnapshot:
+    """The method of an engine that evaluates and exports the parameters of a snapshot, and takes no steps.
+
+    Args:
+        step: Number of steps taken when the snapshot was taken.
+        parameters: Values of the trained parameters, by name; None: the initial values of the run.
+    """
+
+    step: int
+    parameters: Mapping[str, torch.Tensor] | None
+
+
+class JournalState:
+    """The state of zeroth-order steps: the journal's updates, which are replayed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def version(self) -> int:
+        """Number of steps taken."""
+        return len(self._runner.journal.updates)
+
+    def commit(self, record: Update) -> None:
+        """Append a step's record to the journal."""
+        self._runner.base_digests.note(self._runner.journal)
+        self._runner.journal.append(record)
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values: weights are those of the journal."""
+        self.refuse("load_parameters")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Refuse: the journal is the state."""
+        self.refuse("state_dict")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Refuse: the journal is the state."""
+        self.refuse("load_state_dict")
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Refuse what this place cannot do."""
+        raise OptionError(
+            asked,
+            found="a run whose state is its journal",
+            expected="a run of first-order steps",
+            remedy="copy the journal; for other weights, begin a run of a checkpoint with them",
+        )
+
+
+class TrainedState:
+    """What first-order steps train, with the steps taken. A step that was lost with its process is repeated.
+
+    Args:
+        runner: The parts of the run.
+        trained: The trained parameters.
+        is_kept: Whether steps are recorded in the journal.
+        version: Number of steps taken before.
+    """
+
+    def __init__(
+        self, runner: Runner, trained: TrainedParameters | StoredParameters, *, is_kept: bool = False, version: int = 0
+    ) -> None:
+        self.version = version
+        self._runner, self.trained, self._is_kept = runner, trained, is_kept
+
+    def commit(self, record: Commit) -> None:
+        """Record a step in the journal, or compare a repeated step with its record.
+
+        Raises:
+            JournalError: if the record cannot be written, or a repeated step differs from its record.
+        """
+        journal = self._runner.journal
+        if not self._is_kept:
+            return
+        if record.step == journal.version:
+            self._runner.base_digests.note(journal)
+            journal.append(record)
+        elif (recorded := journal.commits[record.step]) != record:
+            raise JournalError(
+                f"{journal.name}, step {record.step}",
+                found=f"loss {record.loss!r}, gradient norm {record.grad_norm!r} and lr {record.lr!r} in the repeated step",
+                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
+                remedy="resume with the same machine, torch, transformers and number of threads",
+            )
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of the trained parameters."""
+        self.require(parameters)
+        segments = range(len(self._runner.layouts))
+        self.trained.load(parameters, lambda visitor: self._runner.run(visitor, segments))
+
+    def require(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values of other parameters than the trained ones, and values that are not finite."""
+        if not isinstance(parameters, Mapping):
+            raise unusable_state(f"a {type(parameters).__name__} as parameters")
+        forms = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.trained.forms.items()}
+        if {name: form_of(value) for name, value in parameters.items()} != forms:
+            raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
+        for name, value in parameters.items():
+            require_finite(name, value)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Refuse: there is no optimizer."""
+        self.refuse("state_dict")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Refuse: there is no optimizer."""
+        self.refuse("load_state_dict")
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Refuse what this place cannot do."""
+        raise OptionError(
+            asked,
+            found="an engine that takes no steps",
+            expected="FirstOrder(optimizer)",
+            remedy="pass a method to the engine",
+        )
+
+
+class AdapterState(TrainedState):
+    """Parameters in memory, such as an adapter's, whose optimizer takes its step after the sweep."""
+
+    trained: TrainedParameters
+
+    def __init__(
+        self, runner: Runner, trained: TrainedParameters, factory: OptimizerFactory | None, *, is_kept: bool
+    ) -> None:
+        super().__init__(runner, trained, is_kept=is_kept)
+        self._factory = factory
+        self.optimizer: Any = None if factory is None else make_optimizer(factory, list(trained.parameters.values()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend, as copies."""
+        return {
+            "steps": self.version,
+            "parameters": {name: value.detach().cpu().clone() for name, value in self.trained.parameters.items()},
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        _require_state(state)
+        if self._factory is not None:
+            require_optimizer_state(state["optimizer"], self._factory, list(self.trained.parameters.values()))
+        self.load(state["parameters"])
+        if self._factory is not None:
+            self.optimizer.load_state_dict(copied_state(state["optimizer"]))
+        self.version = state["steps"]
+
+
+class StoredState(TrainedState):
+    """All parameters, in host memory, which change where they are stored.
+
+    Args:
+        runner: The parts of the run.
+        trained: The trained parameters.
+        update: The optimizer.
+        scale: The scale of the loss, on which later steps depend.
+        options: The options of optimizer and gradients, as JSON values: a snapshot of others is refused.
+        is_kept: Whether steps are recorded in the journal.
+    """
+
+    trained: StoredParameters
+
+    def __init__(
+        self,
+        runner: Runner,
+        trained: StoredParameters,
+        update: BlockUpdate,
+        scale: LossScale,
+        options: Mapping[str, Any],
+        *,
+        is_kept: bool,
+    ) -> None:
+        super().__init__(runner, trained, is_kept=is_kept)
+        self.scale = scale
+        self.update, self._options = update, options
+        self.states: StateMemory | StatesInStores = StateMemory(update, runner.layouts)
+        self.is_consistent = True  # whether all segments are of one step
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of all parameters, before the first step."""
+        if self.version:
+            raise OptionError(
+                "load_parameters",
+                found=f"a run of {self.version} steps, whose optimizer's state belongs to its weights",
+                expected="a run without steps",
+                remedy="use load_state_dict, or a new engine",
+            )
+        super().load(parameters)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend, which is not copied: the next step changes it."""
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
+        self.update.settle()
+        segments = range(len(self._runner.layouts))
+        weights = self._runner.parameters_at(0, segments)
+        return {
+            "steps": self.version,
+            "parameters": {spec.name: view.view(spec.shape) for spec, view in weights},
+            "optimizer": self.states.state_dict(),
+            "values": self.scale.values(),
+            "method": self._options,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
+        _require_state(state)
+        if state.get("method") != self._options:
+            raise unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
+        self.require(state["parameters"])
+        self.update.settle()
+        self.scale.load_values(state.get("values", {}))
+        self.states.load_state_dict(state["optimizer"])
+        super().load(state["parameters"])
+        self.version = state["steps"]
+
+
+class GenerationState(StoredState):
+    """All parameters and optimizer states on disk, where those of a step are a generation that is committed together.
+
+    An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The segment of the turn stays
+    there, too, and is written once, when the turn ends; that is the commit.
+
+    Args:
+        runner, trained, update, scale, options: As for ``StoredState``.
+        commit_every: Steps between two commits.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        trained: StoredParameters,
+        update: BlockUpdate,
+        scale: LossScale,
+        options: Mapping[str, Any],
+        *,
+        commit_every: int,
+    ) -> None:
+        super().__init__(runner, trained, update, scale, options, is_kept=True)
+        assert isinstance(runner.source, StreamedSource), "it was planned"
+        assert runner.generations is not None, "it was planned"
+        self._source, self._generations = runner.source, runner.generations
+        if any(layout.states for layout in runner.layouts):
+            self.states = StatesInStores(runner.layouts, runner.source.read_states)
+        self._every = commit_every if update.turn is None else update.turn
+        self.version = self._generations.step
+        scale.load_values(self._generations.values)
+        trained.begin_at({segment: self._generations.version(segment) for segment in range(len(runner.layouts))})
+        self._source.pin(self._kept())
+
+    @property
+    def committed(self) -> int:
+        """The step of the last commit, from which a run resumes."""
+        return self._generations.step
+
+    def end_step(self) -> None:
+        """Commit the present step if it is due."""
+        self._source.skip_states()
+        if self.version % self._every == 0:
+            self.commit_generation()
+
+    def commit_generation(self) -> None:
+        """Commit the present step durably. An optimizer with turns is committed at their ends only.
+
+        Raises:
+            ScratchError: if it cannot be written; the engine is closed then.
+        """
+        turn = self.update.turn
+        if self.version == self.committed or (turn is not None and self.version % turn):
+            return
+        try:
+            self._source.write_kept()
+            self._generations.commit(self.version, self.scale.values())
+        except BaseException:
+            self._runner.use.close()  # memory and disk may disagree about the segments
+            raise
+        self._source.pin(self._kept())
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values, whose versions on disk are steps."""
+        self.refuse("load_parameters")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Refuse: what was committed is the state."""
+        self.refuse("state_dict")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Refuse: what was committed is the state."""
+        self.refuse("load_state_dict")
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Refuse what this place cannot do."""
+        raise OptionError(
+            asked,
+            found="an engine whose weights and states are committed on disk",
+            expected="an engine that keeps them in memory",
+            remedy="call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
+        )
+
+    def _kept(self) -> Sequence[int]:
+        """Segments that stay in memory until the next commit."""
+        if self.update.turn is not None:
+            return tuple(self.update.segments(self.version, self.trained.segments))
+        if self._every == 1:
+            return ()
+        layouts = self._runner.layouts
+        residents = [index for index, layout in enumerate(layouts) if layout.resident]
+        blocks = [index for index, layout in enumerate(layouts) if not layout.resident]
+        return (*residents, *blocks[: kept_blocks(self._source.capacity, self._every)])
+
+
+class KeptSnapshots:
+    """The snapshots of a run's directory, of which the newest is loaded at the start.
+
+    Args:
+        directory: Directory of the run.
+        runner: The parts of the run.
+        state: What they are taken of.
+    """
+
+    def __init__(self, directory: Path, runner: Runner, state: TrainedState) -> None:
+        self.files = Snapshots(directory, runner.journal.chain, runner.journal.require_version)
+        self._state, self._workers = state, runner.workers
+        self.files.clear_partial()
+        newest = sync_snapshots(self.files, runner.workers)
+        if newest is not None:
+            state.restore(newest.state)
+
+    def take(self, keep: Collection[int]) -> None:
+        """Write a snapshot of the present step durably, and delete all older ones but the newest of them."""
+        state = self._state.snapshot()
+        self._workers.require_same("trained parameters", self._workers.digest([state["parameters"]]))
+        self.files.write(Snapshot(self._state.version, state), keep=keep)
+
+
+def kept_blocks(buckets: int, commit_every: int) -> int:
+    """Blocks that stay in memory from one commit to the next, of so many buckets."""
+    return 0 if commit_every == 1 else max(buckets - MOST_USEFUL_BUCKETS, 0)
+
+
+def read_bytes(layouts: Sequence[BlockLayout], buckets: int, commit_every: int, *, measures: bool = False) -> int:
+    """Bytes of blocks that a step reads from disk, for an optimizer without turns.
+
+    Weights of blocks that are not in a bucket are read on the way there and on the way back. Optimizer states are read on
+    the way back. At the end of a step the first blocks are in the buckets, and at its turn the last blocks.
+
+    Args:
+        layouts: Segments in visiting order, with the states that are stored with them.
+        buckets: Number of buckets for blocks.
+        commit_every: Steps between two commits.
+        measures: Whether a sweep before the one that updates measures all gradients.
+    """
+    kept = kept_blocks(buckets, commit_every)
+    blocks = [layout for layout in layouts if not layout.resident][kept:]
+    count, free = len(blocks), buckets - kept
+    if free >= count:
+        return 0
+    weights = [whole_pages(layout.weight_bytes) for layout in blocks]
+    states = [whole_pages(layout.nbytes) - of_weights for layout, of_weights in zip(blocks, weights, strict=True)]
+    moved = sum(weights[free:]) + sum(weights[: count - free])
+    return moved * (2 if measures else 1) + sum(states[max(free, count - free) :]) + sum(states[: count - free])
+
+
+def _require_state(state: Mapping[str, Any]) -> None:
+    missing = {"steps", "parameters", "optimizer"} - (state.keys() if isinstance(state, Mapping) else set())
+    if missing:
+        raise unusable_state(f"a state without {', '.join(sorted(missing))}")
+    if type(state["steps"]) is not int or state["steps"] < 0:
+        raise unusable_state(f"{state['steps']!r:.40} as the number of steps")

@@ -1,0 +1,157 @@
+"""The runner: the parts of one run, and the sweeps that methods make over its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+import torch
+
+from zo2core.journal import Journal
+from zo2core.perturbation import FactorStore
+from zo2core.planning import DevicePlan, HostPlan
+from zo2core.profiling import Sweep, TraceRecorder
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.sources.base_digests import BaseDigests
+from zo2core.sources.generations import Generations
+from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.evaluation_loop import fill_sweeps
+from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.stored_parameters import StoredParameters
+from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.sweep.update_loss import UpdateLoss
+from zo2core.sweep.visitor import Groups
+from zo2core.sweep.visits import SweepVisitor, Visits
+from zo2core.sweep.watched_visitor import WatchedVisitor
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import Batch, BlockLayout, Lane, LaneUse, ParameterSpec, require_tensors
+from zo2core.workers import Workers
+
+
+@dataclass(kw_only=True)
+class Runner:
+    """The parts of a run. It knows no method: a method makes sweeps with it."""
+
+    model: BlockModel
+    estimator: ZOEstimator | None  # of zeroth-order steps; its ``perturb_in_place`` is not None
+    micro_batch_size: int | None  # rows; None does not split batches
+    opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
+    journal: Journal
+    workers: Workers
+    device: Device
+    noise: NoiseGenerator
+    timeline: Timeline
+    recorder: TraceRecorder
+    update_loss: UpdateLoss
+    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
+    source: BlockSource | None  # None if it is shared with other runs
+    scheduler: Scheduler
+    write_back_every: int | None  # versions that a segment may be ahead of its bytes on disk; None: it is never written
+    layouts: Sequence[BlockLayout]  # segments as they are stored
+    generations: Generations | None  # segments on disk that change at each step; None: there are none
+    base_digests: BaseDigests  # of the base; empty if the caller passed the source
+    activations: ActivationOffload
+    activation_bytes: int  # for activations in the memory in which forwards run
+    spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
+    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory
+    work_buffer: WorkBuffer
+    visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
+    trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are those of the journal
+    host_plan: HostPlan | None  # None if the caller passed the source, or it is shared
+    device_plan: DevicePlan | None  # None if the device computes in host memory, too
+    use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
+    watch: Callable[[int, int], object] | None = None  # called after each visit, with the number of visits so far and of all
+    _offloaded: int = 0  # version at which the blocks that stay on the device were last offloaded
+
+    @property
+    def host_limit(self) -> int | None:
+        """Resident bytes that the process may have; None where the plan does not say."""
+        plan = self.host_plan
+        return plan.budget if plan is not None and plan.parts and self.device.in_place else None
+
+    def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
+        """Yield the batches on the device, checked by their forward."""
+        for batch in batches:
+            require_tensors(batch)
+            yield forward.prepared({key: value.to(self.device.torch_device) for key, value in batch.items()})
+
+    def filled(self, batches: Iterable[Batch], forward: Forward) -> Iterator[list[Batch]]:
+        """Prepare batches, and group them by sweep, as memory for activations allows."""
+        self.use.require_open()
+        allowed = self.activation_bytes - self.activations.staging_bytes
+        for group in fill_sweeps(self.prepared(batches, forward), forward, allowed):
+            self.use.require_open()
+            yield group
+
+    def sweep(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
+        """Visit all segments once; returns the head's outputs, one list for each evaluation.
+
+        Args:
+            version: The present version, to which segments are brought.
+            groups: The evaluations to make, each with its prepared batches. Empty for a sweep that only replays.
+            forward: Runs the segments.
+        """
+        with self.use.locked():
+            return self._run(self.visits.visitor(version, groups, forward), range(len(self.layouts)))
+
+    def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Visit segments in an order, in which a block may occur more than once, by a method's own visitor."""
+        with self.use.locked():
+            return self._run(visitor, order)
+
+    def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+        try:
+            watched = visitor if self.watch is None else WatchedVisitor(visitor, len(order), self.watch)
+            self.scheduler.sweep(watched, order)
+        except BaseException:
+            self.recorder.flush()  # its transfers do not count for the next step
+            raise
+        finally:
+            visitor.finish()
+            self.noise.retain(visitor.seeds)
+        return visitor.outputs
+
+    def parameters_at(
+        self, version: int, segments: Iterable[int]
+    ) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
+        """Bring segments to a version, and yield their parameters with their bytes on the host."""
+        self.use.require_open()
+        with self.use.locked():
+            visitor = self.visits.visitor(version, [], self.model)
+            try:
+                for index in segments:
+                    with self.scheduler.replayed(visitor, index) as bucket:
+                        parameters = self.model.layouts[index].parameters
+                        yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
+            finally:
+                self.noise.retain(visitor.seeds)
+                self.recorder.flush()
+
+    def offload_kept(self, step: int) -> None:
+        """Offload blocks that stay on the device, if they are due to be written back, before a step."""
+        if self.write_back_every is not None and step > self._offloaded + self.write_back_every:
+            with self.use.locked():
+                self.scheduler.release_all()
+            self._offloaded = step - 1
+
+    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
+        """Record that a step ended, and return the use of each lane in it."""
+        return self.recorder.ended(sweep)
+
+    def close(self) -> None:
+        """Stop all work, and close everything that was opened. May be called twice."""
+        self.use.close()
+        self.opened.close()
+
+
+def counted(
+    tensors: Generator[tuple[str, torch.Tensor], None, None], progress: Callable[[int], object] | None
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the same tensors, and report the bytes of each once the next is asked for."""
+    with closing(tensors):
+        for name, tensor in tensors:
+            yield name, tensor
+            if progress is not None:
+                progress(tensor.nbytes)

@@ -1,0 +1,4 @@
+"""One base for several runs."""
+
+from zo2core.shared.shared_base import Joined as Joined
+from zo2core.shared.shared_base import SharedBase as SharedBase
