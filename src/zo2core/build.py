@@ -145,16 +145,7 @@ class _Segments(NamedTuple):
 
 
 def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
-    """Plan a run, and open the parts of the plan.
-
-    Args:
-        model: The model to run.
-        method: How steps are made, if there are any.
-        options: Options of the run.
-
-    Raises:
-        ZO2Error: as for ``Engine``. All opened parts are closed then.
-    """
+    """Plan a run, and open the parts of the plan."""
     with ExitStack() as opened:
         opened.callback(SoleUse(model).end)
         if options.source is not None:
@@ -217,14 +208,7 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
 
 
 def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
-    """What the plan of a run depends on, as far as first-order methods are concerned. Nothing is opened.
-
-    Args:
-        model: The model to run.
-        method: How steps are made.
-        options: Options of the run; a run with ``commit_every`` has a directory.
-        workers: Number of workers.
-    """
+    """What the plan of a run depends on, as far as first-order methods are concerned. Nothing is opened."""
     write_back, layouts, needs = options.write_back, model.layouts, _needs(model, method, options, workers)
     if needs.states is not None:
         assert options.run is not None, "it is required for commits"

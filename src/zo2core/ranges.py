@@ -12,18 +12,7 @@ LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
 
 
 def require_whole(option: str, value: object, least: int, most: int = LARGEST, *, otherwise: str = "") -> None:
-    """Refuse what is not a whole number in a range.
-
-    Args:
-        option: Name of the option.
-        value: Its value.
-        least: The least number that is valid.
-        most: The largest number that is valid.
-        otherwise: Further valid values in words, such as ", or None".
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Refuse what is not a whole number in a range."""
     if type(value) is not int:
         expected, remedy = f"a whole number of at least {least}{otherwise}", "pass such a number"
         raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
@@ -43,20 +32,7 @@ def require_number(
     most: float = math.inf,
     remedy: str = "pass such a number",
 ) -> None:
-    """Refuse what is not a finite number in a range.
-
-    Args:
-        option: Name of the option.
-        value: Its value.
-        above: A number that is too small; all larger ones are valid.
-        least: The least number that is valid.
-        below: A number that is too large; all smaller ones are valid.
-        most: The largest number that is valid.
-        remedy: What to do.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Refuse what is not a finite number in a range."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and above < value < below and least <= value <= most:
         return

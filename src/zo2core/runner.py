@@ -86,13 +86,7 @@ class Runner:
             yield group
 
     def sweep(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
-        """Visit all segments once; returns the head's outputs, one list for each evaluation.
-
-        Args:
-            version: The present version, to which segments are brought.
-            groups: The evaluations to make, each with its prepared batches. Empty for a sweep that only replays.
-            forward: Runs the segments.
-        """
+        """Visit all segments once; returns the head's outputs, one list for each evaluation."""
         with self.use.locked():
             return self._run(self.visits.visitor(version, groups, forward), range(len(self.layouts)))
 

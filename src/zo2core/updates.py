@@ -27,13 +27,7 @@ class Trajectory(NamedTuple):
 def compile_updates(
     updates: Sequence[Update], then: Evaluation | None = None, zo_eps: float = 1.0
 ) -> Mapping[bool, Program]:
-    """Compile consecutive updates to two programs, by whether weight decay applies to a parameter.
-
-    Args:
-        updates: The updates in order; an empty list leaves weights unchanged.
-        then: The evaluation for which the same pass makes a perturbed copy; None makes no copy.
-        zo_eps: Perturbation scale of that evaluation.
-    """
+    """Compile consecutive updates to two programs, by whether weight decay applies to a parameter."""
     plain = _compiled(updates, then, zo_eps, decays=False)
     decay = any(update.weight_decay != 0 for update in updates)
     return {False: plain, True: _compiled(updates, then, zo_eps, decays=True) if decay else plain}

@@ -80,15 +80,7 @@ Value: TypeAlias = Scalar | str | StoredText | StoredArray
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF model's metadata and tensors.
-
-    Args:
-        path: The file; the first one of a split model.
-        metadata: Values by key.
-        kinds: The numbers of the values' types by key.
-        tensors: Location of each tensor by its name in the file, in the order of the headers. Shapes are torch's, rows
-            first; the dtype of a tensor in blocks is the name of its type, such as "Q4_K".
-    """
+    """A GGUF model's metadata and tensors."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -96,11 +88,7 @@ class GGUFFile:
     tensors: Mapping[str, TensorEntry]
 
     def text(self, key: str) -> str | None:
-        """A string of the metadata, from memory or from the file; None if there is no such key.
-
-        Raises:
-            CheckpointError: if the value is not a string, or cannot be read.
-        """
+        """A string of the metadata, from memory or from the file; None if there is no such key."""
         value = self.metadata.get(key)
         if value is None or isinstance(value, str):
             return value
@@ -111,11 +99,7 @@ class GGUFFile:
             return _decoded(cursor, value.nbytes, key)
 
     def array(self, key: str) -> Iterator[Scalar | str]:
-        """Yield the elements of an array of the metadata; none if there is no such key.
-
-        Raises:
-            CheckpointError: if the value is not an array, or cannot be read.
-        """
+        """Yield the elements of an array of the metadata; none if there is no such key."""
         value = self.metadata.get(key)
         if value is None:
             return
@@ -136,13 +120,6 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read and check the header of a GGUF file and, if its model is split, the headers of its other files.
 
     The data of tensors are not read.
-
-    Args:
-        path: The file; the first one of a split model.
-
-    Raises:
-        CheckpointError: if a file is missing, truncated or malformed, or the path is not that of the first file.
-        UnsupportedModelError: for an unknown version, or an unknown type of tensors.
     """
     first = _read_file(path)
     count = first.metadata.get("split.count", 1)

@@ -72,9 +72,6 @@ class TensorEntry(NamedTuple):
         """Read the tensor's bytes, of a tensor that is small.
 
         Safetensors' own reader maps the whole shard privately, which the system refuses for a shard larger than its memory.
-
-        Raises:
-            CheckpointError: if the shard cannot be read, or ends before the tensor does.
         """
         try:
             with open_regular(self.path) as file:
@@ -114,17 +111,7 @@ class Piece(NamedTuple):
 
 
 def parse_header(path: Path) -> dict[str, TensorEntry]:
-    """Read and check one shard's header; its data is not read.
-
-    Args:
-        path: A safetensors file.
-
-    Returns:
-        Location of each tensor by name, in the order of the data.
-
-    Raises:
-        CheckpointError: if the file is missing, truncated or malformed.
-    """
+    """Read and check one shard's header; its data is not read."""
     try:
         with open_regular(path) as file:
             info = os.fstat(file.fileno())
@@ -271,11 +258,7 @@ def _parse_index(path: Path) -> dict[str, str]:
 
 
 def check_float(entry: TensorEntry) -> torch.dtype:
-    """Return a tensor's floating-point dtype.
-
-    Raises:
-        CheckpointError: if it holds integers or 8-bit floats: quantised weights cannot be perturbed.
-    """
+    """Return a tensor's floating-point dtype."""
     if entry.torch_dtype is None:
         raise CheckpointError(
             f"{entry.path}: {entry.name}",
@@ -411,11 +394,7 @@ class SafetensorsReader:
 
 
 def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
-    """Whether two tensors agree in dtype, shape and 4 KiB each of their beginning, middle and end.
-
-    Raises:
-        CheckpointError: if a file cannot be read.
-    """
+    """Whether two tensors agree in dtype, shape and 4 KiB each of their beginning, middle and end."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     reader = SafetensorsReader({})
@@ -431,16 +410,6 @@ def require_own_file(path: Path, directory: Path) -> Path:
     A model may come from an untrusted source: a link in its directory could make this program read any file of the machine
     and copy it into an export. Links inside the directory are followed and, in the hub's cache, links to blobs of the same
     model. The directory itself may be a link.
-
-    Args:
-        path: Path of a file in the directory.
-        directory: Directory of the model.
-
-    Returns:
-        The path with all links followed.
-
-    Raises:
-        CheckpointError: if the path leads out of the directory, and not to a blob of the same model in the hub's cache.
     """
     target, root = (Path(os.path.realpath(item)) for item in (path, directory))
     cached = root.parent.parent  # in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION

@@ -45,13 +45,7 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """The snapshots in a run's directory. One engine writes them; others may read meanwhile.
-
-    Args:
-        directory: Directory of the run, made with the first snapshot.
-        chain: Returns the journal's checksum at a version, after making the journal durable; None if it is shorter.
-        require_version: Refuses a journal without a version that a named file refers to.
-    """
+    """The snapshots in a run's directory. One engine writes them; others may read meanwhile."""
 
     def __init__(
         self, directory: Path, chain: Callable[[int], int | None], require_version: Callable[[int, str], None]
@@ -80,16 +74,7 @@ class Snapshots:
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
 
     def write(self, snapshot: Snapshot, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot durably, and remove older ones except the one before it, which serves as a fallback.
-
-        Args:
-            snapshot: Snapshot of a step in the journal.
-            keep: Steps whose snapshots are not removed.
-
-        Raises:
-            OutputError: if it cannot be written.
-            OptionError: if the state has a value that a snapshot cannot store.
-        """
+        """Write a snapshot durably, and remove older ones except the one before it, which serves as a fallback."""
         step, chain = snapshot.step, self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
         tensors: dict[str, torch.Tensor] = {}
@@ -110,12 +95,7 @@ class Snapshots:
         return content[_DIGITS].decode(errors="replace")
 
     def receive(self, step: int, content: bytes) -> Snapshot:
-        """Write another worker's file of a step durably, and read it.
-
-        Raises:
-            OutputError: if it cannot be written.
-            CheckpointError: if it is not an undamaged snapshot of this run and step.
-        """
+        """Write another worker's file of a step durably, and read it."""
         self._replace(step, content)
         snapshot = self.read(step)
         self._last = step
@@ -134,12 +114,7 @@ class Snapshots:
             ) from error
 
     def read(self, step: int) -> Snapshot:
-        """Read and check the snapshot of a step. Its tensors are views of the file's bytes, whose pages are read when used.
-
-        Raises:
-            CheckpointError: if it is missing, damaged, or of another run.
-            JournalError: if the journal has lost the step.
-        """
+        """Read and check the snapshot of a step. Its tensors are views of the file's bytes, whose pages are read when used."""
         path = self.path(step)
         try:
             raw = map_regular(path)
@@ -163,15 +138,7 @@ class Snapshots:
         return snapshot
 
     def newest(self) -> Snapshot | None:
-        """Read the newest undamaged snapshot, with a warning for each damaged one that is newer.
-
-        Returns:
-            The snapshot; None if there are no files: the run then starts from the base.
-
-        Raises:
-            CheckpointError: if all snapshots are damaged.
-            JournalError: if the journal has lost the step of a snapshot.
-        """
+        """Read the newest undamaged snapshot, with a warning for each damaged one that is newer."""
         steps = self.steps
         damages = []
         for step in reversed(steps):
@@ -206,13 +173,7 @@ class Snapshots:
 
 
 def _to_parts(snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """The header and the bytes of the tensors, which are not copied.
-
-    Args:
-        snapshot: The snapshot.
-        chain: The journal's checksum at its step.
-        tensors: Takes the tensors, which have to live as long as the parts.
-    """
+    """The header and the bytes of the tensors, which are not copied."""
     state = _encoded(snapshot.state, "", tensors)
     contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
     metadata = {"sha256": "0" * 64, "zo2": json.dumps(contents, separators=(",", ":"))}

@@ -39,24 +39,11 @@ class CustomExport(Protocol):
         """Names of the parameters that ``write`` needs."""
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
-        """Write the export; its directory appears whole or not at all.
-
-        Args:
-            directory: Directory that does not exist, or is empty.
-            tensors: Names and values of parameters, among them all ``exported_parameters``; a value is valid until the next.
-            files: Further files: content, or the file to copy, by name.
-
-        Raises:
-            OutputError: if it cannot be written.
-        """
+        """Write the export; its directory appears whole or not at all."""
 
 
 def require_unused(directory: Path) -> None:
-    """Refuse an output path that exists, unless it is an empty directory.
-
-    Raises:
-        OutputError: if it is refused.
-    """
+    """Refuse an output path that exists, unless it is an empty directory."""
     if directory.is_dir() and not any(directory.iterdir()):
         return
     if directory.exists() or directory.is_symlink():
@@ -78,21 +65,7 @@ def write_checkpoint(
     form: SavedForm | None = None,
     max_shard: int = MAX_SHARD,
 ) -> None:
-    """Write a model directory that ``from_pretrained`` loads. Only the caller's tensors are held in memory, one at a time.
-
-    Args:
-        directory: Directory that does not exist, or is empty.
-        parameters: The parameters, in the order of ``tensors``.
-        tensors: Name and CPU tensor, contiguous, of the parameter's dtype and size.
-        companions: Other files: content, or the file to copy, by name.
-        dtype: Dtype to which tensors are rounded; None: they are written as they are.
-        form: Tensors of the checkpoint in which parameters are stored, which together fill them, and further tensors; None:
-            each parameter is one tensor.
-        max_shard: Most bytes of data in a shard; a larger tensor gets its own shard.
-
-    Raises:
-        OutputError: if the directory is in use or cannot be written. Nothing is left behind.
-    """
+    """Write a model directory that ``from_pretrained`` loads. Only the caller's tensors are held in memory, one at a time."""
     form = form or SavedForm()
     written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
     runs = {spec.name: form.parts_of(spec) for spec in parameters}
@@ -149,17 +122,7 @@ def new_checkpoint(
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Make a directory that appears whole and durable, or not at all.
-
-    Args:
-        directory: Directory that does not exist, or is empty.
-
-    Yields:
-        A directory for the files. It becomes ``directory`` at the end, or is removed if the body raises.
-
-    Raises:
-        OutputError: if the directory is in use, or the system refuses to write or rename it.
-    """
+    """Make a directory that appears whole and durable, or not at all."""
     require_unused(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -203,29 +166,14 @@ def shard_names(count: int) -> list[str]:
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: int) -> None:
-    """Write the index of a checkpoint if it has several shards.
-
-    Args:
-        directory: Directory of the shards.
-        weight_map: Name of the shard by tensor name.
-        total_size: Bytes of all tensors.
-    """
+    """Write the index of a checkpoint if it has several shards."""
     if not (directory / SINGLE_FILE).exists():
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
         write_companions(directory, {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()})
 
 
 def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) -> None:
-    """Write or copy the small files beside the weights.
-
-    Args:
-        directory: Directory of the weights.
-        companions: Content, or the file to copy, by name.
-
-    Raises:
-        CheckpointError: if a file to copy cannot be read.
-        OSError: if a path exists, or the system refuses.
-    """
+    """Write or copy the small files beside the weights."""
     for name, content in companions.items():
         with create_file(directory / name) as file:
             if isinstance(content, bytes):
@@ -260,12 +208,7 @@ def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> int:
 
 
 def header_bytes(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The header of a safetensors file with its length in front; the data follows.
-
-    Args:
-        metadata: Value of ``__metadata__``, the first member.
-        tensors: Name, safetensors' dtype, shape and bytes of each tensor, in the order of the data.
-    """
+    """The header of a safetensors file with its length in front; the data follows."""
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape, nbytes in tensors:

@@ -9,12 +9,7 @@ from zo2core.protocols import Device
 
 
 def choose_device(device: Device | str) -> Device:
-    """Make the device with a name: "cpu", "cuda" or "cuda:N". A device is returned unchanged.
-
-    Raises:
-        OptionError: for any other name.
-        DeviceError: if there is no such device.
-    """
+    """Make the device with a name: "cpu", "cuda" or "cuda:N". A device is returned unchanged."""
     if not isinstance(device, str):
         return device
     if device == "cpu":

@@ -29,12 +29,7 @@ class _Clock:
 
 
 class CudaEvent:
-    """A point in a stream.
-
-    Args:
-        clock: The device's clock.
-        stream: The stream in which the event is recorded.
-    """
+    """A point in a stream."""
 
     def __init__(self, clock: _Clock, stream: Any) -> None:
         self._clock = clock
@@ -53,11 +48,7 @@ class CudaEvent:
 
 
 class CudaStreams:
-    """Streams of one GPU for copies, one a lane, besides the stream that torch computes in.
-
-    Args:
-        index: Number of the GPU.
-    """
+    """Streams of one GPU for copies, one a lane, besides the stream that torch computes in."""
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -47,12 +47,6 @@ def outlier(update: Update, past: Sequence[Update], *, window: int, factor: floa
     """Describe how a step lies far outside the run's range; None if it does not.
 
     Recently refused steps do not count, so that all steps after a lasting jump are refused until the run stops.
-
-    Args:
-        update: The update of the step, which has not been taken.
-        past: All updates before it.
-        window: Number of steps in the median; the extremes are those of four times as many.
-        factor: Largest distance of a loss from the median, as a multiple of the distance from the median to the extreme.
     """
     if len(past) < LEAST:
         return None
@@ -103,16 +97,7 @@ def squared_move(update: Update) -> float:
 
 
 def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[str, str] | None:
-    """Check whether a run has become permanently worse; runs are checked at the end of a block.
-
-    Args:
-        health: Summary of these updates.
-        past: All updates of the run.
-        window: Most steps at the start of the run, and around the best block, to compare with.
-
-    Returns:
-        The finding and the expectation, in words; None if the run is healthy or is not checked at this step.
-    """
+    """Check whether a run has become permanently worse; runs are checked at the end of a block."""
     if not past or health.version != len(past):
         return None
     moved = math.sqrt(health.squares)

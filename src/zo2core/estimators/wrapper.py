@@ -14,11 +14,7 @@ from zo2core.types import Distribution, Evaluation, Update
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorWrapper:
-    """An estimator with the evaluations and updates of another one.
-
-    Args:
-        estimator: The wrapped estimator.
-    """
+    """An estimator with the evaluations and updates of another one."""
 
     estimator: ZOEstimator
 

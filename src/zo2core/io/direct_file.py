@@ -30,28 +30,14 @@ _thread = threading.local()
 
 
 class RangedFile:
-    """A file whose ranges any thread may read, and write if it was opened for writing.
-
-    Args:
-        path: The file's path.
-        writable: Whether to open the file for writing as well, locked until ``close``; it is created if it does not exist.
-            Symbolic links are followed only for reading.
-
-    Raises:
-        LockedFileError: if another engine has it open for writing.
-        OSError: if it cannot be opened, or is not a regular file.
-    """
+    """A file whose ranges any thread may read, and write if it was opened for writing."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self._open(path, open_locked(path, os.O_CREAT) if writable else None)
 
     @classmethod
     def unnamed(cls, directory: Path) -> Self:
-        """Open a new temporary file without a name, which is deleted when it is closed.
-
-        Raises:
-            OSError: if it cannot be created.
-        """
+        """Open a new temporary file without a name, which is deleted when it is closed."""
         file = cls.__new__(cls)
         with tempfile.TemporaryFile(dir=directory) as temporary:
             descriptor = os.dup(temporary.fileno())
@@ -78,12 +64,7 @@ class RangedFile:
             self._open_buffered()
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill memory from a byte offset on.
-
-        Raises:
-            OSError: if the read fails.
-            EOFError: if the file ends before ``out`` is full.
-        """
+        """Fill memory from a byte offset on."""
         if self._supports_direct and self._direct is not None:
             try:
                 done = _read_direct(self._direct, offset, out)
@@ -100,11 +81,7 @@ class RangedFile:
         os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write memory at a byte offset; ``sync`` makes it durable.
-
-        Raises:
-            OSError: if the write fails.
-        """
+        """Write memory at a byte offset; ``sync`` makes it durable."""
         if self._supports_direct and self._direct is not None and _is_aligned(offset, data):
             try:
                 done = 0
@@ -123,11 +100,7 @@ class RangedFile:
             done += os.pwrite(buffered, data[done:], offset + done)
 
     def sync(self) -> None:
-        """Make all writes durable.
-
-        Raises:
-            OSError: if they cannot be synced.
-        """
+        """Make all writes durable."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 os.fdatasync(descriptor)

@@ -39,11 +39,7 @@ class DisturbedFileError(OSError):
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, if it does not exist. On return their names are durable.
-
-    Raises:
-        OSError: if the system refuses.
-    """
+    """Make a directory and its missing parents, if it does not exist. On return their names are durable."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -51,11 +47,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file's data, or a directory's entries, to disk.
-
-    Raises:
-        OSError: if the system refuses.
-    """
+    """Sync a file's data, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -64,18 +56,7 @@ def sync_path(path: Path) -> None:
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, without waiting for the other end of a FIFO.
-
-    Args:
-        path: Path of the file.
-        flags: Flags of ``os.open``; with O_NOFOLLOW a symbolic link as the path's last component is refused.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        OSError: if it is not a regular file, or the system refuses.
-    """
+    """Open a regular file, without waiting for the other end of a FIFO."""
     descriptor: int | None = None
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -96,11 +77,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, refusing symbolic links. Usable as ``opener`` of Python's ``open``.
-
-    Raises:
-        OSError: if it is a link or not a regular file, or the system refuses.
-    """
+    """Open a regular file, refusing symbolic links. Usable as ``opener`` of Python's ``open``."""
     return open_descriptor(path, flags | os.O_NOFOLLOW)
 
 
@@ -109,18 +86,6 @@ def open_locked(path: Path, flags: int = 0) -> int:
 
     The lock is an exclusive ``flock`` on the file itself. It ends with the process, and needs no lock file. A second writer
     is refused, in this process as in another one. Readers need no lock.
-
-    Args:
-        path: Path of the file.
-        flags: O_CREAT creates a missing file; with O_EXCL the file has to be missing.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        LockedFileError: if the file is open for writing elsewhere.
-        DisturbedFileError: if its last writer has just removed it.
-        OSError: if it is not a regular file, or the system refuses.
     """
     descriptor: int | None = None
     try:
@@ -148,11 +113,7 @@ def close_locked(descriptor: int) -> None:
 
 
 def require_same_file(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Check that a path still leads to an open file.
-
-    Raises:
-        DisturbedFileError: if it leads to no file or to another one.
-    """
+    """Check that a path still leads to an open file."""
     try:
         named: os.stat_result | None = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -178,11 +139,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Open a new file for writing. An existing path is refused, and a link there is not followed.
-
-    Raises:
-        OSError: if the path exists, or the system refuses.
-    """
+    """Open a new file for writing. An existing path is refused, and a link there is not followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -193,15 +150,7 @@ def partial_path(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> None:
-    """Replace a file's content atomically; on return the new content is durable.
-
-    Args:
-        path: Path of the file, which need not exist. A link there is replaced, not followed.
-        content: The whole new content, or its parts in order.
-
-    Raises:
-        OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
-    """
+    """Replace a file's content atomically; on return the new content is durable."""
     partial = partial_path(path)
     partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
@@ -218,23 +167,12 @@ def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> N
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading. FIFOs, devices and directories are refused.
-
-    Raises:
-        OSError: if it is not a regular file, or the system refuses.
-    """
+    """Open a regular file for reading. FIFOs, devices and directories are refused."""
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
 
 
 def map_regular(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
-    """Map a regular file into memory; what is written there stays in this process. Its pages are read when they are used.
-
-    Returns:
-        The map; nothing can be mapped of an empty file.
-
-    Raises:
-        OSError: if it is not a regular file, or the system refuses.
-    """
+    """Map a regular file into memory; what is written there stays in this process. Its pages are read when they are used."""
     with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:
             return b""
@@ -242,10 +180,6 @@ def map_regular(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        OSError: if it is not a regular file, or the system refuses.
-    """
+    """Read a regular file."""
     with open_regular(path) as file:
         return file.read()

@@ -43,15 +43,7 @@ class DamagedRecordError(ValueError):
 
 
 class RecordFile:
-    """Records on disk. Reading takes no lock; a writer holds one from ``lock`` or the first record on.
-
-    Args:
-        path: Path of the file, which is created with the first record. A link is followed to read, and refused to write.
-
-    Raises:
-        OSError: if it exists and cannot be read, or is not a regular file.
-        DamagedRecordError: if a line other than the last one is damaged.
-    """
+    """Records on disk. Reading takes no lock; a writer holds one from ``lock`` or the first record on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()  # the process may change its directory
@@ -74,25 +66,12 @@ class RecordFile:
         return self._end
 
     def lock(self) -> None:
-        """Open the file for writing, if it exists; no other process can until ``close``.
-
-        Raises:
-            LockedFileError: if another engine has it open for writing.
-            DisturbedFileError: if it has changed since this object read it.
-            OSError: if it cannot be opened for writing.
-        """
+        """Open the file for writing, if it exists; no other process can until ``close``."""
         if self._identity is not None:
             self._require_undisturbed(self._open_for_writing())
 
     def append(self, record: Record) -> None:
-        """Write a record; on return it is durable.
-
-        Raises:
-            LockedFileError: if another engine has the file open for writing.
-            DisturbedFileError: if the file has changed since this object last wrote it.
-            OSError: if the system refuses. In all cases earlier records stay valid, and the next append overwrites a torn
-                one.
-        """
+        """Write a record; on return it is durable."""
         line = to_line(record)
         descriptor = self._open_for_writing()
         self._require_undisturbed(descriptor)
@@ -110,25 +89,14 @@ class RecordFile:
         self._end, self._failed = self._size, False
 
     def settle(self) -> None:
-        """Make the loaded records durable: the process that wrote the last one may have been killed before its sync.
-
-        Raises:
-            OSError: if the system refuses.
-        """
+        """Make the loaded records durable: the process that wrote the last one may have been killed before its sync."""
         if not self._settled and self._end > 0:
             sync_path(self._path)
             sync_path(self._path.parent)
             self._settled = True
 
     def retract(self, end: int | None = None) -> None:
-        """Remove the last record from the file.
-
-        Args:
-            end: Value of ``end`` before the record; None: remove a record whose append failed.
-
-        Raises:
-            OSError: if the system refuses: a later process may read the record, this object ignores it.
-        """
+        """Remove the last record from the file."""
         end = self._end if end is None else end
         if end != self._end:
             self._end, self._failed, self._size = end, True, None  # the next append overwrites it in any case
@@ -140,11 +108,7 @@ class RecordFile:
             self._failed, self._size = False, end
 
     def remove(self) -> None:
-        """Remove the file, unless another one is at its path; the next record creates a new one.
-
-        Raises:
-            OSError: if the system refuses.
-        """
+        """Remove the file, unless another one is at its path; the next record creates a new one."""
         if self._descriptor is not None:
             self._identity = _identity(os.fstat(self._descriptor))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -226,14 +190,7 @@ def to_line(record: Record) -> bytes:
 
 
 def from_line(line: bytes) -> Record:
-    """Parse a line of ``to_line``.
-
-    Args:
-        line: The line without its newline.
-
-    Raises:
-        ValueError, RecursionError: if it is not a record, or its checksum does not match.
-    """
+    """Parse a line of ``to_line``."""
     raw = _without_checksum(line)
     if raw is None:
         raise ValueError("checksum does not hold")

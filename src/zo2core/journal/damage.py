@@ -11,12 +11,7 @@ SHOWN = 80  # characters of a value that an error shows
 
 
 class ImpossibleRecordError(ValueError):
-    """A record whose checksum is right, but which no run of this format writes.
-
-    Args:
-        found: As in ``ZO2Error``.
-        expected: As in ``ZO2Error``.
-    """
+    """A record whose checksum is right, but which no run of this format writes."""
 
     def __init__(self, found: str, expected: str) -> None:
         self.found = found

@@ -39,20 +39,12 @@ _ABSENT = object()
 
 
 def completed(header: Header) -> Header:
-    """A header as it is written and read: with its format, and with JSON values only.
-
-    Raises:
-        TypeError, ValueError, RecursionError: if a value is not a JSON value.
-    """
+    """A header as it is written and read: with its format, and with JSON values only."""
     return {"format": FORMAT, **json.loads(json.dumps(dict(header), allow_nan=False))}
 
 
 def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A caller's values as JSON values for a header.
-
-    Raises:
-        OptionError: naming the option ``name``, if a value is not a JSON value.
-    """
+    """A caller's values as JSON values for a header."""
     try:
         converted = json.loads(json.dumps(dict(values), allow_nan=False))
         _leaves(converted, name)
@@ -65,11 +57,7 @@ def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def require_header(record: Mapping[str, Any]) -> None:
-    """Refuse a record that is not a header of this format.
-
-    Raises:
-        ImpossibleRecordError: naming the key.
-    """
+    """Refuse a record that is not a header of this format."""
     if type(record.get("format")) is not int or record["format"] != FORMAT:
         raise ImpossibleRecordError(_described(record, "format"), f"a header of format {FORMAT}")
     for key, types in _TYPES.items():
@@ -90,9 +78,6 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
     """The differences, leaf by leaf, between a journal's header and that of a run that would continue it.
 
     Keys of the run with the value None are not compared, nor are keys that the journal is too old to have.
-
-    Returns:
-        The differing values of the journal and those of the run; None if nothing differs.
     """
     compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)} - {DRAWN}
     journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))

@@ -382,13 +382,7 @@ class Journal:
             self._file.close()
 
     def _write(self, record: Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
-        """Write a record durably and add it in memory: both or neither, also after an interrupt between the two.
-
-        Args:
-            record: Record to write.
-            count: Adds the record in memory; its last operation does so and cannot be interrupted.
-            is_counted: Whether ``count`` has added it.
-        """
+        """Write a record durably and add it in memory: both or neither, also after an interrupt between the two."""
         if self._file is None:
             count()
             return

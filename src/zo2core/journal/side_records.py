@@ -24,18 +24,7 @@ class SideRecords:
         self.evaluations: dict[int, Mapping[str, float]] = {}  # number of updates -> results by name
 
     def add(self, record: Record, version: int) -> bool:
-        """Add a record if it holds digests or an evaluation.
-
-        Args:
-            record: Record of a journal.
-            version: Number of updates that precede it.
-
-        Returns:
-            Whether the record was added.
-
-        Raises:
-            ImpossibleRecordError: if a journal cannot have written the record.
-        """
+        """Add a record if it holds digests or an evaluation."""
         if DIGESTS in record:
             self._add_digests(record)
         elif EVALUATION in record:
@@ -85,12 +74,7 @@ class SideRecords:
 
 
 def evaluation_record(step: int, values: Mapping[str, float]) -> Record:
-    """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks.
-
-    Args:
-        step: Number of updates in the weights that were evaluated.
-        values: Results by name; the name "step" is reserved.
-    """
+    """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks."""
     assert _STEP not in values, "the name of the step is reserved"
     results = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
     return {EVALUATION: {_STEP: step, **results}}

@@ -29,11 +29,7 @@ def encode(update: Update) -> dict[str, Any]:
 
 
 def decode(record: Mapping[str, Any]) -> Update:
-    """The update of a record.
-
-    Raises:
-        ImpossibleRecordError: if the record cannot come from an estimator.
-    """
+    """The update of a record."""
     if "workers" in record:
         raise ImpossibleRecordError(f"workers {shown(record['workers'])}", "an update from the losses of all workers")
     update = Update(
@@ -59,11 +55,7 @@ def encode_commit(commit: Commit) -> dict[str, Any]:
 
 
 def decode_commit(record: Mapping[str, Any]) -> Commit:
-    """The commit of a record.
-
-    Raises:
-        ImpossibleRecordError: if the record cannot come from a first-order step.
-    """
+    """The commit of a record."""
     values = record[COMMIT]
     if len(record) != 1 or not isinstance(values, dict) or values.keys() != {"step", *_COMMIT_FLOATS}:
         raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of step, {', '.join(_COMMIT_FLOATS)} alone")

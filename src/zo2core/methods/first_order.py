@@ -127,14 +127,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(method: FirstOrder, model: BlockModel, *, streams: bool, workers: int = 1) -> Needs:
-    """What first-order steps need.
-
-    Args:
-        method: The method.
-        model: The model.
-        streams: Whether blocks change on disk.
-        workers: Number of workers, which have each other's gradients for a moment.
-    """
+    """What first-order steps need."""
     update, layouts = method.update, model.layouts
     if update is None:
         return Needs(trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
@@ -177,13 +170,7 @@ def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
 
 
 def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
-    """What makes the visitors of first-order steps.
-
-    Args:
-        runner: The parts of the run.
-        leaves: For each segment, its modules' trained parameters by name.
-        spill: Directory of a temporary file, for inputs of blocks that have no room in memory.
-    """
+    """What makes the visitors of first-order steps."""
     device, timeline, trained = runner.device, runner.timeline, runner.trained
     assert trained is not None, "it was built for first-order steps"
     file = InputFile(spill, timeline)
@@ -212,14 +199,7 @@ def step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
 
 
 class AdapterSteps:
-    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps.
-
-    Args:
-        runner: Makes the sweeps.
-        method: The method.
-        state: The trained parameters and their optimizer.
-        visits: Makes the visitor of each sweep.
-    """
+    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
 
     def __init__(self, runner: Runner, method: FirstOrder, state: AdapterState, visits: GradientVisits) -> None:
         self._runner, self._method, self._state, self._visits = runner, method, state, visits

@@ -30,13 +30,7 @@ from zo2core.types import HALVES, Batch, Commit, StepResult, widened
 
 
 class _Norms:
-    """The norms of a sweep's gradients, collected segment by segment.
-
-    Args:
-        step: 0-based.
-        joint_loss: Computes the step's loss from the head's outputs.
-        scale: Scale of the loss.
-    """
+    """The norms of a sweep's gradients, collected segment by segment."""
 
     def __init__(self, step: int, joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor], scale: LossScale) -> None:
         self.outputs: Sequence[torch.Tensor] = ()  # of the head, once it has run
@@ -47,15 +41,7 @@ class _Norms:
         self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
 
     def add(self, gradients: Mapping[str, torch.Tensor], changed: int) -> None:
-        """Add the norms of a segment's gradients.
-
-        Args:
-            gradients: By name.
-            changed: Number of segments that the step has changed already.
-
-        Raises:
-            NonFiniteLossError: if the loss or a norm is not finite, and the step cannot be skipped.
-        """
+        """Add the norms of a segment's gradients."""
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
         loss = float(self._joint_loss(self.outputs))
         wrong = [name for name, norm in norms.items() if not math.isfinite(norm.item())]
@@ -100,17 +86,7 @@ class _Measuring:
 
 
 class _Updating:
-    """The step of segments in a sweep that clips gradients and changes weights.
-
-    Args:
-        norms: Collects norms, or has them all.
-        total: The norm of all gradients together, if a sweep has measured it; None: it is that of the first segment.
-        names: Names of all trained parameters, in registration order.
-        method: How gradients are clipped.
-        state: The optimizer, its states, and the scale of the loss.
-        step: 0-based.
-        lr: Learning rate of the step.
-    """
+    """The step of segments in a sweep that clips gradients and changes weights."""
 
     def __init__(
         self,
@@ -155,11 +131,7 @@ class _Updating:
 
 
 def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: LossScale) -> set[str]:
-    """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss.
-
-    Returns:
-        The names of those that were converted.
-    """
+    """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss."""
     converted = {name for name, gradient in gradients.items() if update.widens_gradients and gradient.dtype in HALVES}
     for name, gradient in gradients.items():
         if name in converted:
@@ -169,14 +141,7 @@ def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate, scale: Los
 
 
 class FusedSteps:
-    """Takes first-order steps of all parameters, where they are stored.
-
-    Args:
-        runner: Makes the sweeps.
-        method: The method, whose optimizer is a ``BlockUpdate``.
-        state: The parameters, and the states of their optimizer.
-        visits: Makes the visitor of each sweep; its leaves are those of all trained parameters.
-    """
+    """Takes first-order steps of all parameters, where they are stored."""
 
     def __init__(self, runner: Runner, method: FirstOrder, state: StoredState, visits: GradientVisits) -> None:
         self._runner, self._method, self._state = runner, method, state

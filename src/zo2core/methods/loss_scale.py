@@ -45,11 +45,7 @@ class LossScaling:
 
 
 class LossScale:
-    """The present scale of the loss.
-
-    Args:
-        scaling: How it changes; None: it is always 1.
-    """
+    """The present scale of the loss."""
 
     def __init__(self, scaling: LossScaling | None) -> None:
         self._scaling = scaling

@@ -22,11 +22,7 @@ from zo2core.workers import Split, Workers
 
 
 class StepRows:
-    """The micro-batches of a step that this process runs: all of them.
-
-    Args:
-        micro_batches: Micro-batches of the step.
-    """
+    """The micro-batches of a step that this process runs: all of them."""
 
     def __init__(self, micro_batches: MicroBatches) -> None:
         self._micro_batches = micro_batches
@@ -43,15 +39,7 @@ class StepRows:
 
 
 class RowShards:
-    """Chooses the rows of each step that this process runs.
-
-    Args:
-        workers: The workers of the run.
-        trained: The trained parameters, whose gradients are added up.
-
-    Raises:
-        OptionError: if several workers are to split anything else than rows.
-    """
+    """Chooses the rows of each step that this process runs."""
 
     def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
         if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
@@ -67,17 +55,7 @@ class RowShards:
         self.gradients = _Gradients(list(trained.parameters.values()))
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
-        """The rows of a step.
-
-        Args:
-            wholes: The step's batches, at least one.
-            rows: Rows of a micro-batch; None leaves batches whole.
-            forward: The objective; None: the model's own loss, a mean over labelled tokens.
-
-        Raises:
-            OptionError: if the rows cannot be split.
-            BatchError: if a batch is not one of the objective.
-        """
+        """The rows of a step."""
         if self.workers.size == 1:
             return StepRows(split_batches(wholes, rows, forward))
         shards = self._shards(wholes, forward)
@@ -141,14 +119,7 @@ class RowShards:
 
 
 class _ShardOfStep(StepRows):
-    """One worker's micro-batches of a step.
-
-    Args:
-        shards: The worker.
-        micro_batches: Micro-batches of all workers, in the order of ranks.
-        own: Indices of this worker's; there may be none.
-        digest: Digest of the step's batches, which are the same on all workers.
-    """
+    """One worker's micro-batches of a step."""
 
     def __init__(self, shards: RowShards, micro_batches: MicroBatches, own: slice, digest: int) -> None:
         super().__init__(micro_batches)
@@ -193,11 +164,7 @@ class _ShardOfStep(StepRows):
 
 
 class _Gradients:
-    """The gradients of all parameters, which workers exchange as one tensor of bytes.
-
-    Args:
-        parameters: The trained parameters, the same on all workers and on one device.
-    """
+    """The gradients of all parameters, which workers exchange as one tensor of bytes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that offsets are aligned
@@ -208,12 +175,7 @@ class _Gradients:
         return [parameter.grad is not None for parameter in self._parameters]
 
     def add_up(self, workers: Workers, present: Sequence[Sequence[bool]]) -> None:
-        """Set each parameter's gradient to the sum of all workers', in the order of ranks.
-
-        Args:
-            workers: The workers.
-            present: ``present`` of each of them.
-        """
+        """Set each parameter's gradient to the sum of all workers', in the order of ranks."""
         # A gradient that is missing is -0.0, which changes no bit of a sum.
         own = [torch.full_like(p, -0.0) if p.grad is None else p.grad for p in self._parameters]
         message = torch.cat([gradient.detach().reshape(-1).view(torch.uint8) for gradient in own])

@@ -90,14 +90,7 @@ class JournalState:
 
 
 class TrainedState:
-    """What first-order steps train, with the steps taken. A step that was lost with its process is repeated.
-
-    Args:
-        runner: The parts of the run.
-        trained: The trained parameters.
-        is_kept: Whether steps are recorded in the journal.
-        version: Number of steps taken before.
-    """
+    """What first-order steps train, with the steps taken. A step that was lost with its process is repeated."""
 
     def __init__(
         self, runner: Runner, trained: TrainedParameters | StoredParameters, *, is_kept: bool = False, version: int = 0
@@ -106,11 +99,7 @@ class TrainedState:
         self._runner, self.trained, self._is_kept = runner, trained, is_kept
 
     def commit(self, record: Commit) -> None:
-        """Record a step in the journal, or compare a repeated step with its record.
-
-        Raises:
-            JournalError: if the record cannot be written, or a repeated step differs from its record.
-        """
+        """Record a step in the journal, or compare a repeated step with its record."""
         journal = self._runner.journal
         if not self._is_kept:
             return
@@ -191,16 +180,7 @@ class AdapterState(TrainedState):
 
 
 class StoredState(TrainedState):
-    """All parameters, in host memory, which change where they are stored.
-
-    Args:
-        runner: The parts of the run.
-        trained: The trained parameters.
-        update: The optimizer.
-        scale: The scale of the loss, on which later steps depend.
-        options: The options of optimizer and gradients, as JSON values: a snapshot of others is refused.
-        is_kept: Whether steps are recorded in the journal.
-    """
+    """All parameters, in host memory, which change where they are stored."""
 
     trained: StoredParameters
 
@@ -264,10 +244,6 @@ class GenerationState(StoredState):
 
     An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The segment of the turn stays
     there, too, and is written once, when the turn ends; that is the commit.
-
-    Args:
-        runner, trained, update, scale, options: As for ``StoredState``.
-        commit_every: Steps between two commits.
     """
 
     def __init__(
@@ -304,11 +280,7 @@ class GenerationState(StoredState):
             self.commit_generation()
 
     def commit_generation(self) -> None:
-        """Commit the present step durably. An optimizer with turns is committed at their ends only.
-
-        Raises:
-            ScratchError: if it cannot be written; the engine is closed then.
-        """
+        """Commit the present step durably. An optimizer with turns is committed at their ends only."""
         turn = self.update.turn
         if self.version == self.committed or (turn is not None and self.version % turn):
             return
@@ -354,13 +326,7 @@ class GenerationState(StoredState):
 
 
 class KeptSnapshots:
-    """The snapshots of a run's directory, of which the newest is loaded at the start.
-
-    Args:
-        directory: Directory of the run.
-        runner: The parts of the run.
-        state: What they are taken of.
-    """
+    """The snapshots of a run's directory, of which the newest is loaded at the start."""
 
     def __init__(self, directory: Path, runner: Runner, state: TrainedState) -> None:
         self.files = Snapshots(directory, runner.journal.chain, runner.journal.require_version)
@@ -387,12 +353,6 @@ def read_bytes(layouts: Sequence[BlockLayout], buckets: int, commit_every: int, 
 
     Weights of blocks that are not in a bucket are read on the way there and on the way back. Optimizer states are read on
     the way back. At the end of a step the first blocks are in the buckets, and at its turn the last blocks.
-
-    Args:
-        layouts: Segments in visiting order, with the states that are stored with them.
-        buckets: Number of buckets for blocks.
-        commit_every: Steps between two commits.
-        measures: Whether a sweep before the one that updates measures all gradients.
     """
     kept = kept_blocks(buckets, commit_every)
     blocks = [layout for layout in layouts if not layout.resident][kept:]

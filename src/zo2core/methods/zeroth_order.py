@@ -82,11 +82,7 @@ class OpenStep(NamedTuple):
         return tuple(self.evaluations[index] for index in self.indices)
 
     def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
-        """The evaluations up to this one, through which weights are perturbed in place.
-
-        Raises:
-            OptionError: if it is not an evaluation of the step, or is for a group of rows only.
-        """
+        """The evaluations up to this one, through which weights are perturbed in place."""
         if at.rows is not None:
             raise OptionError(
                 "estimator",
@@ -101,13 +97,7 @@ class OpenStep(NamedTuple):
 
 
 class ZerothOrderSteps:
-    """Takes zeroth-order steps with a runner.
-
-    Args:
-        runner: Makes the sweeps.
-        seed: Seed of the run.
-        state: The journal, which receives the record of each step.
-    """
+    """Takes zeroth-order steps with a runner."""
 
     def __init__(self, runner: Runner, seed: int, state: JournalState) -> None:
         assert runner.estimator is not None, "a run without an estimator takes no steps"
@@ -140,11 +130,7 @@ class ZerothOrderSteps:
         return self._open_step.local
 
     def path_through(self, groups: Groups) -> Groups:
-        """The evaluations of a sweep through some of the open step's, in its order, with their batches.
-
-        Raises:
-            OptionError: if no step is open, or an evaluation is not part of it, or is for a group of rows only.
-        """
+        """The evaluations of a sweep through some of the open step's, in its order, with their batches."""
         batches = dict(groups)
         path = max((self._require_open_step().path_to(at) for at in batches if at is not None), key=len, default=())
         passed = [at for at in path if self._estimator.perturb_in_place or at in batches]

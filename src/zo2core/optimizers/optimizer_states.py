@@ -22,20 +22,11 @@ class OptimizerStates(Protocol):
         """Forget the states that do not outlive the turn before this 0-based step."""
 
     def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
-        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``.
-
-        Args:
-            segment: Index of the segment.
-            store: The segment's stored tensors.
-        """
+        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``."""
 
 
 class _Zeros(dict[str, torch.Tensor]):
-    """States that are zero, and take memory only once they are asked for.
-
-    Args:
-        specs: The states.
-    """
+    """States that are zero, and take memory only once they are asked for."""
 
     def __init__(self, specs: Sequence[StateSpec]) -> None:
         super().__init__()
@@ -48,12 +39,7 @@ class _Zeros(dict[str, torch.Tensor]):
 
 
 class StateMemory:
-    """States in host memory. Those of a segment are zero before its first step.
-
-    Args:
-        update: The optimizer.
-        layouts: Segments in visiting order.
-    """
+    """States in host memory. Those of a segment are zero before its first step."""
 
     def __init__(self, update: BlockUpdate, layouts: Sequence[BlockLayout]) -> None:
         self._turn = update.turn
@@ -74,11 +60,7 @@ class StateMemory:
         return {segment: dict(states) for segment, states in self._states.items() if states}
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Continue with copies of these states.
-
-        Raises:
-            CheckpointError: if they belong to another optimizer or model; nothing is changed then.
-        """
+        """Continue with copies of these states."""
         loaded: dict[int, _Zeros] = {}
         if not isinstance(state, Mapping):
             raise unusable_state(f"a {type(state).__name__} as optimizer states")
@@ -96,12 +78,7 @@ class StateMemory:
 
 
 class StatesInStores:
-    """States in the segments' stores, after the parameters.
-
-    Args:
-        layouts: Segments in visiting order, with their states.
-        read: Called with the index of a segment before its states are used; on return its store has them.
-    """
+    """States in the segments' stores, after the parameters."""
 
     def __init__(self, layouts: Sequence[BlockLayout], read: Callable[[int], object]) -> None:
         self._layouts = layouts
@@ -146,11 +123,7 @@ def require_finite(name: str, value: object) -> None:
 
 
 def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> None:
-    """Compare a state of ``torch.optim`` with that of the factory's own optimizer after a step on zeros.
-
-    Raises:
-        CheckpointError: if options, or names, shapes or dtypes of states differ, or values are not finite.
-    """
+    """Compare a state of ``torch.optim`` with that of the factory's own optimizer after a step on zeros."""
     zeros = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
@@ -190,11 +163,7 @@ def _kind(option: Any) -> object:
 
 
 def copied_state(value: Any) -> Any:
-    """Copy a state's tensors, which may lie in a file.
-
-    Args:
-        value: Nested mappings and lists of tensors and other values, which are kept.
-    """
+    """Copy a state's tensors, which may lie in a file."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, Mapping):

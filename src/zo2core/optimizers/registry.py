@@ -76,15 +76,7 @@ def make_block_update(
     seed: int = 0,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlockUpdate:
-    """The optimizer of all parameters.
-
-    Args:
-        name: Its name.
-        weight_decay: Its weight decay.
-        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
-        seed: Seed of the order in which badam trains blocks.
-        options: Further options of the optimizer, under the names that torch.optim has.
-    """
+    """The optimizer of all parameters."""
     rates = {"weight_decay": weight_decay, **options}
     every = SWITCH_EVERY if switch_every is None else switch_every
     return OPTIMIZERS[name].make(_Arguments(rates, every, seed, {"name": name, **rates}))

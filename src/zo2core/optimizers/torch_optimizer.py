@@ -21,11 +21,7 @@ _HAS_STATE = "has_state"  # name of the flag that a parameter's states have been
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
-    """Make the optimizer of these parameters.
-
-    Raises:
-        OptionError: if the factory returns no optimizer, or the optimizer's step needs a closure.
-    """
+    """Make the optimizer of these parameters."""
     optimizer = factory(parameters) if callable(factory) else None
     step = getattr(optimizer, "step", None)
     if not callable(step):

@@ -39,18 +39,6 @@ class FactorFile:
     """The sums of all parameters at the end of each period on disk. Not thread-safe.
 
     The files are locked while they are open for writing: from the start if they exist, else from the first period.
-
-    Args:
-        directory: Directory of the run, made with the first period that is written.
-        elements: Number of float32 sums of each parameter, by name.
-        period: Steps of a period.
-        journal: Journal of the run, with its header.
-        writes: Whether periods that end are written.
-
-    Raises:
-        ScratchError: if another engine has the files open for writing. If it opens them later, a warning says that no
-            periods are written here.
-        JournalError: if the journal cannot be made durable, or has lost the end of a period on disk.
     """
 
     def __init__(self, directory: Path, elements: dict[str, int], *, period: int, journal: Journal, writes: bool) -> None:
@@ -81,15 +69,7 @@ class FactorFile:
         return len(self._records)
 
     def read(self, spec: ParameterSpec, period: int) -> torch.Tensor | None:
-        """Read a parameter's sums at the end of a period.
-
-        Args:
-            spec: The parameter.
-            period: Index of the period, below ``periods``.
-
-        Returns:
-            The sums, flat, float32, on the CPU; None if they are damaged: then this and all later periods are dropped.
-        """
+        """Read a parameter's sums at the end of a period."""
         sums = torch.empty(self._elements[spec.name], dtype=torch.float32)
         try:
             self._read(spec, period, sums)
@@ -101,13 +81,7 @@ class FactorFile:
         return sums
 
     def keep(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
-        """Write a parameter's sums at the end of a period, which gets its record with the sums of the last parameter.
-
-        Args:
-            spec: The parameter.
-            period: Index of the period, at least ``periods``.
-            sums: The sums, float32, on any device.
-        """
+        """Write a parameter's sums at the end of a period, which gets its record with the sums of the last parameter."""
         if not self._writes:
             return
         try:

@@ -57,14 +57,7 @@ class _Sums:
 
 
 class FactorStore:
-    """Factors of every parameter, which are brought to the present version segment by segment.
-
-    Args:
-        settings: Rank and period.
-        distribution: Distribution of U, V and the directions of vectors.
-        run_seed: Seed of the run, from which periods' seeds are derived.
-        device: Device of the factors.
-    """
+    """Factors of every parameter, which are brought to the present version segment by segment."""
 
     def __init__(
         self, settings: LowRankPerturbation, distribution: Distribution, run_seed: int, device: torch.device
@@ -81,20 +74,7 @@ class FactorStore:
     def keep_periods(
         self, directory: Path, layouts: Sequence[BlockLayout], journal: Journal, bytes_a_step: float | None
     ) -> FactorFile:
-        """Read ended periods from a directory, and write later ones there. Called before the first use.
-
-        Args:
-            directory: Directory of the run.
-            layouts: The model's segments.
-            journal: Journal of the run, with its header.
-            bytes_a_step: Most bytes a step to write on average; None: no limit. Beyond it periods are only read.
-
-        Returns:
-            The file of periods, which the caller closes.
-
-        Raises:
-            ScratchError, JournalError: see ``FactorFile``.
-        """
+        """Read ended periods from a directory, and write later ones there. Called before the first use."""
         elements, period = sum_elements(trained(layouts), self._settings.rank), self._settings.period
         writes = kept_bytes_a_step(self._settings, layouts, bytes_a_step) > 0
         self._file = FactorFile(directory, elements, period=period, journal=journal, writes=writes)
@@ -110,14 +90,7 @@ class FactorStore:
         self._replays.clear()
 
     def advance(self, spec: ParameterSpec, theta: torch.Tensor, updates: Sequence[Update], version: int) -> None:
-        """Bring a parameter's factors to a version.
-
-        Args:
-            spec: The parameter.
-            theta: Stored base weights of the parameter, flat, on the device; only read.
-            updates: All updates of the run.
-            version: Number of updates to apply.
-        """
+        """Bring a parameter's factors to a version."""
         try:
             self._advance(spec, self._sums_of(spec, theta), updates, version)
         except BaseException:  # the sums are between two versions; replay makes them again
@@ -146,25 +119,13 @@ class FactorStore:
         return past is not None and past.left.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
     def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
-        """Write a matrix as of the start of the present period, summed in float32 and rounded once.
-
-        Args:
-            spec: A parameter for which ``forms`` is true.
-            theta: Base weights of the parameter in its dtype, flat, on the device; only read.
-            out: Memory for the matrix, of its shape and dtype; may be ``theta``.
-            helper: Runs half of the work in parallel.
-        """
+        """Write a matrix as of the start of the present period, summed in float32 and rounded once."""
         past = self._sums[spec.name].past
         assert past is not None, "a matrix without past periods is not formed"
         form(theta.view(spec.shape), past.left, past.right, out, helper)
 
     def perturbations(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
-        """The program for ``perturbed``: one ``Perturb`` for each stream.
-
-        Args:
-            evaluations: Evaluations of the streams; None stands for the present weights.
-            zo_eps: Perturbation scale.
-        """
+        """The program for ``perturbed``: one ``Perturb`` for each stream."""
         perturbing = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
         seeds = {seed: index for index, seed in enumerate(dict.fromkeys(e.seed for e in perturbing if e is not None))}
         instructions = [
@@ -173,13 +134,7 @@ class FactorStore:
         return Program(tuple(seeds), tuple(instructions))
 
     def perturbed(self, spec: ParameterSpec, theta: torch.Tensor, perturbations: Program) -> PerturbedParameter:
-        """A parameter's factors or values at each stream's evaluation. If ``forms``, without the past periods.
-
-        Args:
-            spec: A parameter that ``advance`` brought to the present version.
-            theta: Stored base weights of the parameter, flat, on the device.
-            perturbations: Result of ``perturbations``.
-        """
+        """A parameter's factors or values at each stream's evaluation. If ``forms``, without the past periods."""
         sums = self._sums_of(spec, theta)
         count = len(perturbations.instructions)
         streams = torch.empty(count, sums.now.numel(), dtype=spec.dtype, device=self._device)
@@ -193,12 +148,7 @@ class FactorStore:
         return Factors(left, right)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
-        """A parameter's present weights, rounded once to its dtype: flat, on the device of ``theta``.
-
-        Args:
-            spec: A parameter that ``advance`` brought to the present version.
-            theta: Base weights of the parameter in its dtype, flat, on any device; only read.
-        """
+        """A parameter's present weights, rounded once to its dtype: flat, on the device of ``theta``."""
         sums = self._sums_of(spec, theta)
         if sums.version == 0:
             return theta
@@ -210,12 +160,7 @@ class FactorStore:
         return whole.to(theta.device).view(-1)
 
     def learned(self, spec: ParameterSpec, theta: torch.Tensor) -> Learned:
-        """What a run has learned of a parameter.
-
-        Args:
-            spec: A parameter that ``advance`` brought to the present version.
-            theta: Stored base weights of the parameter, flat, on any device.
-        """
+        """What a run has learned of a parameter."""
 
         def present() -> torch.Tensor:
             return self.present(spec, theta if spec.encoding is None else decoded(spec, theta)).view(spec.shape)
@@ -280,13 +225,7 @@ class FactorStore:
 
 
 def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0) -> int:
-    """Bytes of a run's factors in memory, of ended periods and of the present one.
-
-    Args:
-        perturbation: Perturbation of the run; a dense one has no factors.
-        layouts: The model's segments.
-        updates: Number of steps taken.
-    """
+    """Bytes of a run's factors in memory, of ended periods and of the present one."""
     if isinstance(perturbation, DensePerturbation):
         return 0
     periods, specs = updates // perturbation.period + 1, trained(layouts)
@@ -297,13 +236,7 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
 
 
 def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None) -> float:
-    """Average bytes a step that a low-rank run writes for its ended periods.
-
-    Args:
-        perturbation: Perturbation of the run; a dense one has no factors.
-        layouts: The model's segments.
-        most: Limit of bytes a step; None: no limit. A run above the limit writes nothing.
-    """
+    """Average bytes a step that a low-rank run writes for its ended periods."""
     if isinstance(perturbation, DensePerturbation):
         return 0.0
     on_average = 4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
@@ -323,23 +256,7 @@ def open_factors(
     write_back_every: object,
     snapshot_every: object,
 ) -> FactorStore | None:
-    """Check a run's perturbation and open its factors; None for a dense one.
-
-    Args:
-        perturbation: Perturbation of the run.
-        model: The model to perturb.
-        estimator: Estimator of the steps; None for a run that takes none, which uses the journal's seed.
-        noise: Draws U, V and the directions of vectors.
-        journal: Journal of the run.
-        seed: Seed of the run.
-        device: Device of the factors.
-        replay: The caller's ``replay`` option.
-        write_back_every: The caller's ``WriteBackPolicy.every``.
-        snapshot_every: The caller's ``WriteBackPolicy.snapshot_every``.
-
-    Raises:
-        OptionError, UnsupportedModelError: see ``require_perturbation``.
-    """
+    """Check a run's perturbation and open its factors; None for a dense one."""
     require_perturbation(
         perturbation,
         model,

@@ -71,11 +71,7 @@ Perturbation: TypeAlias = DensePerturbation | LowRankPerturbation
 
 
 def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> Perturbation:
-    """Choose the caller's perturbation, else the journal's, else a dense one.
-
-    Raises:
-        JournalError: if the journal records another perturbation, or one that this version does not know.
-    """
+    """Choose the caller's perturbation, else the journal's, else a dense one."""
     if journal.header is None:
         return DensePerturbation() if perturbation is None else perturbation
     options = journal.header.get("perturbation")
@@ -110,21 +106,7 @@ def require_perturbation(
     write_back_every: object = None,
     snapshot_every: object = None,
 ) -> None:
-    """Check that a perturbation fits the model and the other options, before anything is read.
-
-    Args:
-        perturbation: Perturbation of the run.
-        model: The model to perturb.
-        estimator: Estimator of the steps; None for a run that takes none.
-        noise: Draws the directions.
-        replay: The caller's ``replay`` option.
-        write_back_every: The caller's ``WriteBackPolicy.every``.
-        snapshot_every: The caller's ``WriteBackPolicy.snapshot_every``.
-
-    Raises:
-        OptionError: naming the option that does not fit.
-        UnsupportedModelError: if the model cannot be perturbed so.
-    """
+    """Check that a perturbation fits the model and the other options, before anything is read."""
     if isinstance(perturbation, DensePerturbation):
         _require_dense(model, estimator)
         frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]

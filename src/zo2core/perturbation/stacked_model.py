@@ -32,12 +32,7 @@ class StackedForward(Forward, Protocol):
         """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run the layers after the blocks on a stack; return the output of each stream, of a model its loss, 0-d.
-
-        Args:
-            batches: The stacked batches.
-            activations: Activations of the stack.
-        """
+        """Run the layers after the blocks on a stack; return the output of each stream, of a model its loss, 0-d."""
 
 
 @runtime_checkable
@@ -45,17 +40,7 @@ class StackedModel(BlockModel, StackedForward, Protocol):
     """A model that takes low-rank perturbations."""
 
     def require_stackable(self) -> None:
-        """Prepare for ``perturb``. Called before anything is read.
-
-        Raises:
-            UnsupportedModelError: naming the module that does not support low-rank perturbations.
-        """
+        """Prepare for ``perturb``. Called before anything is read."""
 
     def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
-        """Perturb a segment's next forwards, and stop perturbing every other segment's.
-
-        Args:
-            index: The segment's position in visiting order.
-            perturbations: Perturbation of each parameter that the segment owns or borrows, by name.
-            streams: Number of streams in the stack; with 1, any forward through the model's modules is perturbed.
-        """
+        """Perturb a segment's next forwards, and stop perturbing every other segment's."""

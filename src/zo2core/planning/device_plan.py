@@ -42,26 +42,7 @@ def plan_device_memory(
     is_low_bit: bool = False,
     further: Sequence[MemoryPart] = (),
 ) -> DevicePlan:
-    """Keep as many blocks on the device as fit.
-
-    Args:
-        layouts: Segments in visiting order.
-        noise: Noise generator, whose chunks are drawn in device memory.
-        memory: Bytes of device memory to use, or a size ("8GiB"); "auto" uses the free memory.
-        free: Free device memory in bytes.
-        activation_bytes: Bytes of activations and logits, reserved if they fit.
-        least_activation_bytes: Bytes of activations if those of all streams but the running ones wait in host memory; None:
-            they have to stay on the device.
-        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next, which takes memory if the
-            forward's weights are rounded.
-        probes: Directions of an update, whose z are in memory together while it is replayed.
-        is_low_bit: Whether slots hold blocks in their transfer dtypes, not as they are stored.
-        further: Further parts in device memory; empty ones are left out.
-
-    Raises:
-        MemoryBudgetError: if the device is too small for any plan; the error lists the parts of the smallest one.
-        OptionError: if ``memory`` is not a size.
-    """
+    """Keep as many blocks on the device as fit."""
     budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)

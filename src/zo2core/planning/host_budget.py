@@ -19,18 +19,7 @@ _MOST = float(2**63)  # bytes, the size of the address space
 
 
 def parse_size(size: int | str, *, option: str = "memory") -> int:
-    """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
-
-    Args:
-        size: Text or number to parse.
-        option: Name of the option, for errors.
-
-    Returns:
-        The size in bytes.
-
-    Raises:
-        OptionError: if it is not a size above 0.
-    """
+    """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
     nbytes = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
     if not 1 <= nbytes < _MOST:
@@ -44,11 +33,7 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
 
 
 def free_memory(*, root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process can still allocate without being killed or swapped.
-
-    Args:
-        root: Directory of ``proc`` and ``sys``.
-    """
+    """Bytes of host memory that this process can still allocate without being killed or swapped."""
     return min([psutil.virtual_memory().available, *_control_groups_free(root)])
 
 

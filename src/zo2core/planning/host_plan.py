@@ -45,26 +45,7 @@ def plan_host(
     most_buckets: int | None = None,
     streams: bool = False,
 ) -> HostPlan:
-    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
-
-    Args:
-        layouts: Segments in visiting order, laid out as in a ``PinnedSource`` and in the work buffer.
-        streamed: The same segments, laid out as in the buckets of a ``StreamedSource`` (``laid_out_as_on_disk``).
-        machine: The machine.
-        memory: Total bytes that the process may use, or a size ("6GiB"); "auto" uses the free memory.
-        activation_bytes: Bytes reserved for activations and logits.
-        may_keep_noise: Whether a noise buffer is of use; with counter-based noise it is not.
-        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next, which takes memory if the
-            forward's weights are rounded.
-        further: Further parts in host memory; empty ones are left out.
-        stays_in_memory: Whether all blocks have to stay in memory.
-        most_buckets: Largest number of buckets if blocks stream, which leaves further memory free; None: as many as fit.
-        streams: Whether they have to be streamed, with one bucket that keeps a block from sweep to sweep.
-
-    Raises:
-        MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
-        OptionError: if ``memory`` is not a size.
-    """
+    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits."""
     process = memory_in_use()
     budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)

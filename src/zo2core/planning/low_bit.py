@@ -21,21 +21,7 @@ class LowBitTransfer(NamedTuple):
 def choose_low_bit_transfer(
     replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
 ) -> LowBitTransfer | None:
-    """Choose whether the host or the device replays.
-
-    Args:
-        replay: The caller's choice; "auto" chooses the device wherever that gives the same weights: uploads and offloads
-            overlap, so that a host that replays saves no time.
-        layouts: Segments in visiting order.
-        noise: Draws z; the host can draw it for a device if it is counter-based.
-        in_place: Whether segments are computed on in host memory.
-
-    Returns:
-        None if blocks are copied as they are stored, and the device replays.
-
-    Raises:
-        OptionError: if ``replay`` would have no effect, or does not go together with the precision or the noise.
-    """
+    """Choose whether the host or the device replays."""
     if replay not in ("auto", "host", "device"):
         raise OptionError(
             "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
@@ -65,11 +51,7 @@ def choose_low_bit_transfer(
 
 
 def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
-    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays.
-
-    Raises:
-        OptionError: naming the noise.
-    """
+    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays."""
     low_bit = any(spec.is_low_bit for layout in layouts for spec in layout.parameters)
     if (low_bit or by_host) and not isinstance(noise, CounterNoise):
         raise OptionError(

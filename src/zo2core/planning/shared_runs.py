@@ -18,13 +18,7 @@ MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
 
 @dataclass(frozen=True, kw_only=True)
 class RunNeeds:
-    """The memory that a run needs beside the base that it shares.
-
-    Args:
-        activations: Bytes for activations.
-        least: Bytes for activations with which the run could do.
-        kept: Bytes of factors, or of trained parameters, gradients and optimizer state.
-    """
+    """The memory that a run needs beside the base that it shares."""
 
     activations: int
     least: int
@@ -32,12 +26,7 @@ class RunNeeds:
 
     @classmethod
     def of(cls, request: RunRequest, *, in_place: bool) -> Self:
-        """What a run asks for.
-
-        Args:
-            request: The run's request.
-            in_place: Whether segments are computed on in host memory, where inputs of blocks may be written to disk.
-        """
+        """What a run asks for."""
         activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
         can_spill = in_place and request.spills
         return cls(
@@ -59,15 +48,7 @@ def shared_request(
     *,
     overlap: bool = True,
 ) -> RunRequest:
-    """The request of a base for several runs.
-
-    Args:
-        layouts: The base's segments in visiting order.
-        on_disk: The same segments, laid out as in the buckets of a streamed source.
-        memory: Memory of the process and of the device. Activations are those of the runs.
-        needs: What each run needs.
-        overlap: Whether transfers and disk reads overlap with compute.
-    """
+    """The request of a base for several runs."""
     activations = max(1, sum(need.activations for need in needs))
     return RunRequest(
         layouts=layouts,

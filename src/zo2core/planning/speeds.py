@@ -48,11 +48,7 @@ class Speeds(Protocol):
 
 
 class MeasuredSpeeds:
-    """Speeds of this machine, each measured for a fraction of a second at its first use.
-
-    Args:
-        weights: The checkpoint to read from. The caller closes it.
-    """
+    """Speeds of this machine, each measured for a fraction of a second at its first use."""
 
     def __init__(self, weights: TensorReader) -> None:
         self._weights = weights
@@ -63,19 +59,11 @@ class MeasuredSpeeds:
         return self._once(("replay", in_place), lambda: replay_seconds(noise, layouts, in_place=in_place))
 
     def reading(self, layouts: Sequence[BlockLayout]) -> float:
-        """Measure ``read_bytes_per_second``.
-
-        Raises:
-            CheckpointError: if the checkpoint cannot be read.
-        """
+        """Measure ``read_bytes_per_second``."""
         return self._once("reading", lambda: read_bytes_per_second(self._weights, layouts))
 
     def writing(self, directory: Path) -> float:
-        """Measure ``write_bytes_per_second``.
-
-        Raises:
-            ScratchError: if the directory cannot be written to.
-        """
+        """Measure ``write_bytes_per_second``."""
         return self._once(("writing", directory), lambda: write_bytes_per_second(directory))
 
     def _once(self, key: object, measure: Callable[[], float]) -> float:
@@ -88,11 +76,6 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
     """Seconds to replay one more update of the whole model, on as many threads as a visit uses.
 
     With counter-based noise, updates are replayed in one pass over memory, so that one more costs less than the first one.
-
-    Args:
-        noise: Draws z.
-        layouts: The model's segments.
-        in_place: Whether updates repeat MeZO's in-place perturbations.
     """
     shifts = (1.0, -2.0, 1.0) if in_place else ()
 
@@ -120,15 +103,7 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
 
 def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
-    """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses.
-
-    Args:
-        noise: Draws z.
-        layouts: The model's segments.
-
-    Returns:
-        Seconds for a step's first evaluation, in whose pass one update is replayed, and for each other evaluation.
-    """
+    """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses."""
 
     def seconds_of(program: Program) -> float:
         def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
@@ -158,15 +133,7 @@ def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callabl
 
 
 def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout]) -> float:
-    """Bytes a second at which a source reads blocks from a checkpoint; infinite if no parameter has a chunk.
-
-    Args:
-        weights: The checkpoint.
-        layouts: The model's segments; the largest parameters of its blocks are read.
-
-    Raises:
-        CheckpointError: if they cannot be read.
-    """
+    """Bytes a second at which a source reads blocks from a checkpoint; infinite if no parameter has a chunk."""
     specs = [spec for layout in layouts if not layout.resident for spec in layout.parameters]
     chunks: list[tuple[ParameterSpec, int]] = []
     for spec in sorted(specs, key=lambda spec: -spec.numel):
@@ -189,11 +156,7 @@ def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout])
 
 
 def write_bytes_per_second(directory: Path) -> float:
-    """Bytes a second of durable writes to a directory's disk. A missing directory is not made.
-
-    Raises:
-        ScratchError: if the directory cannot be written to.
-    """
+    """Bytes a second of durable writes to a directory's disk. A missing directory is not made."""
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
     try:

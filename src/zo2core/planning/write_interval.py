@@ -32,12 +32,6 @@ def write_back_interval(replay: float, write: float, *, step: float, resident: b
 
     A resident block is never read again, and written only so that a resumed run replays less: as often as costs a hundredth
     of a replay a step, but not before a resumed run would replay for a minute.
-
-    Args:
-        replay: Seconds to replay one more update over the model.
-        write: Seconds to write the model.
-        step: Seconds of a step, or a lower bound.
-        resident: Whether blocks stay in memory.
     """
     if resident:
         affordable, resumable = math.ceil(100 * write / replay), math.floor(RESUME_SECONDS / replay)
@@ -70,13 +64,7 @@ def require_within(layouts: Sequence[BlockLayout], every: int | None, terabytes_
 
 
 def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept: int = 0) -> int:
-    """Bytes of blocks that a step reads from disk.
-
-    Args:
-        layouts: Segments in visiting order.
-        buckets: Number of buckets of a streamed source; None: blocks are resident.
-        kept: Number of blocks that stay on a device.
-    """
+    """Bytes of blocks that a step reads from disk."""
     sizes = [layout.nbytes for layout in layouts if not layout.resident]
     if buckets is None or not sizes:
         return 0
@@ -99,19 +87,6 @@ def choose_interval(
 
     The time of forwards is not known here. The time of a step's reads, or of one replay, is used as the time of a step: a
     step that takes longer could afford to write even less.
-
-    Args:
-        layouts: Segments in visiting order, laid out as in the source's buckets.
-        noise: Draws z.
-        speeds: Speeds of this machine.
-        directory: Directory of the scratch file.
-        in_place: Whether updates repeat MeZO's in-place perturbations.
-        buckets: Number of buckets of a streamed source; None: blocks are resident.
-        kept: Number of blocks that stay on a device.
-        terabytes_per_1000_steps: Limit of writes in 10^12 bytes; None: no limit.
-
-    Raises:
-        CheckpointError, ScratchError: if a disk cannot be read from or written to.
     """
     replay = speeds.replay(noise, layouts, in_place=in_place)
     write = _written_bytes(layouts) / speeds.writing(directory)
@@ -135,11 +110,7 @@ def interval_of(
     buckets: int | None,
     kept: int,
 ) -> int | None:
-    """Number of steps after which a segment is written; None: never. ``choose_interval`` documents the arguments.
-
-    Raises:
-        OptionError: if the policy's interval writes more than its limit.
-    """
+    """Number of steps after which a segment is written; None: never. ``choose_interval`` documents the arguments."""
     if policy is None:
         return None
     every = policy.every

@@ -140,26 +140,14 @@ class Trace:
 
 
 class TraceRecorder:
-    """Takes the spans of a timeline sweep by sweep, sums them and writes them to a trace.
-
-    Args:
-        timeline: The timeline; only this recorder takes spans from it.
-        trace: The trace to write to, if any. The caller closes it.
-    """
+    """Takes the spans of a timeline sweep by sweep, sums them and writes them to a trace."""
 
     def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
         self._timeline = timeline
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Write the spans that are done, and sum them by lane.
-
-        Returns:
-            Bytes moved, and busy time within the sweep, by lane.
-
-        Raises:
-            OutputError: if the trace cannot be written.
-        """
+        """Write the spans that are done, and sum them by lane."""
         spans = self._timeline.take()
         if self._trace is not None:
             self._trace.add(spans, sweep)
@@ -175,11 +163,7 @@ class TraceRecorder:
             self.ended(Sweep(name, started, time.perf_counter()))
 
     def flush(self) -> None:
-        """Record work done outside of sweeps, so that no sweep counts it.
-
-        Raises:
-            OutputError: if the trace cannot be written.
-        """
+        """Record work done outside of sweeps, so that no sweep counts it."""
         spans = self._timeline.take()
         if self._trace is not None:
             self._trace.add(spans)

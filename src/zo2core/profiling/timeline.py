@@ -74,14 +74,7 @@ class Timeline:
 
 
 class Gathered:
-    """Work in parts on several threads, recorded as one span from the first part's start to the last one's end.
-
-    Args:
-        timeline: Records the span.
-        lane: The lane of all parts.
-        name: The span's name.
-        parts: Number of parts.
-    """
+    """Work in parts on several threads, recorded as one span from the first part's start to the last one's end."""
 
     def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
         self._timeline = timeline
@@ -111,13 +104,7 @@ class Gathered:
 def lane_uses(
     spans: Iterable[Span], *, started: float = float("-inf"), done: float = float("inf")
 ) -> Mapping[Lane, LaneUse]:
-    """Sum each lane's bytes and its busy time, in which overlapping work counts once.
-
-    Args:
-        spans: Spans, whose bytes all count.
-        started: Start of the busy time, in seconds on the events' clock.
-        done: End of the busy time, in seconds on the events' clock.
-    """
+    """Sum each lane's bytes and its busy time, in which overlapping work counts once."""
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)

@@ -118,10 +118,5 @@ class SerialScheduler:
 
 
 def upcoming(order: Sequence[int], position: int) -> list[int]:
-    """List each segment once, in the order of its next use; the next sweep has the same order.
-
-    Args:
-        order: Order of the sweep. A block may be in it more than once.
-        position: Index of the next visit.
-    """
+    """List each segment once, in the order of its next use; the next sweep has the same order."""
     return list(dict.fromkeys([*order[position:], *order[:position]]))

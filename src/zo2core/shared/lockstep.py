@@ -31,12 +31,7 @@ class _Turn(Generic[RequestT]):
 
 
 class Lockstep(Generic[RequestT]):
-    """Runs functions, and serves their requests together.
-
-    Args:
-        serve: Called with the requests of all functions that have not ended, in their order. It may raise only what ends
-            all of them.
-    """
+    """Runs functions, and serves their requests together."""
 
     def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
         self._serve = serve
@@ -58,18 +53,7 @@ class Lockstep(Generic[RequestT]):
             self._pause(turn, None)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Run functions to their ends.
-
-        Args:
-            functions: The functions. One that raises an exception ends alone.
-
-        Returns:
-            What each returned, or the exception that it raised.
-
-        Raises:
-            BusyError: within one of the functions.
-            BaseException: what is no ``Exception``, such as KeyboardInterrupt. All functions have ended then.
-        """
+        """Run functions to their ends."""
         if self._is_running:
             raise BusyError(
                 "shared base",

@@ -31,9 +31,6 @@ class SegmentDigest:
 
     Parts end at page boundaries of the disk, not at those of chunks. The thread that reads a chunk's last bytes computes its
     checksum while the chunk is in a cache, so the segment is not read a second time.
-
-    Args:
-        views: Flat views of the segment's parameters, in layout order.
     """
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
@@ -47,13 +44,7 @@ class SegmentDigest:
         self._lock = threading.Lock()
 
     def add(self, parameter: int, start: int, stop: int) -> None:
-        """Add elements of a parameter that have been read, each once.
-
-        Args:
-            parameter: Index of the parameter in the segment's layout.
-            start: First element.
-            stop: The element after the last one.
-        """
+        """Add elements of a parameter that have been read, each once."""
         view, length, missing = self._views[parameter], self._lengths[parameter], self._missing[parameter]
         complete: list[int] = []
         with self._lock:
@@ -74,10 +65,6 @@ class BaseDigests:
 
     A segment is checked when a process first reads it from the base, not at later reads: disks have error-correcting codes,
     and files are replaced between processes, not while one has them open.
-
-    Args:
-        kept: Segment name to digest, from a journal.
-        learns: Whether to compute digests of segments that have none in ``kept``.
     """
 
     def __init__(self, kept: Mapping[str, str], *, learns: bool) -> None:
@@ -91,11 +78,7 @@ class BaseDigests:
         return layout.name not in self._checked and (self._learns or layout.name in self._expected)
 
     def check(self, layout: BlockLayout, digest: str, weights: TensorReader) -> None:
-        """Compare the digest of bytes that were read from the base, or keep it if there is none yet.
-
-        Raises:
-            CheckpointError: if the bytes differ from those of the run.
-        """
+        """Compare the digest of bytes that were read from the base, or keep it if there is none yet."""
         expected = self._expected.setdefault(layout.name, digest)
         if expected != digest:
             raise _changed(layout, digest, expected, weights)
@@ -107,11 +90,7 @@ class BaseDigests:
         return self._expected.get(layout.name, "")
 
     def note(self, journal: Journal) -> None:
-        """Write the digests that a journal lacks to it.
-
-        Raises:
-            JournalError: if the journal cannot be written.
-        """
+        """Write the digests that a journal lacks to it."""
         if self._is_news:
             kept = journal.base_digests
             # Sorted, since workers may read segments in different orders and their journals have to be equal.
@@ -122,19 +101,7 @@ class BaseDigests:
 
 
 def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
-    """Read every byte of a model's base and compare it with the digests in a journal.
-
-    Args:
-        model: Model whose checkpoint is read; no weights stay in memory.
-        journal: Journal of a run on this base.
-        progress: Called with the number of bytes of each read.
-
-    Returns:
-        Digests that the journal lacks, by segment.
-
-    Raises:
-        CheckpointError: if the bytes differ from those of the run, or cannot be read.
-    """
+    """Read every byte of a model's base and compare it with the digests in a journal."""
     kept, unknown = journal.base_digests, dict[str, str]()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="zo2-verify") as pool:
         reader = _ChunkReader(model.weights)

@@ -28,16 +28,6 @@ def open_source(
 ) -> BlockSource:
     """Open the source.
 
-    Args:
-        weights: The base checkpoint.
-        layouts: Segments in visiting order.
-        host_memory: Allocates the source's memory.
-        buckets: Number of buckets for streamed blocks; None keeps all blocks in memory.
-        scratch: Files of written-back segments.
-        write_back_every: Versions that a segment may be ahead of its bytes on disk; None never writes.
-        base_digests: Expected digests of the base's segments.
-        timeline: Records every read and write.
-
     The source takes ownership of ``scratch``, which is closed if it cannot be opened.
     """
     try:

@@ -56,17 +56,7 @@ class Generations(SlotFile):
             raise self._failed(error) from error
 
     def commit(self, step: int, values: Mapping[str, Any]) -> None:
-        """Make the next generation the present one. On return it is durable.
-
-        Args:
-            step: Number of steps taken, whose segments have all been written.
-            values: Further values that later steps depend on, as JSON.
-
-        Raises:
-            ScratchError: if it cannot be made durable. The files may be used no more: they hold this generation or the one
-                before, whole.
-            JournalError: if the journal cannot be made durable.
-        """
+        """Make the next generation the present one. On return it is durable."""
         chain = self._chain(step)
         assert chain is not None, "a generation is committed after the journal's records"
         record = {

@@ -61,14 +61,7 @@ def _clear(state: torch.Tensor) -> None:
 
 
 class Loading:
-    """Reads of a segment that are in flight.
-
-    Args:
-        futures: Futures of the reads.
-        version: Version of the bytes that are read.
-        check: Returns, after all reads, whether the bytes are valid; it may raise CheckpointError.
-        has_states: Whether the optimizer's states are read with the parameters.
-    """
+    """Reads of a segment that are in flight."""
 
     def __init__(
         self,
@@ -97,15 +90,7 @@ class Loading:
         return any(future.exception() is not None for future in self._futures)
 
     def wait(self) -> bool:
-        """Wait for all reads to end, so that none writes into the memory later, then report the first failure.
-
-        Returns:
-            Whether the bytes are valid. If not, the written-back bytes are damaged and the next load reads the base.
-
-        Raises:
-            CheckpointError: if a read of the base failed, or the base has changed.
-            ScratchError: if a read of written-back bytes failed.
-        """
+        """Wait for all reads to end, so that none writes into the memory later, then report the first failure."""
         failures = [future.exception() for future in self._futures]
         for failure in failures:
             if failure is not None:
@@ -114,15 +99,7 @@ class Loading:
 
 
 class SegmentLoader:
-    """Threads that read segments.
-
-    Args:
-        weights: The base checkpoint. Belongs to the caller.
-        layouts: Segments in visiting order.
-        scratch: Files of written-back segments; belongs to the caller.
-        base_digests: Expected digests of the base's segments; None does not check them.
-        timeline: Records every segment's reads.
-    """
+    """Threads that read segments."""
 
     def __init__(
         self,
@@ -141,15 +118,7 @@ class SegmentLoader:
         self._closed = False
 
     def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor], *, with_states: bool = True) -> Loading:
-        """Start filling a segment's memory and return at once.
-
-        Args:
-            segment: Index of the segment.
-            pages: uint8, the segment's memory in whole pages.
-            views: Views of the segment's parameters in that memory.
-            with_states: Whether the optimizer's states are needed. They are read in any case where they take no reads of
-                their own: with bytes that are compared with their checksum, and from the base, where they are zero.
-        """
+        """Start filling a segment's memory and return at once."""
         scratch, layout = self._scratch, self._layouts[segment]
         if scratch is None or scratch.version(segment) == 0:
             return self._load_base(segment, views)

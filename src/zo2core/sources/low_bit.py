@@ -43,16 +43,7 @@ def staging_bytes(layouts: Sequence[BlockLayout]) -> int:
 
 
 class LowBitSource:
-    """Wraps a source of a device with memory of its own.
-
-    Args:
-        source: Source of the segments in their stored dtypes. Belongs to the caller, who may not use it meanwhile.
-        staying: Blocks that are not encoded, because they stay on the device. Nor are embedding and head.
-        host_memory: Allocates the memory of encoded blocks: ``Device.host_memory``.
-        replay: Applies a block's missing updates on the host.
-        comes_back: Whether the device replays updates and blocks are copied back; otherwise the host replays.
-        timeline: Records the work of the host.
-    """
+    """Wraps a source of a device with memory of its own."""
 
     def __init__(
         self,

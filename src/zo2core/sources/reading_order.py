@@ -12,11 +12,7 @@ NEVER = sys.maxsize  # rank of a segment that is not needed
 
 
 class ReadingOrder:
-    """A cyclic order of segments, from the one that is needed next to the one that is needed last.
-
-    Args:
-        layouts: Segments in visiting order.
-    """
+    """A cyclic order of segments, from the one that is needed next to the one that is needed last."""
 
     def __init__(self, layouts: Sequence[BlockLayout]) -> None:
         self._layouts = layouts

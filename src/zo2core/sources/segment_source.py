@@ -18,20 +18,7 @@ from zo2core.types import BlockLayout
 
 
 class SegmentSource(ABC):
-    """The base class of the sources; subclasses manage the memory of the segments.
-
-    Args:
-        weights: The base checkpoint, which is only read. Belongs to the caller.
-        layouts: Segments in visiting order.
-        scratch: Files of written-back segments. They belong to this source.
-        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk. None never
-            writes.
-        base_digests: Expected digests of the base's segments; None does not check them.
-        timeline: Records every read and write.
-
-    Raises:
-        OptionError: if ``write_back_every`` is out of its range.
-    """
+    """The base class of the sources; subclasses manage the memory of the segments."""
 
     def __init__(
         self,
@@ -99,16 +86,7 @@ class SegmentSource(ABC):
         """Free the memory, which no read writes into any more."""
 
     def _loaded(self, loading: Loading, load: Callable[[], Loading], *, ahead: bool) -> Loading:
-        """Wait until a segment is read and its bytes are valid.
-
-        Args:
-            loading: Reads of the segment, which have started.
-            load: Starts to read the segment again.
-            ahead: Whether the reads started before the segment was needed; if they failed, they are repeated once.
-
-        Raises:
-            CheckpointError, ScratchError: if the segment cannot be read.
-        """
+        """Wait until a segment is read and its bytes are valid."""
         if ahead and loading.failed():
             loading = load()
         if not loading.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed

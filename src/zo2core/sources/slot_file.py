@@ -52,20 +52,7 @@ class Written(NamedTuple):
 
 
 class SlotFile(ABC):
-    """Segments on disk at later versions than the base. Its files are locked until ``close``.
-
-    Args:
-        directory: Directory of the run; valid files of an earlier process are used.
-        layouts: Segments in visiting order.
-        chain: Version to the journal's checksum, after making the journal durable; None where it is not that long.
-        require_version: Called with every version in the manifest beyond the journal's end, and the manifest's path: the
-            journal has lost records, since bytes are written after them. None ignores such bytes.
-        spare: Number of blocks that may have two valid versions on disk at a time.
-
-    Raises:
-        ScratchError: if the files cannot be opened, or another engine has them open.
-        JournalError: if the journal cannot be made durable, or has lost records.
-    """
+    """Segments on disk at later versions than the base. Its files are locked until ``close``."""
 
     def __init__(
         self,
@@ -106,16 +93,7 @@ class SlotFile(ABC):
 
     @abstractmethod
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
-        """Write a segment.
-
-        Args:
-            segment: Index of the segment.
-            data: uint8, the segment's bucket, up to whole pages.
-            version: Version of the bytes.
-
-        Raises:
-            ScratchError: if the write failed.
-        """
+        """Write a segment."""
 
     @abstractmethod
     def _mismatched(self, segment: int) -> bool:
@@ -143,18 +121,7 @@ class SlotFile(ABC):
         return not self._written[segment].is_checked
 
     def confirm(self, segment: int, checksums: Sequence[int]) -> bool:
-        """Compare bytes that were read with their record.
-
-        Args:
-            segment: Index of the segment.
-            checksums: Checksums of each ``PIECE`` bytes, in order.
-
-        Returns:
-            Whether the bytes match; if not, they are dropped.
-
-        Raises:
-            ScratchError: if they do not match, and nothing can replace them.
-        """
+        """Compare bytes that were read with their record."""
         written = self._written[segment]
         if written.checksum == combined_checksum([segment, written.version, written.chain, *checksums]):
             self._written[segment] = written._replace(is_checked=True)
@@ -162,16 +129,7 @@ class SlotFile(ABC):
         return self._mismatched(segment)
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
-        """Fill memory with a range of a segment's bytes. May be called from several threads.
-
-        Args:
-            segment: Index of a segment with a version above 0.
-            out: uint8; whole pages are fastest.
-            start: First byte of the range.
-
-        Raises:
-            ScratchError: if the bytes cannot be read.
-        """
+        """Fill memory with a range of a segment's bytes. May be called from several threads."""
         try:
             self._data.read_into(self._offsets[self._written[segment].slot] + start, byte_view(out))
         except (OSError, EOFError) as error:

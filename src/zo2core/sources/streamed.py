@@ -295,13 +295,7 @@ class StreamedSource(SegmentSource):
             raise
 
     def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:
-        """Wait until an acquired segment is read; returns the version of its bytes.
-
-        Args:
-            segment: Index of the segment.
-            memory: Memory of the bucket.
-            ahead: Reads that started before the segment was needed; None starts them now.
-        """
+        """Wait until an acquired segment is read; returns the version of its bytes."""
         reads = _NO_READS if ahead is None else ahead
 
         def load() -> Loading:

@@ -14,17 +14,7 @@ from zo2core.types import BlockLayout, Lane
 
 
 class WriteBack:
-    """A thread that writes segments every few versions.
-
-    Args:
-        layouts: Segments in visiting order.
-        scratch: Files to write to; None never writes. They belong to this object.
-        every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
-        timeline: Records every write.
-
-    Raises:
-        OptionError: if ``every`` is below 1, or there are no files to write to.
-    """
+    """A thread that writes segments every few versions."""
 
     def __init__(
         self,
@@ -49,14 +39,7 @@ class WriteBack:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
 
     def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
-        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once.
-
-        Args:
-            segment: Index of the segment.
-            pages: uint8, the segment's memory in whole pages. It must not change until ``wait`` has returned.
-            version: Version of the bytes.
-            then: Called in the writing thread when the segment is written.
-        """
+        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
         if self.every is None or version - self.version(segment) < self.every:
             return
         self.start(segment, pages, version, then)
@@ -89,11 +72,7 @@ class WriteBack:
             self._writes.pop(segment, None)  # only now: until here ``busy`` has to be true for other threads
 
     def check(self) -> None:
-        """Report a write that failed, once.
-
-        Raises:
-            ScratchError: if a write failed.
-        """
+        """Report a write that failed, once."""
         for segment in [segment for segment, future in self._writes.items() if future.done()]:
             self.wait(segment)
         failure, self._failure = self._failure, None

@@ -24,11 +24,7 @@ STAGING_BUFFERS = 2
 
 
 def storage_bytes(activations: Activations) -> int:
-    """Return the bytes that a batch's activations take between segments. Shared storages count once.
-
-    Args:
-        activations: Tensors, nested in tuples, lists and dicts; other values count as 0 bytes.
-    """
+    """Return the bytes that a batch's activations take between segments. Shared storages count once."""
     values, _ = flattened(activations)
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -113,16 +109,7 @@ _Offloaded: TypeAlias = _OnHost | _Staged
 
 
 class ActivationOffload:
-    """Stores the activations of a sweep's streams; one sweep at a time uses it.
-
-    Args:
-        device: The device that runs forwards.
-        allowed: Device memory for activations and one forward, in bytes. Streams that do not fit are offloaded; one forward
-            and two staging buffers are allocated in any case. None: no stream is offloaded. Without effect on a device that
-            computes in host memory.
-        host_bytes: Expected size of the offloaded activations, in bytes. More is allocated if necessary.
-        timeline: Records every transfer.
-    """
+    """Stores the activations of a sweep's streams; one sweep at a time uses it."""
 
     def __init__(
         self, device: Device, allowed: int | None, host_bytes: int = 0, *, timeline: Timeline | None = None
@@ -148,12 +135,7 @@ class ActivationOffload:
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def begin(self, streams: int, *, may_offload: bool = True) -> None:
-        """Drop all activations of the last sweep, however it ended.
-
-        Args:
-            streams: Number of streams of the next sweep.
-            may_offload: Whether activations may be offloaded. False if they are known to fit.
-        """
+        """Drop all activations of the last sweep, however it ended."""
         for state in self._offloaded.values():
             if isinstance(state, _Staged):  # of a sweep that failed
                 self._device.streams.wait(state.transfer.done, Wait.ACTIVATIONS_UPLOADED)
@@ -167,13 +149,7 @@ class ActivationOffload:
         self._may_offload = may_offload and self._allowed is not None
 
     def add(self, stream: int, activations: Activations, forward_bytes: Callable[[], int]) -> None:
-        """Store the output of a stream's first forward, and decide whether the stream is offloaded.
-
-        Args:
-            stream: Index of the stream.
-            activations: Output of the forward, on the device.
-            forward_bytes: Returns the memory that its forwards take, in bytes.
-        """
+        """Store the output of a stream's first forward, and decide whether the stream is offloaded."""
         if self._may_offload and not self._stays(activations, forward_bytes()):
             buffer, empty = self._free[0], self._host[:0]
             self._offload(stream, activations, buffer, (), empty)
@@ -229,15 +205,7 @@ class ActivationOffload:
     def _offload(
         self, stream: int, activations: Activations, buffer: _StagingBuffer, extents: Sequence[_Extent], memory: torch.Tensor
     ) -> None:
-        """Pack activations into a staging buffer and start to offload them; the buffer may be used again afterwards.
-
-        Args:
-            stream: Index of the stream.
-            activations: Activations on the device; some of them may be in the buffer.
-            buffer: The staging buffer.
-            extents: Extents of the activations that are in the buffer.
-            memory: The stream's host memory. If it is too small, larger memory is allocated.
-        """
+        """Pack activations into a staging buffer and start to offload them; the buffer may be used again afterwards."""
         streams = self._device.streams
         packing, sources = self._packed(activations, buffer, extents)
         nbytes = packing.nbytes
@@ -266,11 +234,7 @@ class ActivationOffload:
     def _packed(
         self, activations: Activations, buffer: _StagingBuffer, extents: Sequence[_Extent]
     ) -> tuple[_Packing, list[torch.Tensor]]:
-        """Assign each storage an extent of a staging buffer.
-
-        Returns:
-            The packing, and the present bytes of each of its extents.
-        """
+        """Assign each storage an extent of a staging buffer."""
         storages: dict[int, tuple[_Extent, torch.Tensor]] = {}  # new extent and present bytes, by present address
 
         def packed(tensor: torch.Tensor) -> _PackedTensor:
@@ -327,15 +291,7 @@ class ActivationOffload:
 
 
 def streams_on_device(streams: int, nbytes: int, allowed: int, *, staging: int, some_offloaded: bool = False) -> int:
-    """Return how many streams' activations stay on a device if as few as possible are offloaded.
-
-    Args:
-        streams: Number of streams that have not been added.
-        nbytes: Bytes of each stream.
-        allowed: Device memory for them, in bytes, without a forward's.
-        staging: Bytes of the staging buffers, which are allocated once a stream is offloaded.
-        some_offloaded: Whether a stream is offloaded already.
-    """
+    """Return how many streams' activations stay on a device if as few as possible are offloaded."""
     if not some_offloaded and streams * nbytes <= allowed:
         return streams
     return max(min((allowed - staging) // nbytes, streams), 0) if nbytes else streams

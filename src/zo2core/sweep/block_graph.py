@@ -74,12 +74,7 @@ class _FilledError(BaseException):
 
 
 class BlockGraph:
-    """The graph of one forward of a segment.
-
-    Args:
-        weights: The weights that the segment's modules read, by name, at each of its visits.
-        inputs: Tensors that are kept in any case, and do not count as memory of the graph.
-    """
+    """The graph of one forward of a segment."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         self._weights = weights
@@ -88,20 +83,12 @@ class BlockGraph:
         self._activations: list[weakref.ref[_Activation]] = []  # in the order in which they were saved
 
     def memory(self, times: float = 1.0) -> int:
-        """Bytes of memory that the activations take which the forward kept, besides weights and inputs.
-
-        Args:
-            times: Size of another batch, as a multiple of this one's: the result is for that batch.
-        """
+        """Bytes of memory that the activations take which the forward kept, besides weights and inputs."""
         kept = (storage for address, storage in self._storages.items() if address not in self._inputs)
         return math.ceil(sum(_memory(nbytes * times, on_host=on_host) for nbytes, on_host in kept))
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
-        """Return a context in which the forward runs.
-
-        Args:
-            keep: Whether its activations are kept for the backward pass.
-        """
+        """Return a context in which the forward runs."""
         locate = self._weight_locator()
 
         def pack(tensor: torch.Tensor) -> _Saved:
@@ -126,14 +113,7 @@ class BlockGraph:
                 activation.empty()
 
     def restore(self, forward: Callable[[], object]) -> None:
-        """Run the forward again as far as needed to restore the activations, if they were not kept.
-
-        Args:
-            forward: The same forward on the same inputs; it runs with gradients enabled.
-
-        Raises:
-            OptionError: if it saves other tensors than the first time.
-        """
+        """Run the forward again as far as needed to restore the activations, if they were not kept."""
         activations = [reference() for reference in self._activations]
         needed = [number for number, saved in enumerate(activations) if saved is not None and saved.is_empty]
         if not needed:

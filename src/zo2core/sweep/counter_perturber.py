@@ -24,16 +24,7 @@ RANGE = 1 << 18  # elements
 
 
 class CounterPerturber:
-    """A ``Perturber`` for noise that kernels draw.
-
-    Args:
-        noise: Defines the numbers that the kernels draw.
-        buffer: The work buffer; one sweep uses it at a time.
-        worker: Further threads; None uses one thread.
-        trajectory: The updates and evaluations of the sweep.
-        parallel_from: Number of elements from which a segment is worked on by several threads.
-        helpers: Number of the worker's threads to use.
-    """
+    """A ``Perturber`` for noise that kernels draw."""
 
     def __init__(
         self,
@@ -132,14 +123,7 @@ class CounterPerturber:
         return self._copies[evaluation]
 
     def _run(self, index: int, stores: Stores, owned: Mapping[bool, Program], borrowed: Program | None) -> None:
-        """Run programs on stores; perturbed copies are written to the work buffer.
-
-        Args:
-            index: Index of the segment.
-            stores: The segment's store, and those of segments that it borrows from, by segment.
-            owned: The program for weights that the segment owns, by whether weight decay applies.
-            borrowed: The program for weights that it borrows; None skips them.
-        """
+        """Run programs on stores; perturbed copies are written to the work buffer."""
         if not owned[False].instructions and owned[False].then is None:
             return
 

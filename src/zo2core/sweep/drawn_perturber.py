@@ -32,15 +32,7 @@ class _Chunk(Enum):
 
 
 class DrawnPerturber:
-    """A ``Perturber`` for noise that is drawn into memory.
-
-    Args:
-        noise: Draws z.
-        buffer: The work buffer; one sweep uses it at a time.
-        worker: The second thread; None works on one thread.
-        trajectory: The updates and evaluations of the sweep.
-        parallel_from: Number of elements from which a segment is worked on by two threads.
-    """
+    """A ``Perturber`` for noise that is drawn into memory."""
 
     def __init__(
         self,

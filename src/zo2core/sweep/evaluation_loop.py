@@ -17,19 +17,7 @@ from zo2core.workers import Workers
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
-    """Group batches, in order, so that a group's activations between segments and its largest forward fit in memory.
-
-    Args:
-        batches: Prepared batches, taken one at a time.
-        forward: Runs the batches, and estimates their memory.
-        allowed: Bytes for activations. A batch that exceeds them alone is a group of its own.
-
-    Yields:
-        Groups of at least one batch.
-
-    Raises:
-        BatchError: if the model cannot take a batch.
-    """
+    """Group batches, in order, so that a group's activations between segments and its largest forward fit in memory."""
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
@@ -49,18 +37,7 @@ def evaluate(
     rows: int | None,
     workers: Workers,
 ) -> EvaluationResult:
-    """Compute the mean loss over batches.
-
-    Args:
-        forwards: Runs batches and yields their losses, 0-d, one list for each sweep.
-        batches: Batches with labels, weighted by their labelled tokens.
-        rows: Rows of a micro-batch; None does not split batches.
-        workers: Workers that divide the batches. Each batch's loss is the one that a single worker computes.
-
-    Raises:
-        BatchError: if the model cannot take a batch, or there is no labelled token.
-        WorkerError: if another worker does not answer, or has other batches.
-    """
+    """Compute the mean loss over batches."""
     started = time.perf_counter()
     tokens: list[list[int]] = []  # labelled tokens of each micro-batch of each batch
     digest = 0  # of all batches
@@ -98,18 +75,7 @@ def evaluate_objective(
     rows: int | None,
     objective: Objective,
 ) -> EvaluationResult:
-    """Evaluate an objective for all batches together, and for each batch.
-
-    Args:
-        forwards: Runs batches and yields the head's outputs, one list for each sweep.
-        batches: Inputs of the objective.
-        rows: Rows of a micro-batch; None does not split batches.
-        objective: Splits batches, and computes a number from outputs.
-
-    Raises:
-        BatchError: if the objective cannot take a batch, or there is none.
-        OptionError: if it is not an ``Objective``, or its result is not a number.
-    """
+    """Evaluate an objective for all batches together, and for each batch."""
     if not isinstance(objective, Objective):
         raise OptionError(
             "forward",

@@ -11,14 +11,7 @@ from zo2core.errors import BusyError, ClosedError
 
 
 class SoleUse:
-    """The use of a model, or of a source, by one engine: a second one would make the first read other weights.
-
-    Args:
-        used: What is used until ``end``, or until no engine that was left open can be reached.
-
-    Raises:
-        BusyError: if another engine uses it.
-    """
+    """The use of a model, or of a source, by one engine: a second one would make the first read other weights."""
 
     _present: ClassVar[WeakValueDictionary[int, SoleUse]] = WeakValueDictionary()
 
@@ -39,11 +32,7 @@ class SoleUse:
 
 
 class ExclusiveUse:
-    """Refuses to start a sweep, or an iteration over parameters, before the last one has ended.
-
-    Args:
-        owner: Name of the engine, for errors.
-    """
+    """Refuses to start a sweep, or an iteration over parameters, before the last one has ended."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -51,11 +40,7 @@ class ExclusiveUse:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse any other use within the context.
-
-        Raises:
-            BusyError: if another use has not ended.
-        """
+        """Refuse any other use within the context."""
         if self._busy:
             raise BusyError(
                 self._owner,
@@ -70,11 +55,7 @@ class ExclusiveUse:
             self._busy = False
 
     def require_open(self) -> None:
-        """Refuse a use after ``close``.
-
-        Raises:
-            ClosedError: if it was closed.
-        """
+        """Refuse a use after ``close``."""
         if self._closed:
             owner = self._owner
             raise ClosedError(owner, found=f"a closed {owner}", expected="an open one", remedy="build a new one")

@@ -17,13 +17,7 @@ PASSING = 3  # what is in memory of a micro-batch at a block: its input, its out
 
 
 def gradient_bytes(held: int, running: int, kept: int) -> int:
-    """Memory of a sweep forward and backward.
-
-    Args:
-        held: Bytes that all micro-batches hold between segments.
-        running: Largest bytes of one segment's forward for one micro-batch.
-        kept: Number of blocks whose inputs are in memory.
-    """
+    """Memory of a sweep forward and backward."""
     return (PASSING + kept) * held + math.ceil(GRAPH_FORWARDS * running)
 
 
@@ -43,13 +37,7 @@ class GradientMemory:
     spare: Callable[[], int]  # further bytes, which the present plan leaves over
 
     def groups(self, forward: Forward, batches: Sequence[Batch], *, together: bool) -> Iterator[Group]:
-        """Divide micro-batches into groups, in order.
-
-        Args:
-            forward: Runs the micro-batches.
-            batches: Prepared micro-batches.
-            together: Whether all have to pass the blocks together.
-        """
+        """Divide micro-batches into groups, in order."""
         allowed = self.budget + self.spare()
         start, held, running = 0, 0, 0
         for index, batch in enumerate(batches):

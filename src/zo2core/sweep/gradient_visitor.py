@@ -121,18 +121,7 @@ class GradientVisits:
         kept_bytes: int,
         loss_scale: float = 1.0,
     ) -> GradientVisitor:
-        """Make the visitor of one sweep.
-
-        Args:
-            forward: Runs the segments.
-            batches: Prepared micro-batches; all pass a segment before the next segment is visited.
-            weights: The weight of each micro-batch's loss in the step's loss. None: ``joint_loss`` computes the step's loss
-                from all outputs of the head, whose graphs are then in memory at the same time.
-            joint_loss: Computes the step's loss, 0-d and differentiable, from the head's outputs for all micro-batches.
-            kept_bytes: Memory for what blocks keep from their forward to their backward pass: their inputs first, then
-                graphs.
-            loss_scale: Factor of the loss whose gradients are computed.
-        """
+        """Make the visitor of one sweep."""
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
@@ -142,13 +131,7 @@ class GradientVisits:
 
 
 class GradientVisitor:
-    """Visits the segments once forward and once backward, and adds gradients to the trained parameters.
-
-    Args:
-        visits: The objects that all sweeps share.
-        forward, batches, weights, joint_loss, loss_scale: As for ``GradientVisits.visitor``.
-        room: The memory in which the last blocks keep their graphs.
-    """
+    """Visits the segments once forward and once backward, and adds gradients to the trained parameters."""
 
     def __init__(
         self,

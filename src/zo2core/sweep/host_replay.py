@@ -21,14 +21,7 @@ from zo2core.updates import Trajectory
 
 
 class HostReplay:
-    """Brings stored segments to the present version with the host's kernels.
-
-    Args:
-        layouts: Segments in visiting order.
-        noise: Defines the numbers that the kernels draw.
-        updates: All updates of the run; the list grows.
-        update_loss: Samples the segments.
-    """
+    """Brings stored segments to the present version with the host's kernels."""
 
     def __init__(
         self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
@@ -63,13 +56,7 @@ class HostReplay:
 
 
 class LowBitScheduler:
-    """A scheduler whose source prepares the blocks again for each sweep, at their present version.
-
-    Args:
-        scheduler: Scheduler of the source.
-        source: Prepares blocks.
-        replay: Brings them to their present version.
-    """
+    """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
 
     def __init__(self, scheduler: Scheduler, source: LowBitSource, replay: HostReplay) -> None:
         self._scheduler = scheduler

@@ -31,10 +31,6 @@ class InputFile:
 
     The file is made with the first input, in whole pages, past the page cache where the file system allows. It goes with
     the process.
-
-    Args:
-        directory: Directory of the file.
-        timeline: Records what is written and read.
     """
 
     def __init__(self, directory: Path, timeline: Timeline) -> None:

@@ -22,11 +22,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class _HostMemory:
-    """Page-locked memory that inputs have in turn. It is kept for later sweeps.
-
-    Args:
-        allocate: ``Device.host_memory``.
-    """
+    """Page-locked memory that inputs have in turn. It is kept for later sweeps."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -67,12 +63,7 @@ class _HostMemory:
 
 
 class _HostStorage:
-    """Host memory of an input, which another input may have while this one is on disk.
-
-    Args:
-        pool: The memory.
-        nbytes: Bytes of the input.
-    """
+    """Host memory of an input, which another input may have while this one is on disk."""
 
     def __init__(self, pool: _HostMemory, nbytes: int) -> None:
         self._pool = pool
@@ -155,12 +146,6 @@ class InputOffload:
     Device memory is freed and taken in the order of compute: what is freed is used only by compute that is issued later, and
     what is taken may still be read by compute that was issued before. While host memory has room, the host never waits for
     the device. Once it has none, the oldest copies are written to disk.
-
-    Args:
-        device: Where forwards run. Its memory on the host is kept for later sweeps, and given back with the device.
-        timeline: Records every copy.
-        file: Takes the inputs that have no room in host memory.
-        room: Bytes that inputs may take in host memory. The inputs that are on their way have room in any case.
     """
 
     def __init__(self, device: Device, timeline: Timeline, file: InputStore[_HostStorage], room: int) -> None:
@@ -236,13 +221,7 @@ class InputOffload:
         storage.resize_(nbytes)
 
     def _ended(self, moving: deque[_Moving], nbytes: int, why: Wait) -> Iterator[_Moving]:
-        """Take out the inputs whose copies are done, oldest first; wait for some if host memory has no room for more.
-
-        Args:
-            moving: The inputs.
-            nbytes: Bytes that another input needs.
-            why: What a wait is for.
-        """
+        """Take out the inputs whose copies are done, oldest first; wait for some if host memory has no room for more."""
         while moving:
             is_needed = len(moving) > AHEAD and self._pool.used + nbytes > self._room
             if not (is_needed or moving[0].transit.done()):

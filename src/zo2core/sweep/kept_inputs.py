@@ -30,11 +30,7 @@ class Transit(Protocol):
         """Whether ``result`` would return at once."""
 
     def result(self) -> object:
-        """Complete the transfer: the memory is free, or its bytes are there.
-
-        Raises:
-            ZO2Error: if it failed.
-        """
+        """Complete the transfer: the memory is free, or its bytes are there."""
 
 
 class Storage(Protocol):
@@ -64,23 +60,12 @@ class InputStore(Protocol[SentT]):
     """Where inputs are that have no room in the memory that is used first."""
 
     def send(self, key: InputKey, storages: Sequence[SentT]) -> Transit:
-        """Start moving bytes out of storages, and free these.
-
-        Args:
-            key: The input's key.
-            storages: The storages. They must not be used until ``bring`` has brought them back.
-
-        Raises:
-            ScratchError: if an earlier input cannot be written to disk.
-        """
+        """Start moving bytes out of storages, and free these."""
 
     def bring(self, key: InputKey) -> Transit:
         """Start bringing back what was sent under a key, into the same storages.
 
         Inputs come back in the order in which a backward pass needs them.
-
-        Raises:
-            ScratchError: if it cannot be read from disk.
         """
 
     def clear(self) -> None:
@@ -106,11 +91,7 @@ class _Moving(NamedTuple, Generic[StorageT]):
 
 
 class KeptInputs(Generic[StorageT]):
-    """The inputs of the blocks of one sweep at a time.
-
-    Args:
-        store: Takes the inputs that have no room.
-    """
+    """The inputs of the blocks of one sweep at a time."""
 
     def __init__(self, store: InputStore[StorageT]) -> None:
         self._store = store
@@ -122,23 +103,11 @@ class KeptInputs(Generic[StorageT]):
         self._coming: dict[InputKey, _Moving[StorageT]] = {}
 
     def begin(self, nbytes: int) -> None:
-        """Begin a sweep.
-
-        Args:
-            nbytes: Bytes that inputs may take in memory. At least one at a time is in it.
-        """
+        """Begin a sweep."""
         self._room = nbytes
 
     def put(self, key: InputKey, storages: Sequence[StorageT]) -> None:
-        """Keep the input of a block whose forward was issued. Blocks come in order.
-
-        Args:
-            key: The input's key.
-            storages: The storages that nothing else needs until the block's backward.
-
-        Raises:
-            ScratchError: if an input that has no room cannot be written.
-        """
+        """Keep the input of a block whose forward was issued. Blocks come in order."""
         nbytes = sum(storage.nbytes() for storage in storages)
         self._present.append(_Input(key, storages, nbytes))
         self._nbytes += nbytes
@@ -154,11 +123,7 @@ class KeptInputs(Generic[StorageT]):
             self._end_departure()
 
     def end_departures(self) -> None:
-        """Wait for all inputs that are leaving, before the backward pass: weights may change in it.
-
-        Raises:
-            ScratchError: if one cannot be written.
-        """
+        """Wait for all inputs that are leaving, before the backward pass: weights may change in it."""
         while self._leaving:
             self._end_departure()
 
@@ -166,12 +131,6 @@ class KeptInputs(Generic[StorageT]):
         """Have an input in memory, for its block's backward, and start bringing those that are needed next.
 
         All departures have ended before.
-
-        Args:
-            key: The input's key. Blocks come in reverse order, and the streams of a block in order.
-
-        Raises:
-            ScratchError: if it cannot be read.
         """
         while self._away and (len(self._coming) < AHEAD or self._next_away().key == key):
             coming = self._next_away()

@@ -18,14 +18,7 @@ IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Fa
 
 
 def predicted(labels: torch.Tensor) -> torch.Tensor:
-    """Mark the tokens over which a causal language model's loss is averaged.
-
-    Args:
-        labels: Integers, (..., tokens). Each token but the last predicts the label of the next one.
-
-    Returns:
-        Bool, (..., tokens - 1): whether the token at that position predicts a label that is not ``IGNORE_INDEX``.
-    """
+    """Mark the tokens over which a causal language model's loss is averaged."""
     return labels[..., 1:] != IGNORE_INDEX
 
 
@@ -35,11 +28,7 @@ def labelled_tokens(batch: Batch) -> int:
 
 
 def require_rows(rows: int | None) -> None:
-    """Refuse micro-batches of less than one row; None does not split batches.
-
-    Raises:
-        OptionError: if the number is less than 1.
-    """
+    """Refuse micro-batches of less than one row; None does not split batches."""
     if rows is not None:
         require_whole("micro_batch_size", rows, 1)
 
@@ -50,13 +39,6 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     Columns on the right that are padding in all rows of a micro-batch are removed. Columns on the left stay, since models
     count positions from there. A micro-batch without a labelled token is left out: it has no loss. A tensor with another
     number of rows than the labels (positions that all rows share) is part of every micro-batch.
-
-    Args:
-        batch: A batch with labels (rows, tokens). A batch without such labels is not split: the model checks it.
-        rows: Rows of a micro-batch; None does not split the batch.
-
-    Returns:
-        The micro-batches in order, at least one; the batch itself if it is not split.
     """
     require_tensors(batch)
     labels = batch.get("labels")
@@ -71,15 +53,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
 
 
 def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
-    """Select the rows of a group; all groups keep the batch's columns.
-
-    Args:
-        batch: A batch with labels (rows, tokens).
-        group: One of several groups of equally many rows, in order.
-
-    Raises:
-        BatchError: if the batch has no such labels, or its rows cannot be divided evenly.
-    """
+    """Select the rows of a group; all groups keep the batch's columns."""
     labels, groups = batch.get("labels"), group.groups
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         raise BatchError(
@@ -102,13 +76,7 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
 
 
 def shard_of_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """A range of a batch's rows, without the columns on the right in which all of them are padding.
-
-    Args:
-        batch: With labels (rows, tokens).
-        start: The first row.
-        stop: The row after the last one.
-    """
+    """A range of a batch's rows, without the columns on the right in which all of them are padding."""
     rows = rows_of(batch, start, stop)
     return _without_padding(rows) if labelled_tokens(rows) else rows
 
@@ -121,15 +89,7 @@ def rows_to_shard(batches: Sequence[Batch]) -> int | None:
 
 
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """Compute the mean loss over the labelled tokens of all micro-batches.
-
-    Args:
-        losses: Mean loss over the labelled tokens of each micro-batch, 0-d.
-        tokens: Number of labelled tokens of each micro-batch.
-
-    Returns:
-        0-d, with the dtype and device of the losses; summed in float64. A single loss is returned unchanged.
-    """
+    """Compute the mean loss over the labelled tokens of all micro-batches."""
     if len(losses) == 1:
         return losses[0]
     summed = torch.stack([loss.double() * count for loss, count in zip(losses, tokens, strict=True)]).sum()
@@ -137,13 +97,7 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Select a range of a batch's rows. Tensors that all rows share are kept whole.
-
-    Args:
-        batch: A batch with labels (rows, ...).
-        start: Index of the first row.
-        stop: Index after the last row.
-    """
+    """Select a range of a batch's rows. Tensors that all rows share are kept whole."""
     count = len(batch["labels"])
     return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}
 

@@ -21,11 +21,7 @@ class MicroBatches(NamedTuple):
     tokens: Sequence[int]  # labelled tokens of each micro-batch, if there are several
 
     def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the loss, 0-d, from the head's outputs for the micro-batches.
-
-        Raises:
-            OptionError: if the result is not a number.
-        """
+        """Compute the loss, 0-d, from the head's outputs for the micro-batches."""
         if self.objective is not None:
             return require_number(self.objective.loss(outputs, self.batches))
         if len(outputs) == 1:
@@ -34,11 +30,7 @@ class MicroBatches(NamedTuple):
 
 
 def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
-    """Return the batches of a step: one, or several that count as one.
-
-    Raises:
-        BatchError: if there is no batch, or a batch is not a mapping.
-    """
+    """Return the batches of a step: one, or several that count as one."""
     if not isinstance(batch, Iterable):
         raise BatchError("batch", found=repr(batch)[:40], expected="a batch, or several", remedy="pass names with tensors")
     batches: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
@@ -52,16 +44,7 @@ def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
 
 
 def split_batches(batches: Sequence[Batch], rows: int | None, forward: Forward | None) -> MicroBatches:
-    """Split a step's batches into micro-batches of at most ``rows`` rows.
-
-    Args:
-        batches: Inputs of the forward, at least one.
-        rows: Rows of a micro-batch; None does not split batches.
-        forward: Runs the micro-batches; None is the model's own loss.
-
-    Raises:
-        OptionError: if there are several micro-batches, and the forward does not combine their losses.
-    """
+    """Split a step's batches into micro-batches of at most ``rows`` rows."""
     if forward is None:
         micro_batches = [micro_batch for batch in batches for micro_batch in split_rows(batch, rows)]
         if len(micro_batches) == 1:
@@ -86,11 +69,7 @@ def split_batches(batches: Sequence[Batch], rows: int | None, forward: Forward |
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss that is a number.
-
-    Raises:
-        OptionError: if it is not a 0-d tensor.
-    """
+    """Return a loss that is a number."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

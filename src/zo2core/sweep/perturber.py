@@ -33,33 +33,13 @@ class Perturber(Protocol):
         """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
 
         The work buffer may then hold weights of the first evaluation already.
-
-        Args:
-            index: Index of the segment.
-            stores: The segment's store, and those of segments that it borrows from, by segment.
-            version: Version of the segment's store before.
-
-        Returns:
-            The store's version after.
         """
 
     def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let the forward read a segment's frozen weights. Called once a visit.
-
-        Args:
-            index: Index of the segment, which has been replayed.
-            stores: As for ``replay``.
-        """
+        """Let the forward read a segment's frozen weights. Called once a visit."""
 
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Write the weights of a segment's next evaluation to the work buffer.
-
-        Args:
-            index: Index of the segment, which has been replayed.
-            stores: As for ``replay``.
-            before: The evaluation whose weights the work buffer holds; None for the first evaluation of a visit.
-            evaluation: The next evaluation; None stands for unperturbed weights.
-        """
+        """Write the weights of a segment's next evaluation to the work buffer."""
 
     def finish(self) -> None:
         """Wait until the second thread no longer uses the memory, however the sweep ended."""
@@ -68,16 +48,7 @@ class Perturber(Protocol):
 def choose_perturber(
     noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None
 ) -> Callable[[Trajectory], Perturber]:
-    """Choose how perturbers are made.
-
-    Args:
-        noise: Draws z.
-        buffer: The work buffer; one sweep uses it at a time.
-        worker: The second thread; None works on one thread.
-
-    Returns:
-        A function that makes the perturber of a sweep from the sweep's trajectory.
-    """
+    """Choose how perturbers are made."""
     if isinstance(noise, CounterNoise):
         return partial(CounterPerturber, noise, buffer, worker, parallel_from=PARALLEL_FROM)
     return partial(DrawnPerturber, noise, buffer, worker, parallel_from=PARALLEL_FROM)

@@ -20,18 +20,7 @@ from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, p
 
 
 class RunSegments:
-    """A run's segments: the base's parameters, which all runs read, and the run's own ones.
-
-    Args:
-        model: The run's model.
-        base: The model whose segments are shared.
-        device: Allocates the memory of the run's own parameters.
-        digests: The digests that the run's journal has, or shall have, of its base.
-        changes_base: Whether the run changes stored weights of parameters that are not frozen.
-
-    Raises:
-        OptionError: if the run has another base, or would change it.
-    """
+    """A run's segments: the base's parameters, which all runs read, and the run's own ones."""
 
     def __init__(
         self, model: BlockModel, base: BlockModel, device: Device, digests: BaseDigests, *, changes_base: bool
@@ -77,16 +66,7 @@ class RunSegments:
         self._versions[index] = visitor.replay(index, store, version)
 
     def check(self, index: int, shared: Store, digest: str) -> None:
-        """Compare the digest of a segment's base with that of the run, when the run first uses it.
-
-        Args:
-            index: Index of the segment.
-            shared: The base's parameters.
-            digest: Digest of the base's segment; empty if it is not known.
-
-        Raises:
-            CheckpointError: if the base is another one.
-        """
+        """Compare the digest of a segment's base with that of the run, when the run first uses it."""
         layout = self._model.layouts[index]
         if index in self._checked or not self._digests.wants(layout):
             return
@@ -118,13 +98,7 @@ class RunSegments:
 
 
 class BlockDecoder:
-    """Decodes a block's encoded weights once for all runs.
-
-    Args:
-        layouts: The base's segments.
-        memory: uint8, on the device; holds the largest block's decoded weights.
-        helper: Does half of the work; None uses one thread.
-    """
+    """Decodes a block's encoded weights once for all runs."""
 
     def __init__(self, layouts: Sequence[BlockLayout], memory: torch.Tensor, helper: Executor | None) -> None:
         self._layouts, self._memory, self._helper = layouts, memory, helper
@@ -145,13 +119,7 @@ class BlockDecoder:
 
 
 class RunSweep:
-    """What one run does in a shared sweep.
-
-    Args:
-        segments: The run's segments.
-        visitor: The run's visitor.
-        order: Indices of the segments that it visits, in order.
-    """
+    """What one run does in a shared sweep."""
 
     def __init__(self, segments: RunSegments, visitor: Visitor, order: Sequence[int]) -> None:
         self.segments, self.visitor, self.order = segments, visitor, tuple(order)
@@ -163,14 +131,7 @@ class SweepEnded(Exception):  # noqa: N818 - no error
 
 
 class SharedVisitor:
-    """Visits segments for several runs, whose orders begin alike. A run that fails ends alone.
-
-    Args:
-        sweeps: What each run does.
-        layouts: The base's segments.
-        decoder: Decodes blocks.
-        digests: Digests of the base's segments that were read.
-    """
+    """Visits segments for several runs, whose orders begin alike. A run that fails ends alone."""
 
     def __init__(
         self, sweeps: Sequence[RunSweep], layouts: Sequence[BlockLayout], decoder: BlockDecoder, digests: BaseDigests
@@ -200,12 +161,7 @@ class SharedVisitor:
 
 
 class RunReplay:
-    """Brings one run's part of a segment to the present version.
-
-    Args:
-        segments: The run's segments.
-        visitor: The run's visitor.
-    """
+    """Brings one run's part of a segment to the present version."""
 
     def __init__(self, segments: RunSegments, visitor: Replaying) -> None:
         self._segments, self._visitor = segments, visitor
@@ -225,12 +181,6 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
     """Find the base's parameters in a segment of a run.
 
     An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
-
-    Returns:
-        The position in the base's segment, by the run's name of the parameter.
-
-    Raises:
-        OptionError: if the run has another base.
     """
     layout, shared = model.layouts[index], base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}

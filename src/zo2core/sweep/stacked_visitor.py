@@ -49,14 +49,7 @@ class StackedVisits:
 
 
 class StackedVisitor:
-    """Visits the segments for one sweep that only reads weights.
-
-    Args:
-        visits: The objects that all sweeps share.
-        forward: Runs the segments. A ``StackedForward``, such as the model, runs stacks; others run one stream at a time.
-        trajectory: The updates and evaluations of the sweep.
-        groups: The evaluations to make, each with its batches, as for ``SegmentVisitor``.
-    """
+    """Visits the segments for one sweep that only reads weights."""
 
     def __init__(self, visits: StackedVisits, forward: Forward, trajectory: Trajectory, groups: Groups) -> None:
         self._model = visits.model

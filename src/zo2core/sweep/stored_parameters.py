@@ -21,25 +21,12 @@ class SegmentStep(Protocol):
     """What a sweep does with the gradients of each segment."""
 
     def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
-        """Check a segment's gradients, and clip and convert them as need be. If it raises, no weight has changed.
-
-        Args:
-            segment: Index of the segment.
-            gradients: The gradients of its own parameters by name, contiguous. They may share memory with other tensors, so
-                they are replaced, not changed in place, one at a time: there is memory for two of one parameter.
-        """
+        """Check a segment's gradients, and clip and convert them as need be. If it raises, no weight has changed."""
 
     def update(
         self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
     ) -> bool:
-        """Change a segment's weights in place; returns whether it has changed them.
-
-        Args:
-            segment: Index of the segment.
-            weights: Its trained parameters by name, shaped.
-            gradients: As ``complete`` has left them.
-            store: All that is stored of the segment.
-        """
+        """Change a segment's weights in place; returns whether it has changed them."""
 
 
 class _Owned(NamedTuple):
@@ -51,14 +38,7 @@ class _Owned(NamedTuple):
 
 
 class StoredParameters:
-    """The trained parameters of all segments, their gradients, and the versions of the segments.
-
-    Args:
-        layouts: Segments in visiting order. All their parameters are trained.
-
-    Raises:
-        OptionError: if a parameter is frozen or quantised, or travels in another dtype than it is stored in.
-    """
+    """The trained parameters of all segments, their gradients, and the versions of the segments."""
 
     version = 0  # segments are always at their present version: there is none that all of them share
 
@@ -112,21 +92,11 @@ class StoredParameters:
         return self._updated
 
     def expect(self, updated: Collection[int], step: SegmentStep, version: int | None = None) -> None:
-        """Say what the next sweep does.
-
-        Args:
-            updated: The segments whose own parameters get gradients.
-            step: What is done with them.
-            version: Version of a segment after its update; None: the next one of each.
-        """
+        """Say what the next sweep does."""
         self._updated, self._step, self._next = updated, step, version
 
     def begin_at(self, versions: Mapping[int, int]) -> None:
-        """Expect the versions that segments have on disk.
-
-        Args:
-            versions: By segment; 0 for those of the base.
-        """
+        """Expect the versions that segments have on disk."""
         self._versions = dict(versions)
 
     def begin_sweep(self) -> None:
@@ -134,11 +104,7 @@ class StoredParameters:
         self.clear_gradients()
 
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Return the version: a store always holds the present weights.
-
-        Raises:
-            ClosedError: if it does not. Changed weights that an interrupted sweep left half-way were read again.
-        """
+        """Return the version: a store always holds the present weights."""
         if version != self._versions.get(index, 0):
             raise ClosedError(
                 self._layouts[index].name,
@@ -183,14 +149,7 @@ class StoredParameters:
         return version
 
     def set_values(self, index: int, store: Store, version: int, values: Mapping[str, torch.Tensor]) -> int:
-        """Replace a segment's weights; returns its new version.
-
-        Args:
-            index: Index of the segment.
-            store: Its parameters.
-            version: Version of ``store`` before.
-            values: New weights by name, for all trained parameters of the segment.
-        """
+        """Replace a segment's weights; returns its new version."""
         for name in self.names_of(index):
             self._shaped(name, store).copy_(values[name])
         self._versions[index] = version + 1

@@ -24,21 +24,7 @@ def run_stream(
     *,
     last: bool,
 ) -> Output | None:
-    """Run a segment's forward of one stream.
-
-    Args:
-        memory: Stores the streams' activations between segments.
-        forward: Runs the embedding and the blocks.
-        kind: Kind of the segment.
-        index: Index of the segment in visiting order.
-        stream: Index of the stream in the sweep.
-        batch: Batch of the stream.
-        head: Runs the head.
-        last: Whether it is the last stream of the sweep.
-
-    Returns:
-        The output of the head; None at other segments.
-    """
+    """Run a segment's forward of one stream."""
     if kind is SegmentKind.EMBEDDING:
         memory.add(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
         if last:

@@ -22,17 +22,7 @@ from zo2core.types import BlockLayout, Evaluation
 
 
 class TrainedParameters:
-    """The values and gradients of the trained parameters, and the version of the copies in segments.
-
-    Args:
-        layouts: Segments in visiting order. Those that own trained parameters are resident.
-        weights: Reads the initial values.
-        device: Device of the values and gradients.
-
-    Raises:
-        OptionError: if a block owns a trained parameter, or nothing is trained.
-        CheckpointError: if the values cannot be read.
-    """
+    """The values and gradients of the trained parameters, and the version of the copies in segments."""
 
     def __init__(self, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device) -> None:
         trained = [
@@ -86,11 +76,7 @@ class TrainedParameters:
         self.version += 1
 
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Copy the present values into a segment.
-
-        Returns:
-            The segment's new version; a segment without trained parameters keeps its version.
-        """
+        """Copy the present values into a segment."""
         if index not in self._owned or version == self.version:
             return version
         for position, parameter in self._owned[index]:
@@ -133,12 +119,7 @@ class PresentVersion(Protocol):
 
 
 class PresentWeights:
-    """A perturber without perturbations: it loads the present weights into the work buffer.
-
-    Args:
-        trained: The trained parameters.
-        buffer: Memory from which forwards read weights.
-    """
+    """A perturber without perturbations: it loads the present weights into the work buffer."""
 
     def __init__(self, trained: PresentVersion, buffer: WorkBuffer) -> None:
         self._trained = trained

@@ -21,11 +21,7 @@ SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many 
 
 
 class UpdateLoss:
-    """Measures the share of weights that an update changes, at the first step and then at every hundredth.
-
-    Args:
-        noise: Draws the run's directions.
-    """
+    """Measures the share of weights that an update changes, at the first step and then at every hundredth."""
 
     def __init__(self, noise: NoiseGenerator) -> None:
         self._distribution = noise.distribution if isinstance(noise, CounterNoise) else Distribution.GAUSSIAN
@@ -38,15 +34,7 @@ class UpdateLoss:
         self._is_sampling, self._samples = step >= self._next, {}
 
     def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec] | None = None) -> None:
-        """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device.
-
-        Args:
-            index: Index of the segment.
-            store: Parameters that the segment owns. A store in the transfer dtype is skipped: the host samples the weights
-                from which it is made.
-            specs: Specifications of these parameters; None samples each in its tensor's dtype. Frozen parameters are
-                skipped, as are 8-bit ones, in which a row's largest weight decides which updates are rounded away.
-        """
+        """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device."""
         if not self._is_sampling:
             return
         dtypes = [parameter.dtype for parameter in store]
@@ -64,11 +52,7 @@ class UpdateLoss:
 
     @torch.inference_mode()
     def share_applied(self, update: Update) -> float | None:
-        """Return the share of sampled weights that the step's update changes.
-
-        Returns:
-            From 0 to 1; None if the step was not measured, or its update is zero: then the next step is measured.
-        """
+        """Return the share of sampled weights that the step's update changes."""
         samples, self._samples = self._samples, {}
         if not samples or not update.lr or not any(update.projected_grads):
             return None

@@ -40,13 +40,6 @@ class SegmentVisitor:
     """Visits the segments for one sweep.
 
     A *stream* is one batch at one evaluation: its activations pass from segment to segment.
-
-    Args:
-        visits: The objects that all sweeps share.
-        forward: Runs the segments.
-        perturber: Applies updates and perturbs weights in this sweep.
-        groups: The evaluations to make, each with its batches (micro-batches of one step); None instead of an evaluation
-            stands for unperturbed weights. Empty for a sweep that only replays.
     """
 
     def __init__(self, visits: SegmentVisits, forward: Forward, perturber: Perturber, groups: Groups) -> None:

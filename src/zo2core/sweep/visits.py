@@ -34,14 +34,7 @@ class Visits(Protocol):
     """Makes the visitor of a sweep."""
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SweepVisitor:
-        """Make the visitor of one sweep.
-
-        Args:
-            version: The present version of the weights, to which segments are brought.
-            groups: The evaluations to make, each with its batches; None instead of an evaluation stands for unperturbed
-                weights. Empty for a sweep that only replays.
-            forward: Runs the segments.
-        """
+        """Make the visitor of one sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,7 @@ from zo2core.protocols import Store, Visitor
 
 
 class WatchedVisitor:
-    """Does what another visitor does, and reports each visit.
-
-    Args:
-        visitor: What the sweep is for.
-        visits: Number of visits of the sweep.
-        watch: Called after each visit, with the number of visits so far and of all.
-    """
+    """Does what another visitor does, and reports each visit."""
 
     def __init__(self, visitor: Visitor, visits: int, watch: Callable[[int, int], object]) -> None:
         self._visitor, self._visits, self._watch = visitor, visits, watch

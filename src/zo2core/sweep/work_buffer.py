@@ -60,18 +60,7 @@ class ParameterView(NamedTuple):
 
 
 class WorkBuffer:
-    """Work, noise and scratch memory for segments of these layouts.
-
-    Args:
-        layouts: Segments in visiting order.
-        device: Allocates the memory.
-        noise: Defines the chunks of each parameter.
-        keep_noise: Whether a segment's z is kept from one evaluation to the next, instead of drawn again for each.
-            Counter-based noise is never kept.
-        perturbs_in_place: Whether each evaluation is perturbed in place from the one before.
-        allocate: Allocates the memory of the work buffer itself; None: the device does. Its content is not needed from one
-            visit to the next.
-    """
+    """Work, noise and scratch memory for segments of these layouts."""
 
     def __init__(
         self,
@@ -136,11 +125,7 @@ class WorkBuffer:
         )
 
     def bind(self, bind: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Make the buffer's views the parameters of a model's modules.
-
-        Args:
-            bind: ``BlockModel.bind``; called again for weights that are read from a store.
-        """
+        """Make the buffer's views the parameters of a model's modules."""
         self._bind = bind
         self.bound: list[dict[str, torch.Tensor]] = [  # each segment's weights since its last visit, by name
             {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}

@@ -37,11 +37,7 @@ def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | Non
 
 
 def batch_digest(batches: Sequence[Batch]) -> int:
-    """A digest of the batches' tensors: names, shapes, dtypes, bytes.
-
-    Raises:
-        BatchError: if a batch holds something other than tensors.
-    """
+    """A digest of the batches' tensors: names, shapes, dtypes, bytes."""
     digest = xxhash.xxh3_64()
     for batch in batches:
         require_tensors(batch)
@@ -53,20 +49,7 @@ def batch_digest(batches: Sequence[Batch]) -> int:
 
 
 def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[torch.Tensor]:
-    """The losses of a step, 0-d, on the CPU.
-
-    Args:
-        reports: Reports in the order of ranks.
-        split: Split of the step.
-        evaluations: Number of evaluations of the step.
-
-    Returns:
-        A loss for each evaluation. Where rows are sharded it is float64: the mean over the labelled tokens of the reports,
-        summed in the order of ranks. Elsewhere it is the loss as its worker computed it.
-
-    Raises:
-        WorkerError: if a worker's losses are those of another step, of another shard, or have another dtype.
-    """
+    """The losses of a step, 0-d, on the CPU."""
     parts: list[list[tuple[float, int]]] = [[] for _ in range(evaluations)]
     for rank, report in enumerate(reports):
         shard = split.shard(rank, evaluations).evaluations

@@ -51,15 +51,6 @@ def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Sp
 
     Of equally good splits "auto" takes the one with the most groups: sharding directions leaves every bit of the result as
     it is, while losses over parts of the rows are summed in another order.
-
-    Args:
-        name: "auto", "rows", "directions", or "GxP".
-        size: Number of workers.
-        evaluations: Number of evaluations of the step.
-        rows: Rows of the batch; None where they cannot be sharded.
-
-    Raises:
-        OptionError: if some worker would have nothing to compute.
     """
     require_split(name)
     most_parts = 1 if rows is None else rows

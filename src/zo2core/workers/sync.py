@@ -18,12 +18,7 @@ from zo2core.workers.workers import Workers
 
 
 def sync_journals(journal: Journal, workers: Workers) -> None:
-    """Append the records that the longest journal of the workers has and this one lacks: the run continues there.
-
-    Raises:
-        WorkerError: if a journal belongs to another run: its steps are not the first steps of the longest journal.
-        JournalError: if a record cannot be written.
-    """
+    """Append the records that the longest journal of the workers has and this one lacks: the run continues there."""
     if workers.size == 1:
         return
     has_header, version = journal.header is not None, journal.version
@@ -49,12 +44,7 @@ def sync_journals(journal: Journal, workers: Workers) -> None:
 
 
 def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
-    """Return the newest snapshot of all workers; one that this worker lacks is written to its directory.
-
-    Raises:
-        CheckpointError: if this worker has snapshots, but all are damaged.
-        OutputError: if another worker's snapshot cannot be written.
-    """
+    """Return the newest snapshot of all workers; one that this worker lacks is written to its directory."""
     newest = snapshots.newest()
     if workers.size == 1:
         return newest
@@ -73,10 +63,6 @@ def require_agreement(
     """Refuse a journal (header, steps, digests of the base) or noise that differs from rank 0's.
 
     Torch's normal numbers, which MeZO draws, differ between kinds of processors: the same record would give another update.
-
-    Raises:
-        JournalError: if the headers differ, with each difference.
-        WorkerError: if the steps or the noise differ.
     """
     if workers.size == 1:
         return

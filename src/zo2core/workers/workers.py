@@ -266,11 +266,7 @@ def _at_most(seconds: float, call: Callable[[], object]) -> None:
 
 
 def _connected(call: Callable[[], object]) -> None:
-    """Call ``torch.distributed``.
-
-    Raises:
-        WorkerError: if another worker does not answer.
-    """
+    """Call ``torch.distributed``."""
     try:
         call()
     except RuntimeError as error:
