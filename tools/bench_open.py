@@ -1,4 +1,4 @@
-"""Measure the peak resident memory of opening a checkpoint and loading all of its blocks into a PinnedSource.
+"""Measure the peak resident memory of opening a checkpoint and loading all of its blocks into a SegmentStore.
 
     python tools/bench_open.py --geometry opt-1.3b --dtype float16
 

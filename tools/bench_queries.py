@@ -26,7 +26,7 @@ import torch
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import CudaDevice, Engine, HostDevice, SequentialNoise, StreamedSource, ZerothOrder
+from zo2core import CudaDevice, Engine, HostDevice, SegmentStore, SequentialNoise, ZerothOrder
 from zo2core.planning.host_budget import parse_size
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -67,7 +67,7 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
     model = open_checkpoint(options.directory)
     device = CudaDevice() if options.device == "cuda" else HostDevice()
     weights = model.weights if options.rate is None else SlowReader(model.weights, parse_size(options.rate))
-    source = StreamedSource(weights, laid_out_as_on_disk(model.layouts, weights), device.host_memory, buckets=BUCKETS)
+    source = SegmentStore(weights, laid_out_as_on_disk(model.layouts, weights), device.host_memory, buckets=BUCKETS)
     optimization = Optimization(lr=1e-6, queries=queries, exact_mezo=options.exact_mezo)
     noise = optimization.generator(model.layouts)
     drawn = SequentialNoise(model.layouts, device.torch_device) if noise is None else noise

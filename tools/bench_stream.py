@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters import open_checkpoint
-from zo2core import BlockLayout, HostDevice, StreamedSource
+from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.io.direct_file import byte_view
 from zo2core.planning.host_budget import resident_memory
 from zo2core.sources.base_digests import BaseDigests
@@ -68,7 +68,7 @@ def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str,
     """Measure both sides in turn, each time on the next blocks; return rates in bytes a second."""
     model = open_checkpoint(directory)
     layouts = laid_out_as_on_disk(model.layouts, model.weights)
-    source = StreamedSource(model.weights, layouts, HostDevice().host_memory, buckets=buckets)
+    source = SegmentStore(model.weights, layouts, HostDevice().host_memory, buckets=buckets)
     blocks = [index for index, layout in enumerate(model.layouts) if not layout.resident]
     paths = sorted(directory.glob("*.safetensors"))
 
@@ -112,7 +112,7 @@ def bench_check(directory: Path, buckets: int, rounds: int, portion: int) -> dic
     model = open_checkpoint(directory)
     layouts = laid_out_as_on_disk(model.layouts, model.weights)
     sources = {
-        name: StreamedSource(model.weights, layouts, HostDevice().host_memory, buckets=buckets, base_digests=digests)
+        name: SegmentStore(model.weights, layouts, HostDevice().host_memory, buckets=buckets, base_digests=digests)
         for name, digests in (("plain", None), ("checked", AlwaysNew({}, learns=True)))
     }
     blocks = [index for index, layout in enumerate(model.layouts) if not layout.resident]

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import CudaDevice, Engine, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZerothOrder
+from zo2core import CudaDevice, Engine, HostDevice, Journal, MeZOSGD, SegmentStore, Trace, ZerothOrder
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
@@ -97,7 +97,7 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
     source: BlockSource
     timeline = Timeline()
     if fits := size <= host_memory:
-        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=timeline)
+        source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
     else:
         source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
     parts = ExitStack()
@@ -327,7 +327,7 @@ class Disk(_OnHost):
         run.mkdir()
         device, journal = _CountedHost(self._usage), Journal(run / "journal.jsonl")
         layouts, timeline = laid_out_as_on_disk(model.layouts, model.weights), Timeline()
-        source = StreamedSource(
+        source = SegmentStore(
             model.weights,
             layouts,
             device.host_memory,

@@ -77,8 +77,7 @@ from zo2core.protocols import ZOEstimator as ZOEstimator
 from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.shared import SharedBase as SharedBase
-from zo2core.sources import PinnedSource as PinnedSource
-from zo2core.sources import StreamedSource as StreamedSource
+from zo2core.sources import SegmentStore as SegmentStore
 from zo2core.types import Batch as Batch
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Evaluation as Evaluation

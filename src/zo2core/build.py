@@ -50,8 +50,8 @@ from zo2core.runner import Runner
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
+from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.choice import open_source
 from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
@@ -368,7 +368,7 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
     elif spec.write_back is not None:
         scratch = Scratch(Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version)
         opened.callback(scratch.close)
-    source = open_source(
+    source = SegmentStore(
         model.weights,
         spec.layouts,
         device.host_memory,

@@ -23,9 +23,8 @@ from zo2core import (
     MeZOSGD,
     ParameterSpec,
     PhiloxNoise,
-    PinnedSource,
     SegmentKind,
-    StreamedSource,
+    SegmentStore,
     WriteBackPolicy,
     ZerothOrder,
 )
@@ -182,9 +181,9 @@ def digests_of(
         return unknown
     memory = HostDevice().host_memory
     source = (
-        PinnedSource(weights, layouts, memory, base_digests=digests)
+        SegmentStore(weights, layouts, memory, base_digests=digests)
         if kind == "resident"
-        else StreamedSource(weights, laid_out_as_on_disk(layouts, weights), memory, base_digests=digests)
+        else SegmentStore(weights, laid_out_as_on_disk(layouts, weights), memory, base_digests=digests, buckets=3)
     )
     for index in (0, 1, 1):
         source.release(source.acquire(index), None)

@@ -28,8 +28,8 @@ from zo2core import (
     OptionError,
     OutputError,
     PhiloxNoise,
-    PinnedSource,
     ScratchError,
+    SegmentStore,
     SequentialNoise,
     SerialScheduler,
     Trace,
@@ -103,7 +103,7 @@ def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base:
     with pytest.raises(OptionError, match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs"):
         Engine(model, ZerothOrder(estimator, noise=given), journal=path)
     with contextlib.closing(HostDevice()) as device:
-        source = PinnedSource(model.weights, model.layouts, device.host_memory)
+        source = SegmentStore(model.weights, model.layouts, device.host_memory)
         with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
             Engine(model, ZerothOrder(estimator, noise=given), source=source, device=device, journal=path)
     assert not path.exists()
@@ -166,7 +166,7 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
 
 def test_parts_stay_the_callers(base: Path) -> None:
     model, device, other = open_checkpoint(base), Watched(HostDevice()), save_model(base.parent / "b", small_config("llama"))
-    source = Watched(PinnedSource(model.weights, model.layouts, device.host_memory))
+    source = Watched(SegmentStore(model.weights, model.layouts, device.host_memory))
     method = ZerothOrder(MEZO, noise=PhiloxNoise())
     parts: dict[str, Any] = {"source": source, "device": device}
     with pytest.raises(OptionError, match="source"):

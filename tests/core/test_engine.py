@@ -44,7 +44,7 @@ from zo2core import (
     OutputError,
     OverlappedScheduler,
     PhiloxNoise,
-    PinnedSource,
+    SegmentStore,
     SequentialNoise,
     SharedBase,
     ZerothOrder,
@@ -483,7 +483,7 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     with contextlib.closing(Journal(run / "journal.jsonl")) as journal:
         scratch = Scratch(run, model.layouts, journal.chain)
-        source = PinnedSource(model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2)
+        source = SegmentStore(model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2)
         with (
             contextlib.closing(source),
             Engine(
@@ -514,7 +514,7 @@ def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_o
     with Engine(model, ZerothOrder(MEZO)) as engine:
         losses = [engine.step(batch).losses]
         device = HostDevice()
-        with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
+        with contextlib.closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
             openings["source"] = lambda: Engine(model, ZerothOrder(MEZO), source=source, device=device)
             with pytest.raises(BusyError, match="open on it"):
                 openings[second]()

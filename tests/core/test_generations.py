@@ -13,7 +13,7 @@ import pytest
 import torch
 from counted_weights import BLOCKS, CountingWeights, layouts
 
-from zo2core import BlockLayout, HostDevice, ScratchError, StreamedSource
+from zo2core import BlockLayout, HostDevice, ScratchError, SegmentStore
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.record_log import RecordFile, to_line
 from zo2core.sources.generations import Generations
@@ -122,13 +122,13 @@ def test_a_run_none_of_whose_commits_has_its_bytes_is_refused_and_keeps_its_mani
 
 
 @contextmanager
-def source_of_states(folder: Path, buckets: int) -> Iterator[tuple[StreamedSource, Generations]]:
+def source_of_states(folder: Path, buckets: int) -> Iterator[tuple[SegmentStore, Generations]]:
     """Segments after a first step, which has filled each one's weights and states with its index."""
     weights = CountingWeights()
     segments = laid_out_as_on_disk(OF_STATES, weights)
     files = opened(folder, segments)
     memory = HostDevice().host_memory
-    with closing(StreamedSource(weights, segments, memory, buckets=buckets, scratch=files, write_back_every=1)) as source:
+    with closing(SegmentStore(weights, segments, memory, buckets=buckets, scratch=files, write_back_every=1)) as source:
         for segment in range(len(segments)):
             bucket = source.acquire(segment)
             source.read_states(segment)

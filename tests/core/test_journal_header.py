@@ -24,7 +24,7 @@ from zo2core import (
     OptionError,
     ParameterSpec,
     PhiloxNoise,
-    PinnedSource,
+    SegmentStore,
     ZerothOrder,
     build,
 )
@@ -197,7 +197,7 @@ def test_provenance_that_is_not_json_is_refused(provenance: dict[str, Any], base
 
 def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> None:
     model, device = open_checkpoint(base), HostDevice()
-    with contextlib.closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source:
+    with contextlib.closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
         parts: dict[str, Any] = {"source": source, "device": device, "journal": tmp_path / "journal.jsonl"}
         Engine(model, ZerothOrder(MEZO), provenance={"data": 1}, **parts).close()
         with pytest.raises(JournalError, match=r"provenance\.data 1"):

@@ -42,7 +42,7 @@ from zo2core import (
     MultiQueryRGE,
     OptionError,
     PhiloxNoise,
-    PinnedSource,
+    SegmentStore,
     SequentialNoise,
     WriteBackPolicy,
     ZerothOrder,
@@ -52,7 +52,6 @@ from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import ZOEstimator
-from zo2core.sources import StreamedSource
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber
 from zo2core.types import Bucket, Lane, ParameterSpec
@@ -201,7 +200,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
 def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: Path) -> None:
     model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
     device = HostDevice()
-    stored = PinnedSource(model.weights, model.layouts, device.host_memory)
+    stored = SegmentStore(model.weights, model.layouts, device.host_memory)
     acquired: list[int] = []
     acquire = stored.acquire
 
@@ -371,7 +370,7 @@ def test_what_cannot_be_heeded_is_refused(
 
 def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
     model, device = carried_toy(tmp_path / "base", torch.bfloat16, back=False), HostDevice()
-    source = PinnedSource(model.weights, model.layouts, device.host_memory)
+    source = SegmentStore(model.weights, model.layouts, device.host_memory)
     with pytest.raises(OptionError, match="noise"):
         Engine(
             model,
@@ -414,7 +413,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
         return weights
 
     def break_once(engine: Engine) -> None:
-        owner: Any = StreamedSource if fails == "read" else CounterPerturber
+        owner: Any = SegmentStore if fails == "read" else CounterPerturber
         name = "acquire" if fails == "read" else "replay"
         intact, calls = getattr(owner, name), count(1)
 

@@ -52,7 +52,7 @@ from zo2core import (
     OptionError,
     PerRowRGE,
     PhiloxNoise,
-    PinnedSource,
+    SegmentStore,
     SequentialNoise,
     UnsupportedModelError,
     WriteBackPolicy,
@@ -414,7 +414,7 @@ def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -
         engine.step(make_batch(40, [7]))
     model, device = open_checkpoint(base), HostDevice()
     with (
-        closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source,
+        closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
         pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
     ):
         Engine(model, ZerothOrder(estimator, noise=noise), source=source, device=device, journal=journal)

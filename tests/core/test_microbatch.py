@@ -13,7 +13,7 @@ from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2core import BatchError, Engine, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, PinnedSource, ZerothOrder
+from zo2core import BatchError, Engine, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, SegmentStore, ZerothOrder
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
@@ -125,7 +125,7 @@ def test_every_segment_is_visited_once_a_step(base: Path) -> None:
         engine.step(make_batch(40, [9, 3]))
         acquired: list[int] = []
         source = engine._runner.source
-        assert isinstance(source, PinnedSource)
+        assert isinstance(source, SegmentStore)
         acquire = source.acquire
         source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
         engine.step(make_batch(40, [9, 3]))

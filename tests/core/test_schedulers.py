@@ -16,7 +16,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from visitors import TwoStepVisitor
 from waits import CheckingSource
 
-from zo2core import HostDevice, OptionError, OverlappedScheduler, PinnedSource, SerialScheduler, StreamedSource
+from zo2core import HostDevice, OptionError, OverlappedScheduler, SegmentStore, SerialScheduler
 from zo2core.protocols import BlockSource, Device, Scheduler, Store
 from zo2core.types import BlockLayout, Bucket
 
@@ -108,7 +108,7 @@ class RecordingVisitor(TwoStepVisitor):
 
 
 def recording_source(folder: Path) -> RecordingSource:
-    return RecordingSource(PinnedSource(*checkpoint(folder), HostDevice().host_memory))
+    return RecordingSource(SegmentStore(*checkpoint(folder), HostDevice().host_memory))
 
 
 def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor]:
@@ -162,7 +162,7 @@ def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Dev
 def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int, tmp_path: Path) -> None:
     weights, layouts = checkpoint(tmp_path)
     device = on()
-    source = RecordingSource(StreamedSource(weights, layouts, HostDevice().host_memory, buckets=buckets))
+    source = RecordingSource(SegmentStore(weights, layouts, HostDevice().host_memory, buckets=buckets))
     scheduler = make(source, device)
     for _ in range(3):
         visitor = RecordingVisitor(source)
@@ -305,7 +305,7 @@ def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucke
             assert store[0][-1].item() == index + sweeps
 
     weights, device, sweeps = CountingWeights(), threaded(), 1
-    source = StreamedSource(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
+    source = SegmentStore(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
     scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
     scheduler.sweep(AddingVisitor(), order)
     time.sleep(0.2)  # until what comes first in the next sweep is read ahead

@@ -22,8 +22,7 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
-    PinnedSource,
-    StreamedSource,
+    SegmentStore,
     WriteBackPolicy,
 )
 from zo2core.io.direct_file import PAGE, RangedFile
@@ -197,7 +196,7 @@ def test_one_flipped_bit_gives_up_its_segment_alone(
     (run / "scratch.bin").write_bytes(data)
     with engine(run, buckets) as resumed:
         source = resumed._runner.source
-        assert isinstance(source, PinnedSource | StreamedSource)
+        assert isinstance(source, SegmentStore)
         versions = {}
         for index in range(len(source.layouts)):
             bucket = source.acquire(index)

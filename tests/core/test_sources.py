@@ -17,8 +17,7 @@ from zo2core import (
     ClosedError,
     HostDevice,
     ParameterSpec,
-    PinnedSource,
-    StreamedSource,
+    SegmentStore,
 )
 from zo2core.checkpoint import parse_header
 from zo2core.io.direct_file import PAGE, whole_pages
@@ -37,34 +36,34 @@ def scratch_in(folder: Path, layouts: Layouts) -> Scratch:
 
 
 def pinned(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return PinnedSource(weights, layouts, host_memory)
+    return SegmentStore(weights, layouts, host_memory)
 
 
 def pinned_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return PinnedSource(weights, layouts, host_memory, scratch=scratch_in(folder, layouts), write_back_every=1)
+    return SegmentStore(weights, layouts, host_memory, scratch=scratch_in(folder, layouts), write_back_every=1)
 
 
 def streamed(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return StreamedSource(weights, layouts, host_memory)
+    return SegmentStore(weights, layouts, host_memory, buckets=3)
 
 
 def in_place(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+    return SegmentStore(weights, laid_out_as_on_disk(layouts, weights), host_memory, buckets=3)
 
 
 def in_place_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     layouts = laid_out_as_on_disk(layouts, weights)
     scratch = scratch_in(folder, layouts)
-    return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+    return SegmentStore(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
 
 
 def one_bucket(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return StreamedSource(weights, layouts, host_memory, buckets=1)
+    return SegmentStore(weights, layouts, host_memory, buckets=1)
 
 
 def streamed_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     scratch = scratch_in(folder, layouts)
-    return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+    return SegmentStore(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
 
 
 # To add a source: one row.
@@ -171,7 +170,7 @@ def test_views_are_the_buckets_bytes_and_aligned(make: Make, tmp_path: Path) -> 
 
 def test_parameters_lie_as_far_from_a_pages_start_as_on_disk(tmp_path: Path) -> None:
     weights, layouts = checkpoint(tmp_path)
-    source = StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+    source = SegmentStore(weights, laid_out_as_on_disk(layouts, weights), host_memory, buckets=3)
     begin = {name: entry.start for name, entry in parse_header(tmp_path / "model.safetensors").items()}
     for index, layout in enumerate(source.layouts):
         bucket = source.acquire(index)
@@ -273,7 +272,7 @@ def test_pinned_source_allocates_one_arena_of_the_models_size(tmp_path: Path) ->
         asked.append(nbytes)
         return host_memory(nbytes)
 
-    PinnedSource(weights, layouts, counted).close()
+    SegmentStore(weights, layouts, counted).close()
     assert asked == [sum(whole_pages(layout.nbytes) for layout in layouts)]
 
 
@@ -300,9 +299,9 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
         def close(self) -> None:
             weights.close()
 
-    source = PinnedSource(Counting(), layouts, host_memory)
+    source = SegmentStore(Counting(), layouts, host_memory)
     assert reads == []
-    source.acquire(1)
+    source.release(source.acquire(1), 0)
     assert sorted(reads) == ["p1", "p2"]
     source.acquire(1)
     assert sorted(reads) == ["p1", "p2"]

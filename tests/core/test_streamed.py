@@ -20,10 +20,9 @@ from zo2core import (
     HostDevice,
     OptionError,
     ParameterSpec,
-    PinnedSource,
     ScratchError,
     SegmentKind,
-    StreamedSource,
+    SegmentStore,
 )
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
@@ -48,8 +47,8 @@ def sweep(source: BlockSource, version: int) -> None:
         source.release(bucket, version)
 
 
-def make(weights: CountingWeights, buckets: int, scratch: Scratch | None = None, every: int | None = None) -> StreamedSource:
-    return StreamedSource(
+def make(weights: CountingWeights, buckets: int, scratch: Scratch | None = None, every: int | None = None) -> SegmentStore:
+    return SegmentStore(
         weights, layouts(), HostDevice().host_memory, buckets=buckets, scratch=scratch, write_back_every=every
     )
 
@@ -66,7 +65,7 @@ def test_it_allocates_its_buckets_and_no_more(buckets: int) -> None:
         asked.append(nbytes)
         return HostDevice().host_memory(nbytes)
 
-    source = StreamedSource(CountingWeights(), layouts(), host_memory, buckets=buckets)
+    source = SegmentStore(CountingWeights(), layouts(), host_memory, buckets=buckets)
     segments = layouts()
     resident = whole_pages(segments[0].nbytes) + whole_pages(segments[-1].nbytes)
     assert asked == [resident + buckets * max(whole_pages(layout.nbytes) for layout in segments[1:-1])]
@@ -172,7 +171,7 @@ def test_an_interrupted_wait_loses_no_bucket(waits_for: str) -> None:
 def test_a_source_tells_how_many_segments_are_there(buckets: int | None) -> None:
     weights = CountingWeights()
     source: BlockSource = (
-        PinnedSource(weights, layouts(), HostDevice().host_memory) if buckets is None else make(weights, buckets)
+        SegmentStore(weights, layouts(), HostDevice().host_memory) if buckets is None else make(weights, buckets)
     )
     for index in (0, 2):
         source.release(source.acquire(index), 0)
@@ -215,7 +214,7 @@ def test_resident_segments_are_read_once() -> None:
 def test_segments_are_written_once_they_lag_and_found_again(buckets: int | None, every: int, tmp_path: Path) -> None:
     weights, written = CountingWeights(), scratch_in(tmp_path)
     source: BlockSource = (
-        PinnedSource(weights, layouts(), HostDevice().host_memory, scratch=written, write_back_every=every)
+        SegmentStore(weights, layouts(), HostDevice().host_memory, scratch=written, write_back_every=every)
         if buckets is None
         else make(weights, buckets, written, every)
     )
@@ -403,13 +402,13 @@ def test_blocks_of_two_sizes_go_from_one_source_to_the_other(tmp_path: Path) -> 
     def scratch() -> Scratch:
         return Scratch(tmp_path, segments, lambda version: version)
 
-    pinned = PinnedSource(CountingWeights(), segments, memory, scratch=scratch(), write_back_every=1)
+    pinned = SegmentStore(CountingWeights(), segments, memory, scratch=scratch(), write_back_every=1)
     for index in (3, 1):  # the small ones: the file is shorter than the large one's slot
         bucket = pinned.acquire(index)
         bucket.views[0].fill_(-index)
         pinned.release(bucket, 1)
     pinned.close()
-    streamed = StreamedSource(CountingWeights(), segments, memory, buckets=2, scratch=scratch(), write_back_every=1)
+    streamed = SegmentStore(CountingWeights(), segments, memory, buckets=2, scratch=scratch(), write_back_every=1)
     for index in (1, 3):
         bucket = streamed.acquire(index)
         assert bucket.version == 1

@@ -20,7 +20,7 @@ from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import Engine, HostDevice, MeZOSGD, PinnedSource, SequentialNoise, ZerothOrder
+from zo2core import Engine, HostDevice, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -184,7 +184,7 @@ def test_a_scaled_model_keeps_its_shares_of_memory() -> None:
 def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
     config = scaled(geometries()["opt-1.3b"], 64, 16)
     model, device = block_model(config, torch.float32), ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    source = PinnedSource(model.weights, model.layouts, device.host_memory)
+    source = SegmentStore(model.weights, model.layouts, device.host_memory)
     ids = torch.arange(16)[None]
     with (
         closing(device),

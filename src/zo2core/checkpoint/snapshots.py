@@ -114,7 +114,7 @@ class Snapshots:
             ) from error
 
     def read(self, step: int) -> Snapshot:
-        """Read and check the snapshot of a step. Its tensors are views of the file's bytes, whose pages are read when used."""
+        """Read and check the snapshot of a step. Its tensors are views of the mapped file."""
         path = self.path(step)
         try:
             raw = map_regular(path)

@@ -65,7 +65,7 @@ def write_checkpoint(
     form: SavedForm | None = None,
     max_shard: int = MAX_SHARD,
 ) -> None:
-    """Write a model directory that ``from_pretrained`` loads. Only the caller's tensors are held in memory, one at a time."""
+    """Write a model directory that ``from_pretrained`` loads. One tensor at a time is in memory."""
     form = form or SavedForm()
     written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
     runs = {spec.name: form.parts_of(spec) for spec in parameters}

@@ -31,7 +31,7 @@ from zo2core.optimizers import (
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner
-from zo2core.sources import StreamedSource
+from zo2core.sources import SegmentStore
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import BlockLayout, Commit, Update
@@ -257,7 +257,7 @@ class GenerationState(StoredState):
         commit_every: int,
     ) -> None:
         super().__init__(runner, trained, update, scale, options, is_kept=True)
-        assert isinstance(runner.source, StreamedSource), "it was planned"
+        assert isinstance(runner.source, SegmentStore), "it was planned"
         assert runner.generations is not None, "it was planned"
         self._source, self._generations = runner.source, runner.generations
         if any(layout.states for layout in runner.layouts):

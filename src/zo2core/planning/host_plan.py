@@ -27,7 +27,7 @@ MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sw
 class HostPlan(MemoryPlan):
     """How a run uses host memory; the sum of its parts is the expected peak of the process's resident bytes."""
 
-    buckets: int | None  # number of buckets of a StreamedSource; None: every block is resident, in a PinnedSource
+    buckets: int | None  # number of buckets that blocks share; None: every block has one of its own
     keep_noise: bool  # z stays in memory from one evaluation to the next
 
 

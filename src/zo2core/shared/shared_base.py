@@ -29,8 +29,8 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.shared.lockstep import Lockstep
+from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.exclusive_use import ExclusiveUse, SoleUse
 from zo2core.sweep.shared_visitor import (
@@ -74,13 +74,11 @@ class _Opened:
         with ExitStack() as opened:
             self.timeline = Timeline()
             self.digests = BaseDigests({}, learns=True)
-            source = open_source(
+            source = SegmentStore(
                 model.weights,
                 spec.layouts,
                 device.host_memory,
                 buckets=spec.host_plan.buckets,
-                scratch=None,
-                write_back_every=None,
                 base_digests=self.digests,
                 timeline=self.timeline,
             )

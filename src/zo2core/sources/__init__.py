@@ -1,4 +1,3 @@
 """Block sources: where segments live between visits."""
 
-from zo2core.sources.pinned import PinnedSource as PinnedSource
-from zo2core.sources.streamed import StreamedSource as StreamedSource
+from zo2core.sources.segment_store import SegmentStore as SegmentStore

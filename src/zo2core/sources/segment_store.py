@@ -1,28 +1,32 @@
-"""A pool of a few buckets over a checkpoint on disk: a model of any size in bounded memory.
+"""Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
 
-Blocks are prefetched in the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets
-beyond those that prefetching uses keep blocks from sweep to sweep. Changed bytes are dropped and recomputed by replaying
-updates, or written back every few versions. Embedding and head stay in buckets of their own.
+A segment stays in a bucket of its own, as embedding and head always do. Blocks that share a few buckets are prefetched in
+the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets beyond those that prefetching
+uses keep blocks from sweep to sweep. Changed bytes are dropped and recomputed by replaying updates, or written back every
+few versions.
 
 Optimizer states that are stored with a block are read with it only while updates need them.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from zo2core.errors import ClosedError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.loader import Loading, portions
-from zo2core.sources.reading_order import NEVER, READ_AHEAD
-from zo2core.sources.segment_source import SegmentSource
+from zo2core.sources.loader import Loading, SegmentLoader, portions
+from zo2core.sources.reading_order import NEVER, ReadingOrder
 from zo2core.sources.slot_file import SlotFile
+from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout, Bucket
 
 _NO_READS = Loading((), version=0)
@@ -73,18 +77,19 @@ class _BucketMemory:
         return self._views[segment]
 
 
-class StreamedSource(SegmentSource):
-    """Segments on disk, and a few buckets.
+class SegmentStore:
+    """Segments on disk, and buckets in host memory, page-locked where the device needs that for fast copies.
 
     Args:
         weights: The base checkpoint, which is only read. Belongs to the caller.
         layouts: Segments in visiting order.
-        host_memory: Allocates the arena: ``Device.host_memory``.
-        buckets: Number of buckets for blocks, at least 1; embedding and head have one more each. 3 buckets are enough to
-            prefetch; more buckets keep blocks in memory from sweep to sweep.
+        host_memory: Allocates the arena, of exact size: ``Device.host_memory``.
+        buckets: Number of buckets that blocks share, at least 1; embedding and head have one more each. 3 buckets are enough
+            to prefetch; more buckets keep blocks in memory from sweep to sweep. None: each segment has a bucket of its own,
+            and is read once.
         scratch: Files of written-back segments. They belong to this source.
-        write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
-            read again and updates are replayed. None never writes.
+        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk, which limits
+            the updates that are replayed when it is read again. None never writes.
         base_digests: Expected digests of the base's segments; None does not check them.
         timeline: Records every read and write.
 
@@ -98,35 +103,58 @@ class StreamedSource(SegmentSource):
         layouts: Sequence[BlockLayout],
         host_memory: Callable[[int], torch.Tensor],
         *,
-        buckets: int = 1 + READ_AHEAD,
+        buckets: int | None = None,
         scratch: SlotFile | None = None,
         write_back_every: int | None = None,
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        require_whole("buckets", buckets, 1)
-        super().__init__(
-            weights,
-            layouts,
-            scratch=scratch,
-            write_back_every=write_back_every,
-            base_digests=base_digests,
-            timeline=timeline,
-        )
-        blocks = [whole_pages(layout.nbytes) for layout in self._layouts if not layout.resident]
-        sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
-        sizes += [max(blocks, default=0)] * min(buckets, len(blocks))
+        if buckets is not None:
+            require_whole("buckets", buckets, 1)
+        self.layouts = tuple(layouts)
+        self._write_back = WriteBack(self.layouts, scratch, write_back_every, timeline)
+        self._order = ReadingOrder(self.layouts)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, timeline)
+        self._lock = threading.RLock()
+        own = [index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident]
+        shared = [whole_pages(layout.nbytes) for index, layout in enumerate(self.layouts) if index not in own]
+        sizes = [whole_pages(self.layouts[index].nbytes) for index in own]
+        sizes += [max(shared, default=0)] * min(buckets or 0, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
-        self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
-        self._ring = [_BucketMemory(pages) for pages in memory]
+        self._own = {index: _BucketMemory(next(memory)) for index in own}  # of one segment each
+        self._ring = [_BucketMemory(pages) for pages in memory]  # of all other segments
         self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that holds it or that it is read into
         self._pinned: frozenset[int] = frozenset()  # segments that stay in memory, and are not written
         self._needs_states = False  # whether segments are read with their optimizer states
 
     @property
     def capacity(self) -> int:
-        """The number of buckets for blocks."""
-        return len(self._ring)
+        """The number of buckets that blocks share, or of all segments."""
+        return len(self._ring) or len(self._own)
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
+        return self._write_back.every
+
+    def prefetch(self, order: Sequence[int]) -> int:
+        """Read ahead along this order from now on. See the contract."""
+        with self._lock:
+            self._require_open()
+            self._order.follow(order)
+            self._read_ahead()
+            ahead = self._order.ahead()
+            return sum(1 for _ in itertools.takewhile(self._is_ready, ahead))
+
+    def close(self) -> None:
+        """Wait for reads and writes in flight and free the memory."""
+        with self._lock:
+            loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
+            for memory in (self._ring, self._own, self._holding):
+                memory.clear()
+        self._write_back.close()
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
@@ -150,7 +178,7 @@ class StreamedSource(SegmentSource):
             version = self._wait_for_reads(index, memory, None)
         if self._needs_states:
             self._start_states(index, memory)
-        layout = self._layouts[index]
+        layout = self.layouts[index]
         return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
@@ -178,7 +206,7 @@ class StreamedSource(SegmentSource):
         """
         with self._lock:
             self._require_open()
-            blocks = sum(not self._layouts[segment].resident for segment in segments)
+            blocks = sum(not self.layouts[segment].resident for segment in segments)
             assert blocks < len(self._ring), "other blocks need a bucket"
             self._pinned = frozenset(segments)
 
@@ -209,17 +237,12 @@ class StreamedSource(SegmentSource):
                 if isinstance(memory.state, _Kept) and not self._write_back.busy(segment):
                     version = memory.state.version
                     self._write_back.start_if_due(segment, self._pages(segment, memory), version, then=self._read_ahead)
-        for segment in range(len(self._layouts)):
+        for segment in range(len(self.layouts)):
             self._write_back.wait(segment)
         self._write_back.check()
 
     def _pages(self, segment: int, memory: _BucketMemory) -> torch.Tensor:
-        return memory.pages[: whole_pages(self._layouts[segment].nbytes)]
-
-    def _free_memory(self) -> None:
-        self._ring.clear()
-        self._resident.clear()
-        self._holding.clear()
+        return memory.pages[: whole_pages(self.layouts[segment].nbytes)]
 
     def _change(self, memory: _BucketMemory, state: _State) -> None:
         """Change a memory's state, and with it the index of segments."""
@@ -250,8 +273,8 @@ class StreamedSource(SegmentSource):
 
         Memory that is acquired, or has reads or writes in flight, is not reusable.
         """
-        if segment in self._resident:
-            resident = self._resident[segment]
+        if segment in self._own:
+            resident = self._own[segment]
             return resident if isinstance(resident.state, _Empty) and resident.state.reads.done() else None
         best, latest = None, self._order.rank(segment)
         for memory in self._ring:
@@ -273,8 +296,8 @@ class StreamedSource(SegmentSource):
         def rank(memory: _BucketMemory) -> int:
             return NEVER + 1 if isinstance(memory.state, _Empty) else self._order.rank(memory.state.segment)
 
-        if segment in self._resident:
-            return self._resident[segment]
+        if segment in self._own:
+            return self._own[segment]
         return max((memory for memory in self._ring if not self._stays(memory.state)), key=rank)
 
     def _stays(self, state: _State) -> bool:
@@ -306,15 +329,20 @@ class StreamedSource(SegmentSource):
         try:
             first = load() if ahead is None else ahead
             self._read_ahead()
-            return self._loaded(first, load, ahead=ahead is not None).version
+            if ahead is not None and ahead.failed():  # reads that started before the segment was needed are repeated once
+                first = load()
+            if not first.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed
+                first = load()
+                first.wait()
+            return first.version
         except BaseException:
             self._change(memory, _Empty(reads))  # reads may still be in flight if the wait was interrupted
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
-        layout = self._layouts[segment]
+        layout = self.layouts[segment]
         with self._lock:
-            views, with_states = memory.views(segment, layout), self._needs_states or layout.resident
+            views, with_states = memory.views(segment, layout), self._needs_states or segment in self._own
             loading = self._open_loader().load(segment, memory.pages, views, with_states=with_states)
             memory.states = _NO_READS if loading.has_states else None
             return loading
@@ -331,3 +359,13 @@ class StreamedSource(SegmentSource):
         if loading.failed():
             memory.states = None
         loading.wait()
+
+    def _open_loader(self) -> SegmentLoader:
+        """The reading threads."""
+        self._require_open()
+        assert self._loader is not None
+        return self._loader
+
+    def _require_open(self) -> None:
+        if self._loader is None:
+            raise ClosedError("SegmentStore", found="a closed source", expected="an open one", remedy="open it again")
