@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 import importlib
 import math
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,7 @@ def test_examples_need_no_name_that_is_not_exported() -> None:
     }
     assert names
     for module, name in names:
-        assert module in {"zo2core", "zo2adapters"}, f"{name} of {module}"
+        assert module in {"zo2core", "zo2core.errors", "zo2adapters"}, f"{name} of {module}"
         assert hasattr(importlib.import_module(module), name)
 
 
@@ -132,7 +134,7 @@ def test_a_star_import_brings_what_the_package_exports_and_no_modules(package: s
     left_out = exported - brought.keys()
     assert all(name.endswith("LightningModule") for name in left_out), "only these need an extra"
     assert brought.keys() <= exported
-    assert len(brought) > 20
+    assert 20 < len(brought) <= 60, "a public name more is one that everybody has to know"
 
 
 @pytest.mark.parametrize("axes", [([1, 2, 3], ["a", "b"], [True, False]), ([1], [2, 3, 4, 5], [6, 7, 8]), ([1, 2], [3, 4])])
@@ -142,3 +144,66 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
     short = [case.values for case in cases if not case.marks]
     assert len(short) == max(map(len, axes))
     assert [set(values) for values in zip(*short, strict=True)] == [set(axis) for axis in axes]
+
+
+# Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number down;
+# one that has to grow takes it up, with the reason in the commit.
+MOST_LINES = {
+    "zo2adapters": 544,
+    "zo2adapters/commands": 3268,
+    "zo2adapters/edge": 541,
+    "zo2adapters/frameworks": 1278,
+    "zo2adapters/models": 4946,
+    "zo2adapters/tasks": 3494,
+    "zo2adapters/trainers": 5626,
+    "zo2core": 1383,
+    "zo2core/checkpoint": 938,
+    "zo2core/devices": 168,
+    "zo2core/estimators": 548,
+    "zo2core/io": 442,
+    "zo2core/journal": 629,
+    "zo2core/kernels": 1075,
+    "zo2core/methods": 1001,
+    "zo2core/noise": 172,
+    "zo2core/optimizers": 576,
+    "zo2core/perturbation": 552,
+    "zo2core/planning": 757,
+    "zo2core/profiling": 202,
+    "zo2core/schedulers": 358,
+    "zo2core/shared": 332,
+    "zo2core/sources": 1093,
+    "zo2core/sweep": 2641,
+    "zo2core/types": 478,
+    "zo2core/workers": 324,
+}
+
+
+def code_lines(path: Path) -> int:
+    text = path.read_text()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    layout = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in layout]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
+
+
+def test_no_room_grows() -> None:
+    lines: dict[str, int] = {}
+    for path in MODULES:
+        package, *parts = path.relative_to(SOURCE).parts
+        room = f"{package}/{parts[0]}" if len(parts) > 1 else package
+        lines[room] = lines.get(room, 0) + code_lines(path)
+    assert lines.keys() == MOST_LINES.keys()
+    assert not {room: count for room, count in lines.items() if count > MOST_LINES[room]}, "see the table"
+    assert not {room: count for room, count in lines.items() if count < MOST_LINES[room] - 20}, "take its number down"

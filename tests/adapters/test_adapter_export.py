@@ -24,7 +24,8 @@ from zo2adapters.cli import main
 from zo2adapters.models.adapter_export import export_adapter
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DensePerturbation, Engine, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError
+from zo2core import DensePerturbation, Engine, LowRankPerturbation, MultiQueryRGE
+from zo2core.errors import OptionError, OutputError
 from zo2core.perturbation import Perturbation
 
 peft: Any = pytest.importorskip("peft")

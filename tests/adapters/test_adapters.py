@@ -17,7 +17,8 @@ from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES, TEXT_MODELS
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import CheckpointError, Engine, MeZOSGD, OptionError, UnsupportedModelError, ZerothOrder, ZO2Error, ZO2Warning
+from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
 
 MODEL = "model.safetensors"
 

@@ -15,7 +15,7 @@ from models import WORDS, save_tokenizer
 from zo2adapters import open_checkpoint
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 DECLARED: dict[str, Any] = {
     "model_type": "mistral",

@@ -15,7 +15,8 @@ from trainer_options import trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import Adapter, BackpropTrainerMixin, open_checkpoint
-from zo2core import HostPlan, MemoryPolicy, OptionError
+from zo2core import HostPlan, MemoryPolicy
+from zo2core.errors import OptionError
 
 datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")

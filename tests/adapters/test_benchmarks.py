@@ -11,7 +11,7 @@ import pytest
 from zo2adapters.cli import main
 from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows
 from zo2adapters.tasks.benchmarks import BENCHMARKS
-from zo2core import DataError, MissingPackageError, OptionError
+from zo2core.errors import DataError, MissingPackageError, OptionError
 
 # Rows as the benchmark's own files have them, or as ``datasets`` gives them, and what becomes of them.
 CASES: dict[str, list[tuple[dict[str, Any], list[tuple[str, list[str], Any]]]]] = {

@@ -14,7 +14,8 @@ from runs import small_run
 
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Journal, JournalError
+from zo2core import Journal
+from zo2core.errors import JournalError
 from zo2core.io.record_log import to_line
 
 STEPS = 4

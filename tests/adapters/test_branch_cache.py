@@ -16,7 +16,8 @@ from zo2adapters import open_checkpoint, score
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.prepared_batch import PreparedBatch
-from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, UnsupportedModelError, ZerothOrder
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
+from zo2core.errors import UnsupportedModelError
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
 

@@ -18,17 +18,9 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import (
-    Engine,
-    Journal,
-    JournalError,
-    MeZOSGD,
-    OutputError,
-    WriteBackPolicy,
-    ZerothOrder,
-    branch_journal,
-    copy_journal,
-)
+from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, branch_journal
+from zo2core.errors import JournalError, OutputError
+from zo2core.journal import copy_journal
 
 BATCH = make_batch(40, [9, 5])
 
@@ -241,7 +233,7 @@ def test_a_step_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.parametrize("lr", [0.01, 1.0])
-@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_best_step(
     lr: float, options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,8 @@ from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Journal, OptionError
+from zo2core import Journal
+from zo2core.errors import OptionError
 from zo2core.estimators import EstimatorName
 
 ROWS = [

@@ -20,19 +20,10 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import conversion
 from zo2adapters.trainers.verification import random_batch
-from zo2core import (
-    CheckpointError,
-    Engine,
-    JournalError,
-    MemoryPolicy,
-    MeZOSGD,
-    ParameterSpec,
-    UnsupportedModelError,
-    WriteBackPolicy,
-    ZerothOrder,
-)
+from zo2core import Engine, MemoryPolicy, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
 from zo2core.checkpoint.reader import parse_header
+from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.planning.host_plan import HostPlan
 from zo2core.types import SavedForm, SavedPart
 

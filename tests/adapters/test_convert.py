@@ -23,7 +23,7 @@ from zo2adapters.limited_process import LimitedProcess
 from zo2adapters.models import pickle_conversion, unpickling
 from zo2adapters.models.pickle_conversion import INDEX_FILE, SINGLE_FILE, new_reader
 from zo2adapters.models.pickle_conversion import convert as plain_convert
-from zo2core import CheckpointError, OutputError
+from zo2core.errors import CheckpointError, OutputError
 
 Tensors = dict[str, torch.Tensor]
 

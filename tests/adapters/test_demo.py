@@ -21,7 +21,8 @@ from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, que
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.optimization import Optimization
-from zo2core import DataError, Engine, MeZOSGD, OutputError, ZerothOrder
+from zo2core import Engine, MeZOSGD, ZerothOrder
+from zo2core.errors import DataError, OutputError
 
 TINY = Recipe(
     vocabulary=300,

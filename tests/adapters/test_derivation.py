@@ -21,7 +21,8 @@ from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MemoryPolicy, MeZOSGD, UnsupportedModelError, ZerothOrder
+from zo2core import Engine, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core.errors import UnsupportedModelError
 from zo2core.planning.host_plan import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]

@@ -21,7 +21,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.device_run_plan import DeviceRunPlan, plan_device_run
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.run_plan import step_memory
-from zo2core import MemoryBudgetError, OptionError
+from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName
 
 BLOCKS = 4

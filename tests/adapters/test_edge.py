@@ -30,20 +30,15 @@ from zo2adapters.edge.digest import append_digest
 from zo2adapters.edge.dual_forward import DualForwardLinear, TrainingStep
 from zo2adapters.edge.signs import GROUP, Signs, groups_of
 from zo2adapters.models.quantizer import quantize
-from zo2core import (
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder, ZO2Error
+from zo2core.errors import (
     BatchError,
     CheckpointError,
-    Distribution,
-    Engine,
-    MeZOSGD,
     MissingPackageError,
     NonFiniteLossError,
     OptionError,
     OutputError,
-    PhiloxNoise,
     UnsupportedModelError,
-    ZerothOrder,
-    ZO2Error,
 )
 from zo2core.kernels import fill
 

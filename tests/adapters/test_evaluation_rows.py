@@ -18,7 +18,8 @@ from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Journal, OptionError
+from zo2core import Journal
+from zo2core.errors import OptionError
 
 CANDIDATES = [{"prompt": "the cat", "candidates": [" sat", " ran"], "answer": index} for index in (0, 1, 0)]
 LABELS = [{"prompt": "the cat", "label": label} for label in ("sat", "ran", "sat")]

@@ -29,11 +29,13 @@ from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, Snapshot
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2core import Journal, Machine, MemoryBudgetError, OptionError
+from zo2core import Journal
+from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName, Fitness
 from zo2core.io.record_log import from_line, to_line
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
 from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.sources.loader import laid_out_as_on_disk
 
@@ -286,7 +288,7 @@ def interrupted(here: Path, apart: Apart) -> list[Path]:
     return snapshots
 
 
-told_warnings = pytest.mark.filterwarnings("always::zo2core.ZO2Warning")  # on the command line they are lines
+told_warnings = pytest.mark.filterwarnings("always::zo2core.errors.ZO2Warning")  # on the command line they are lines
 
 
 def damage(path: Path, at: int) -> None:

@@ -14,7 +14,8 @@ from trainer_options import trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import FullBackpropTrainerMixin
-from zo2core import CheckpointError, HostPlan, MemoryPolicy, OptionError
+from zo2core import HostPlan, MemoryPolicy
+from zo2core.errors import CheckpointError, OptionError
 
 VOCABULARY = small_config("llama").vocab_size
 ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]

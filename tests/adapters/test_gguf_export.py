@@ -23,8 +23,9 @@ from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.gguf.export import _modelfile, export_gguf
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, OptionError, UnsupportedModelError, ZerothOrder
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.checkpoint import read_gguf
+from zo2core.errors import OptionError, UnsupportedModelError
 
 MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}
 

@@ -25,19 +25,8 @@ from zo2adapters.models.gguf import vocabulary
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import (
-    CheckpointError,
-    Engine,
-    FirstOrder,
-    HostPlan,
-    LowRankPerturbation,
-    MemoryPolicy,
-    MeZOSGD,
-    OptionError,
-    UnsupportedModelError,
-    ZerothOrder,
-    ZO2Error,
-)
+from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.planning.device_plan import DevicePlan
 
 MIXED = {

@@ -12,7 +12,8 @@ from peft_models import lora, monolithic, values_of
 
 from zo2adapters import Adapter, BackpropGRPOMixin, BackpropTrainerMixin, open_checkpoint
 from zo2adapters.tasks.generation import Generation, Sampling
-from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy, OptionError
+from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy
+from zo2core.errors import OptionError
 
 datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")

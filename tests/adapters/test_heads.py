@@ -26,16 +26,8 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, generate, open_checkpoint, score
 from zo2adapters.models.heads import HEADS
-from zo2core import (
-    BatchError,
-    CheckpointError,
-    Engine,
-    JournalError,
-    MeZOSGD,
-    OptionError,
-    UnsupportedModelError,
-    ZerothOrder,
-)
+from zo2core import Engine, MeZOSGD, ZerothOrder
+from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, UnsupportedModelError
 
 ENCODER: dict[str, Any] = {
     "vocab_size": 40,

@@ -25,21 +25,17 @@ from transformers import (
 
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2core import (
-    BatchError,
     Distribution,
     Engine,
     Guarded,
-    JournalError,
     MeZOSGD,
     MultiQueryRGE,
-    OptionError,
-    OutputError,
     PhiloxNoise,
-    UnsupportedModelError,
     WriteBackPolicy,
     ZerothOrder,
     branch_journal,
 )
+from zo2core.errors import BatchError, JournalError, OptionError, OutputError, UnsupportedModelError
 
 VOCABULARY = small_config("llama").vocab_size
 ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]

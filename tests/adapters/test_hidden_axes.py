@@ -19,7 +19,8 @@ from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, UnsupportedModelError, ZerothOrder
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder
+from zo2core.errors import UnsupportedModelError
 
 COPIES = 4  # vectors of the hidden size that each token has in both models
 AXES = {"gemma3n_text": (1, 2), "deepseek_v4": (0, 1)}

@@ -26,7 +26,7 @@ from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
 from zo2adapters.trainers.outlook import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan
-from zo2core import DataError, MemoryBudgetError
+from zo2core.errors import DataError, MemoryBudgetError
 from zo2core.planning.host_plan import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")

@@ -20,19 +20,8 @@ from zo2adapters import (
     ZOLightningModule,
     open_checkpoint,
 )
-from zo2core import (
-    CheckpointError,
-    Distribution,
-    Engine,
-    Guarded,
-    JournalError,
-    MeZOSGD,
-    OptionError,
-    PhiloxNoise,
-    TorchOptimizer,
-    ZerothOrder,
-    ZO2Warning,
-)
+from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
+from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, forward_bytes
-from zo2core import Engine, MeZOSGD, MultiQueryRGE, OptionError, ZerothOrder
+from zo2core import Engine, MeZOSGD, MultiQueryRGE, ZerothOrder
+from zo2core.errors import OptionError
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 

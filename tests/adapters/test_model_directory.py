@@ -27,7 +27,8 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import CheckpointError, Engine, MeZOSGD, ZerothOrder, ZO2Error, ZO2Warning
+from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core.errors import CheckpointError, ZO2Warning
 
 
 @pytest.fixture

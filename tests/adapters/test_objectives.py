@@ -31,19 +31,17 @@ from zo2adapters import (
 from zo2adapters.tasks.objectives import CandidateScores
 from zo2core import (
     FZOO,
-    BatchError,
     Distribution,
     Engine,
     Evaluation,
     Forward,
     MeZOSGD,
     MultiQueryRGE,
-    NonFiniteLossError,
-    OptionError,
     PhiloxNoise,
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 
 NUMBERS: dict[str, Any] = {"lr": 2e-2, "zo_eps": 5e-2}
 PROMPTS = [[3, 5, 7], [9, 2], [4, 4, 8, 1], [30, 11], [6, 13, 21], [17, 5]]

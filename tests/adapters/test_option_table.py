@@ -14,7 +14,7 @@ from zo2adapters.commands.parsing import parse_command
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.option_table import ROWS, Change, require_unchanged
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),

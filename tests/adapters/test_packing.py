@@ -31,16 +31,8 @@ from zo2adapters.models.packing import is_packed, pack, require_separating_masks
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import (
-    BatchError,
-    Engine,
-    LowRankPerturbation,
-    MeZOSGD,
-    MultiQueryRGE,
-    OptionError,
-    UnsupportedModelError,
-    ZerothOrder,
-)
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, ZerothOrder
+from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 
 GROUPED: dict[str, Any] = {
     "vocab_size": 40,

@@ -28,22 +28,18 @@ from zo2adapters.cli import main
 from zo2adapters.models.peft_model import peft_config
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    CheckpointError,
     DensePerturbation,
     Distribution,
     Engine,
     HostPlan,
-    JournalError,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
-    OptionError,
-    OutputError,
     PhiloxNoise,
     WriteBackPolicy,
     ZerothOrder,
-    ZO2Warning,
 )
+from zo2core.errors import CheckpointError, JournalError, OptionError, OutputError, ZO2Warning
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 

@@ -31,19 +31,8 @@ from zo2adapters.models.packing import pack
 from zo2adapters.models.peft_kinds.prefix_model import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
-from zo2core import (
-    BatchError,
-    CheckpointError,
-    Engine,
-    HostPlan,
-    JournalError,
-    LowRankPerturbation,
-    MemoryPolicy,
-    MeZOSGD,
-    OptionError,
-    UnsupportedModelError,
-    ZerothOrder,
-)
+from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
 TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"]}

@@ -19,17 +19,8 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import Generation, GenerationPlan, Sampling, generate, plan_generation
-from zo2core import (
-    Distribution,
-    Engine,
-    Evaluation,
-    LowRankPerturbation,
-    MeZOSGD,
-    MultiQueryRGE,
-    OptionError,
-    PhiloxNoise,
-    ZerothOrder,
-)
+from zo2core import Distribution, Engine, Evaluation, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
+from zo2core.errors import OptionError
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [30, 2], [7, 7]]
 EPS = 0.1

@@ -23,7 +23,8 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, Engine, MeZOSGD, OptionError, PhiloxNoise, ZerothOrder
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
+from zo2core.errors import OptionError
 from zo2core.kernels import dispatch, native
 from zo2core.types import Descend, Lane, Perturb, Program
 

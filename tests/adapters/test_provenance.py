@@ -19,7 +19,8 @@ from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import device_kinds
-from zo2core import JournalError, ZO2Error
+from zo2core import ZO2Error
+from zo2core.errors import JournalError
 from zo2core.optimizers import OptimizerName
 
 

@@ -30,20 +30,17 @@ from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    CheckpointError,
     Distribution,
     Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
-    OptionError,
-    OutputError,
     ParameterSpec,
     PhiloxNoise,
-    UnsupportedModelError,
     ZerothOrder,
 )
+from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
 from zo2core.kernels.encoding import encode

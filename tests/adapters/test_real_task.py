@@ -28,7 +28,8 @@ from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.candidates import read_choices
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Batch, DataError, Engine, Journal, MissingPackageError, NonFiniteLossError, OptionError
+from zo2core import Batch, Engine, Journal
+from zo2core.errors import DataError, MissingPackageError, NonFiniteLossError, OptionError
 
 MOODS = {"negative": ("bad", "sad", "slow"), "positive": ("good", "glad", "fast")}
 SUBJECTS = ("cat", "dog", "flight", "phone", "seat", "crew")

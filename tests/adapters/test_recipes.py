@@ -16,7 +16,8 @@ from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.parsing import nearest_name
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.recipe import read_recipe
-from zo2core import Journal, OptionError
+from zo2core import Journal
+from zo2core.errors import OptionError
 
 RECIPE = """\
 # rates need no dot, as on the command line

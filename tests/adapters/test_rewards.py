@@ -30,18 +30,9 @@ from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, Rewards
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.task import TaskOptions
-from zo2core import (
-    DataError,
-    Distribution,
-    DivergenceError,
-    Engine,
-    EvolutionStrategies,
-    Fitness,
-    LowRankPerturbation,
-    OptionError,
-    PhiloxNoise,
-    ZerothOrder,
-)
+from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
+from zo2core.errors import DataError, DivergenceError, OptionError
+from zo2core.estimators import Fitness
 
 ROWS = [
     {"prompt": "the cat", "completion": " ran", "weight": 2},

@@ -29,7 +29,8 @@ from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DataError, Journal, MissingPackageError, OptionError
+from zo2core import Journal
+from zo2core.errors import DataError, MissingPackageError, OptionError
 
 datasets: Any = importlib.import_module("datasets")  # these packages have no types
 pa: Any = importlib.import_module("pyarrow")

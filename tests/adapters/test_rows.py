@@ -21,7 +21,7 @@ from zo2adapters.tasks.batches import collate, evaluation_batches, training_batc
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.tokenizer import pad_token_id
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 # Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
 THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}")

@@ -26,7 +26,8 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DataError, Journal, JournalError, OptionError, OutputError
+from zo2core import Journal
+from zo2core.errors import DataError, JournalError, OptionError, OutputError
 
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import zo2core.engine
 from zo2adapters import ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import Engine, Journal, JournalError
+from zo2core import Engine, Journal
 from zo2core.checkpoint import write_checkpoint
+from zo2core.errors import JournalError
 
 VOCABULARY = small_config("llama").vocab_size
 ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]

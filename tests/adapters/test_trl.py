@@ -16,7 +16,8 @@ from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkp
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2core import CheckpointError, Distribution, Engine, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZerothOrder
+from zo2core import Distribution, Engine, Guarded, Journal, MeZOSGD, PhiloxNoise, ZerothOrder
+from zo2core.errors import CheckpointError, OptionError
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")

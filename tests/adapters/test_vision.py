@@ -27,7 +27,8 @@ from transformers import (
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
 from zo2adapters.models.footprint import vision_bytes
-from zo2core import BatchError, Engine, FirstOrder, LowRankPerturbation, MeZOSGD, UnsupportedModelError, ZerothOrder
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
+from zo2core.errors import BatchError, UnsupportedModelError
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
 IMAGE, BEFORE, BEHIND = 39, 38, 37  # tokens

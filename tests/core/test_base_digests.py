@@ -14,7 +14,6 @@ from toy import ToyBlockModel
 import zo2core.sources.base_digests
 from zo2core import (
     BlockLayout,
-    CheckpointError,
     Engine,
     HostDevice,
     HostPlan,
@@ -29,6 +28,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.errors import CheckpointError
 from zo2core.protocols import BlockModel
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest, verify_base
 from zo2core.sources.loader import laid_out_as_on_disk

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import zo2core.planning.speeds
-from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
+from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind
+from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
 from zo2core.planning.host_budget import free_memory, parse_size

@@ -16,19 +16,13 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import open_checkpoint
 from zo2core import (
     FZOO,
-    BatchError,
     Distribution,
     Engine,
     HostDevice,
     Journal,
-    JournalError,
-    MemoryBudgetError,
     MemoryPolicy,
     MeZOSGD,
-    OptionError,
-    OutputError,
     PhiloxNoise,
-    ScratchError,
     SegmentStore,
     SequentialNoise,
     SerialScheduler,
@@ -36,6 +30,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
+from zo2core.errors import BatchError, JournalError, MemoryBudgetError, OptionError, OutputError, ScratchError
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 BATCH = make_batch(40, [9, 5])

@@ -17,24 +17,9 @@ from engines import first_order
 from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import (
-    LOMO,
-    AdaLOMO,
-    AtSnapshot,
-    BAdam,
-    CheckpointError,
-    ClosedError,
-    Engine,
-    Journal,
-    JournalError,
-    MeZOSGD,
-    OptionError,
-    OutputError,
-    TorchOptimizer,
-    ZerothOrder,
-    branch_journal,
-)
+from zo2core import LOMO, AdaLOMO, AtSnapshot, BAdam, Engine, Journal, MeZOSGD, TorchOptimizer, ZerothOrder, branch_journal
 from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.errors import CheckpointError, ClosedError, JournalError, OptionError, OutputError
 from zo2core.io.record_log import to_line
 from zo2core.types import Commit
 

@@ -10,7 +10,8 @@ from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2core import Distribution, Engine, MeZOSGD, OptionError, PhiloxNoise, SequentialNoise, ZerothOrder
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, SequentialNoise, ZerothOrder
+from zo2core.errors import OptionError
 from zo2core.protocols import NoiseGenerator
 
 

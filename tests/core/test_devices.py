@@ -14,7 +14,8 @@ from models import save_model, small_config
 
 import zo2core.devices.cuda
 from zo2adapters import open_checkpoint
-from zo2core import CudaDevice, DeviceError, Engine, HostDevice, MeZOSGD, ZerothOrder
+from zo2core import CudaDevice, Engine, HostDevice, MeZOSGD, ZerothOrder
+from zo2core.errors import DeviceError
 from zo2core.protocols import Wait
 from zo2core.types import Lane
 

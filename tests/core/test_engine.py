@@ -27,21 +27,14 @@ import zo2core.sweep.drawn_perturber
 import zo2core.sweep.perturber
 from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
-    BatchError,
-    BusyError,
-    ClosedError,
     Distribution,
     Engine,
     Evaluation,
     HostDevice,
     Journal,
-    JournalError,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    NonFiniteLossError,
-    OptionError,
-    OutputError,
     OverlappedScheduler,
     PhiloxNoise,
     SegmentStore,
@@ -49,6 +42,7 @@ from zo2core import (
     SharedBase,
     ZerothOrder,
 )
+from zo2core.errors import BatchError, BusyError, ClosedError, JournalError, NonFiniteLossError, OptionError, OutputError
 from zo2core.sources.scratch import Scratch
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, Update
+from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE, Update
+from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.estimators import ESTIMATORS as REGISTRY
 from zo2core.estimators import EstimatorName, EvolutionStrategies, Fitness
 from zo2core.protocols import ZOEstimator

@@ -18,7 +18,8 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2core import Engine, JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Warning
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder
+from zo2core.errors import JournalError, ZO2Warning
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal

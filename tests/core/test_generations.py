@@ -13,7 +13,8 @@ import pytest
 import torch
 from counted_weights import BLOCKS, CountingWeights, layouts
 
-from zo2core import BlockLayout, HostDevice, ScratchError, SegmentStore
+from zo2core import BlockLayout, HostDevice, SegmentStore
+from zo2core.errors import ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.record_log import RecordFile, to_line
 from zo2core.sources.generations import Generations

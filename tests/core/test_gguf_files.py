@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from gguf_files import Tensor, damage, gguf_bytes, write_gguf
 
-from zo2core import CheckpointError, UnsupportedModelError, ZO2Error
+from zo2core import ZO2Error
 from zo2core.checkpoint import GGUFFile, read_gguf
+from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.types import GGUF_BLOCKS
 
 METADATA: dict[str, Any] = {

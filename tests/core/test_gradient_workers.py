@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.objectives import PreferenceLoss, preference_batch
-from zo2core import BatchError, Engine, FirstOrder, MemoryPolicy, OptionError, WorkerError, Workers
+from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
+from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import row_shards
 from zo2core.planning.host_plan import HostPlan
 
@@ -355,7 +356,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("lost", ["nothing", "a snapshot", "a journal", "a directory", "damage"])
-@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_path: Path, lost: str) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):

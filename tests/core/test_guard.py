@@ -15,19 +15,17 @@ from toy import ToyBlockModel
 
 from zo2core import (
     Clipped,
-    DivergenceError,
     Engine,
     Evaluation,
     Guarded,
     GuardPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    OptionError,
     Update,
     ZerothOrder,
-    ZO2Warning,
     ZOEstimator,
 )
+from zo2core.errors import DivergenceError, OptionError, ZO2Warning
 from zo2core.estimators.run_health import best_step
 from zo2core.journal.step_records import decode, encode
 
@@ -91,7 +89,7 @@ def test_a_run_that_learns_is_the_unguarded_one(process: Process) -> None:
 
 
 @pytest.mark.parametrize("process", LEARNING.values(), ids=LEARNING)
-@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_that_learns_is_never_stopped_and_hardly_a_step_left_out(
     process: Process, request: pytest.FixtureRequest
 ) -> None:
@@ -125,7 +123,7 @@ def test_a_step_far_outside_the_range_is_not_applied_and_its_record_has_its_loss
     assert update.losses == plain.losses
 
 
-@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_that_stops_at_once_counts_the_steps_that_it_took() -> None:
     """Of five steps, none can be applied: their updates are larger than weights are."""
     past: list[Update] = []

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zo2core import Evaluation, Journal, JournalError, Update
+from zo2core import Evaluation, Journal, Update
+from zo2core.errors import JournalError
 from zo2core.io.record_log import RecordFile
 
 HEADER = {"base": "b", "noise": "n"}

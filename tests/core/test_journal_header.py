@@ -15,19 +15,8 @@ import torch
 from models import CONFIGS, make_batch, save_model, small_config
 
 from zo2adapters import open_checkpoint
-from zo2core import (
-    Engine,
-    HostDevice,
-    Journal,
-    JournalError,
-    MeZOSGD,
-    OptionError,
-    ParameterSpec,
-    PhiloxNoise,
-    SegmentStore,
-    ZerothOrder,
-    build,
-)
+from zo2core import Engine, HostDevice, Journal, MeZOSGD, ParameterSpec, PhiloxNoise, SegmentStore, ZerothOrder, build
+from zo2core.errors import JournalError, OptionError
 from zo2core.journal import digest
 from zo2core.kernels.generators import TorchGenerator, numbers_drawn
 from zo2core.types import Int8Rows, NF4Blocks

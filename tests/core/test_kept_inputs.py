@@ -20,22 +20,13 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import (
-    Engine,
-    HostDevice,
-    HostPlan,
-    Machine,
-    MemoryBudgetError,
-    MemoryPolicy,
-    PhiloxNoise,
-    RunRequest,
-    RunSpec,
-    ScratchError,
-    plan,
-)
+from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy, PhiloxNoise
+from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.machine import Machine
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait

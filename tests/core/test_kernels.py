@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zo2core import ZO2Warning
+from zo2core.errors import ZO2Warning
 from zo2core.kernels import arithmetic, dispatch, native, philox
 from zo2core.kernels.table import table
 from zo2core.types import Descend, Distribution, Perturb, Program

@@ -36,17 +36,16 @@ from zo2core import (
     Distribution,
     Engine,
     HostDevice,
-    JournalError,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    OptionError,
     PhiloxNoise,
     SegmentStore,
     SequentialNoise,
     WriteBackPolicy,
     ZerothOrder,
 )
+from zo2core.errors import JournalError, OptionError
 from zo2core.kernels import fill, native
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.planning.device_plan import DevicePlan

@@ -37,28 +37,25 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     FZOO,
-    BatchError,
     Clipped,
     DensePerturbation,
     Distribution,
     Engine,
     HostDevice,
     HostPlan,
-    JournalError,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    OptionError,
     PerRowRGE,
     PhiloxNoise,
     SegmentStore,
     SequentialNoise,
-    UnsupportedModelError,
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
 from zo2core.perturbation import Factors, PerturbedParameter, factor_store
 from zo2core.planning.device_plan import DevicePlan

@@ -13,7 +13,8 @@ from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2core import BatchError, Engine, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, SegmentStore, ZerothOrder
+from zo2core import Engine, MeZOSGD, MultiQueryRGE, SegmentStore, ZerothOrder
+from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)

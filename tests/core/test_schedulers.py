@@ -16,7 +16,8 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from visitors import TwoStepVisitor
 from waits import CheckingSource
 
-from zo2core import HostDevice, OptionError, OverlappedScheduler, SegmentStore, SerialScheduler
+from zo2core import HostDevice, OverlappedScheduler, SegmentStore, SerialScheduler
+from zo2core.errors import OptionError
 from zo2core.protocols import BlockSource, Device, Scheduler, Store
 from zo2core.types import BlockLayout, Bucket
 

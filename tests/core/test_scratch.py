@@ -15,16 +15,8 @@ import torch
 from engines import zeroth_order
 from toy import ToyBlockModel
 
-from zo2core import (
-    Engine,
-    HostPlan,
-    JournalError,
-    MemoryPolicy,
-    MeZOSGD,
-    PhiloxNoise,
-    SegmentStore,
-    WriteBackPolicy,
-)
+from zo2core import Engine, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, SegmentStore, WriteBackPolicy
+from zo2core.errors import JournalError
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.io.record_log import RecordFile, to_line
 

@@ -26,23 +26,15 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantizer import quantize
-from zo2core import (
+from zo2core import Device, Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
+from zo2core.errors import (
     BusyError,
     CheckpointError,
     ClosedError,
-    Device,
-    Engine,
-    HostPlan,
     JournalError,
-    LowRankPerturbation,
     MemoryBudgetError,
-    MemoryPolicy,
-    MeZOSGD,
     NonFiniteLossError,
     OptionError,
-    PerRowRGE,
-    SharedBase,
-    ZerothOrder,
 )
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.shared.lockstep import Lockstep

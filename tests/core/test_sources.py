@@ -11,15 +11,9 @@ import pytest
 import torch
 from segments import checkpoint, tensors
 
-from zo2core import (
-    BlockLayout,
-    CheckpointError,
-    ClosedError,
-    HostDevice,
-    ParameterSpec,
-    SegmentStore,
-)
+from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentStore
 from zo2core.checkpoint import parse_header
+from zo2core.errors import CheckpointError, ClosedError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk

@@ -15,15 +15,8 @@ import pytest
 import torch
 from counted_weights import BLOCKS, CountingWeights, layouts
 
-from zo2core import (
-    BlockLayout,
-    HostDevice,
-    OptionError,
-    ParameterSpec,
-    ScratchError,
-    SegmentKind,
-    SegmentStore,
-)
+from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentKind, SegmentStore
+from zo2core.errors import OptionError, ScratchError
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
 from zo2core.sources.loader import READERS, SegmentLoader

@@ -21,19 +21,16 @@ from zo2core import (
     AdaLOMO,
     BAdam,
     BlockUpdate,
-    ClosedError,
     Delayed,
     Engine,
     FirstOrder,
     HostPlan,
     Journal,
-    JournalError,
     LossScaling,
     MemoryPolicy,
-    OptionError,
-    ScratchError,
     TorchOptimizer,
 )
+from zo2core.errors import ClosedError, JournalError, OptionError, ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.methods.states import read_bytes
 from zo2core.sources.generations import Generations

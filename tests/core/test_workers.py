@@ -21,28 +21,23 @@ from toy import ToyBlockModel
 from zo2adapters import open_checkpoint
 from zo2core import (
     FZOO,
-    BatchError,
-    ClosedError,
     Distribution,
     Engine,
     Guarded,
     Journal,
-    JournalError,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    NonFiniteLossError,
-    OptionError,
     PerRowRGE,
     PhiloxNoise,
     Update,
-    WorkerError,
     Workers,
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
 from zo2core.journal.damage import ImpossibleRecordError
 from zo2core.journal.step_records import decode, encode
 from zo2core.planning.host_budget import free_memory, resident_memory

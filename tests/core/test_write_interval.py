@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import zo2core.planning.speeds
 import zo2core.planning.write_interval
-from zo2core import BlockLayout, OptionError, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
+from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
+from zo2core.errors import OptionError
 from zo2core.kernels import apply_drawing
 from zo2core.planning.speeds import replay_seconds
 from zo2core.planning.write_interval import (

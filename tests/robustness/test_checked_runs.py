@@ -15,8 +15,9 @@ from zo2adapters.cli import main
 from zo2adapters.commands.export import Export
 from zo2adapters.trainers.options import Execution, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import CheckpointError, Journal, JournalError, OptionError
+from zo2core import Journal
 from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.errors import CheckpointError, JournalError, OptionError
 from zo2core.planning.write_interval import terabytes_written
 
 

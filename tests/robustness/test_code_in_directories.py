@@ -14,7 +14,8 @@ import zo2adapters
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.function_task import user_function
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Journal, OptionError, UnsupportedModelError
+from zo2core import Journal
+from zo2core.errors import OptionError, UnsupportedModelError
 
 FUNCTION = "def calm(model, batch):\n    return model(**batch).logits.square().mean()\n"
 MARKING = "import pathlib\npathlib.Path({!r}).touch()\n"

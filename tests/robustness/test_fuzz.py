@@ -29,8 +29,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.rows import read_dataset
-from zo2core import CheckpointError, Evaluation, Journal, Update, ZO2Error
+from zo2core import Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
+from zo2core.errors import CheckpointError
 
 SECONDS = 5  # an example takes some milliseconds
 MEMORY = 1 << 30  # bytes; every file here is smaller than 200 kB

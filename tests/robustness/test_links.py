@@ -12,7 +12,9 @@ from locked_engines import BATCH, beside, engine, small_llama, toy
 
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
-from zo2core import Engine, Journal, JournalError, OutputError, ScratchError, ZO2Warning, copy_journal
+from zo2core import Engine, Journal
+from zo2core.errors import JournalError, OutputError, ScratchError, ZO2Warning
+from zo2core.journal import copy_journal
 from zo2core.profiling import Trace
 
 SECRET = b"correct horse battery staple"

@@ -16,7 +16,8 @@ from locked_engines import BATCH, beside, engine, small_llama, toy
 from models import make_batch
 from parity import assert_same_bits
 
-from zo2core import Engine, Journal, JournalError, ScratchError, ZO2Warning
+from zo2core import Engine, Journal
+from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.io.durable import LockedFileError, close_locked, open_locked
 from zo2core.io.record_log import RecordFile
 from zo2core.perturbation.factor_file import DATA as FACTORS

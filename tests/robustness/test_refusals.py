@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.refusals import as_zo2_error
-from zo2core import Engine, Journal, MemoryBudgetError
+from zo2core import Engine, Journal
+from zo2core.errors import MemoryBudgetError
 
 HUGE = "9" * 400
 

@@ -19,7 +19,8 @@ from runs import outcome
 
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.commands.signals import Interrupted
-from zo2core import Journal, OutputError
+from zo2core import Journal
+from zo2core.errors import OutputError
 
 STEPS = 60
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -14,7 +14,8 @@ from crews import SECONDS, distributed, group_of
 from models import make_batch
 
 from zo2adapters import open_checkpoint
-from zo2core import Distribution, Engine, MemoryPolicy, MultiQueryRGE, PhiloxNoise, WorkerError, Workers, ZerothOrder
+from zo2core import Distribution, Engine, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
+from zo2core.errors import WorkerError
 from zo2core.kernels import native
 from zo2core.planning.host_plan import HostPlan
 

@@ -24,10 +24,10 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
-    NonFiniteLossError,
     PhiloxNoise,
     WriteBackPolicy,
 )
+from zo2core.errors import NonFiniteLossError
 from zo2core.estimators import direction_seeds
 from zo2core.kernels import fill
 from zo2core.planning.device_plan import DevicePlan

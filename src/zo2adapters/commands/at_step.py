@@ -18,18 +18,9 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core import (
-    AtSnapshot,
-    Engine,
-    Journal,
-    JournalError,
-    MemoryPolicy,
-    OptionError,
-    OutputError,
-    SharedBase,
-    Workers,
-)
+from zo2core import AtSnapshot, Engine, Journal, MemoryPolicy, SharedBase, Workers
 from zo2core.checkpoint import Snapshots, require_unused
+from zo2core.errors import JournalError, OptionError, OutputError
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:

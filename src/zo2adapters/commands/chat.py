@@ -23,7 +23,8 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core import DataError, Engine, NonFiniteLossError, OptionError, ZO2Error
+from zo2core import Engine, ZO2Error
+from zo2core.errors import DataError, NonFiniteLossError, OptionError
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:

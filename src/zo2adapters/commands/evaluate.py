@@ -17,7 +17,8 @@ from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import Engine, NonFiniteLossError, OptionError, SharedBase, Workers
+from zo2core import Engine, SharedBase, Workers
+from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.planning.host_budget import parse_size
 from zo2core.ranges import require_whole
 

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Journal, OptionError
+from zo2core import Journal
+from zo2core.errors import OptionError
 
 
 @dataclass(frozen=True, kw_only=True)

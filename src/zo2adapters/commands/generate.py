@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zo2adapters.commands.at_step import AtStep, names_of, run_together
 from zo2adapters.tasks.row_options import with_line_breaks
 from zo2adapters.trainers.run_directory import name_of
-from zo2core import NonFiniteLossError, SharedBase
+from zo2core import SharedBase
+from zo2core.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel

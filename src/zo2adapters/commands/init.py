@@ -13,8 +13,7 @@ from zo2adapters.tasks.registry import AUTO, function_file
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.model_options import HeadName, RunModelOptions
 from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2core import OutputError
-from zo2core.errors import reason
+from zo2core.errors import OutputError, reason
 from zo2core.io.durable import create_file
 
 

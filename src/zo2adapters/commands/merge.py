@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Journal, OptionError
+from zo2core import Journal
+from zo2core.errors import OptionError
 
 _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from zo2adapters.commands.option_fields import option_fields, option_names
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better

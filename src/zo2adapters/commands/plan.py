@@ -19,7 +19,8 @@ from zo2adapters.trainers.model_options import ModelOptions, TransferName, preci
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.option_table import require_effect
 from zo2adapters.trainers.options import EvaluationOptions
-from zo2core import BlockUpdate, OptionError, SequentialNoise, WriteBackPolicy
+from zo2core import BlockUpdate, SequentialNoise, WriteBackPolicy
+from zo2core.errors import OptionError
 from zo2core.optimizers import OptimizerName
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf", "adapter.gguf")
 _CONFIGS = ("config.json", "adapter_config.json", "Modelfile")

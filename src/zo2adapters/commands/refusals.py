@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zo2adapters.commands.option_fields import option_names
-from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error
-from zo2core.errors import reason
+from zo2core import ZO2Error
+from zo2core.errors import DeviceError, MemoryBudgetError, OutputError, reason
 
 # The library's name of an option, to its name on the command line.
 _FLAGS = {

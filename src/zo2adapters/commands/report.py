@@ -9,8 +9,7 @@ from typing import Annotated
 import tyro
 
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core import OptionError, OutputError
-from zo2core.errors import reason
+from zo2core.errors import OptionError, OutputError, reason
 from zo2core.io.durable import create_file, open_regular, replace_file
 
 

@@ -21,8 +21,8 @@ from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.methods.first_order_run import FORWARDS
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
-from zo2core import JournalError, MissingPackageError, OptionError, Update, ZO2Error
-from zo2core.errors import reason
+from zo2core import Update, ZO2Error
+from zo2core.errors import JournalError, MissingPackageError, OptionError, reason
 from zo2core.estimators.run_health import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.types import Commit, Lane, shown_bytes

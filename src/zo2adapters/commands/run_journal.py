@@ -7,7 +7,8 @@ from pathlib import Path
 
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import METRICS, OPTIONS
-from zo2core import Journal, JournalError
+from zo2core import Journal
+from zo2core.errors import JournalError
 from zo2core.io.durable import read_regular
 
 

@@ -13,7 +13,7 @@ from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.worker_options import torchrun_rank
-from zo2core import OptionError
+from zo2core.errors import OptionError
 from zo2core.io.durable import read_regular
 
 

@@ -30,7 +30,8 @@ from zo2adapters.trainers.worker_options import (
     torchrun_rank,
     worker_directory,
 )
-from zo2core import OptionError, Workers
+from zo2core import Workers
+from zo2core.errors import OptionError
 
 _NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import OptionError, Workers
+from zo2core import Workers
+from zo2core.errors import OptionError
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:

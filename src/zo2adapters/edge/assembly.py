@@ -16,7 +16,8 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.wrapped_layers import read_weight
 from zo2adapters.models.stubs import Stub
-from zo2core import OptionError, ParameterSpec, UnsupportedModelError
+from zo2core import ParameterSpec
+from zo2core.errors import OptionError, UnsupportedModelError
 
 
 class Assembled(NamedTuple):

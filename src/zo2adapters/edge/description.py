@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from zo2adapters.edge.signs import GROUP, groups_of
-from zo2core import CheckpointError
+from zo2core.errors import CheckpointError
 
 _FORMAT = 1
 

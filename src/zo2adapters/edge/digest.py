@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import BinaryIO
 
-from zo2core import CheckpointError
+from zo2core.errors import CheckpointError
 from zo2core.io.durable import open_no_follow, open_regular
 
 _MARK = b"zo2core sha256: "

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from zo2adapters.edge.signs import GROUP, Signs, groups_of
-from zo2core import UnsupportedModelError
+from zo2core.errors import UnsupportedModelError
 
 STREAMS = 2  # evaluations of a step: at +eps and at -eps
 _LARGEST = torch.finfo(torch.float32).max

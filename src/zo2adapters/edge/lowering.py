@@ -30,8 +30,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config
 from zo2adapters.optional_package import executorch
-from zo2core import OutputError, UnsupportedModelError, ZO2Error
-from zo2core.errors import reason
+from zo2core import ZO2Error
+from zo2core.errors import OutputError, UnsupportedModelError, reason
 from zo2core.io.durable import create_file, sync_path
 from zo2core.ranges import LARGEST, require_number, require_whole
 

@@ -16,8 +16,8 @@ from zo2adapters.edge.digest import require_digest
 from zo2adapters.models.peft_kinds.files import write_adapter
 from zo2adapters.models.prepared_batch import check_batch
 from zo2adapters.optional_package import executorch
-from zo2core import Batch, BatchError, CheckpointError, NonFiniteLossError, OptionError
-from zo2core.errors import reason
+from zo2core import Batch
+from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError, reason
 from zo2core.ranges import require_number
 from zo2core.sweep.microbatch import IGNORE_INDEX
 

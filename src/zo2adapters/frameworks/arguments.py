@@ -17,12 +17,12 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     NoiseGenerator,
-    OptionError,
     PhiloxNoise,
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.errors import OptionError
 
 
 @dataclass(frozen=True, kw_only=True)

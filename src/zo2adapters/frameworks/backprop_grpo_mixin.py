@@ -14,7 +14,7 @@ from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.tasks.generation import Generation
 from zo2adapters.tasks.next_token import Sampling
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 _IN_MEMORY = "leave it out: it needs the whole model in memory"
 _ONE_UPDATE = "leave it out: completions serve one update, whose own log-probabilities are the old ones"

@@ -23,7 +23,8 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
 from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_model import Adapter
-from zo2core import Batch, Engine, FirstOrder, MemoryPolicy, OptionError
+from zo2core import Batch, Engine, FirstOrder, MemoryPolicy
+from zo2core.errors import OptionError
 
 _SUPPORTED: Mapping[str, str | None] = {
     **FIRST_ORDER,

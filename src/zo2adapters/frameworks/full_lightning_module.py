@@ -7,7 +7,8 @@ from typing import Any
 
 from zo2adapters.frameworks.manual_steps_module import ManualStepsModule
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import BlockUpdate, CheckpointError, Engine, FirstOrder, LossScaling, MemoryPolicy
+from zo2core import BlockUpdate, Engine, FirstOrder, LossScaling, MemoryPolicy
+from zo2core.errors import CheckpointError
 
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 

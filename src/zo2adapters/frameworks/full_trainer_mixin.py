@@ -18,8 +18,9 @@ from transformers import AutoConfig, Trainer
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.frameworks.supported import FIRST_ORDER
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, MemoryPolicy, OptionError, TorchOptimizer
+from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, MemoryPolicy, TorchOptimizer
 from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.errors import OptionError
 
 _SUPPORTED: Mapping[str, str | None] = {
     **FIRST_ORDER,

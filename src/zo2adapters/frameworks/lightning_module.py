@@ -11,7 +11,9 @@ from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.manual_steps_module import ManualStepsModule
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Engine, Journal, JournalError, copy_journal
+from zo2core import Engine, Journal
+from zo2core.errors import JournalError
+from zo2core.journal import copy_journal
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningModule
-from zo2core import Batch, Engine, OptionError
+from zo2core import Batch, Engine
+from zo2core.errors import OptionError
 
 
 class ManualStepsModule(StreamedLightningModule):

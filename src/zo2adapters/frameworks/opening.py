@@ -12,7 +12,7 @@ from zo2adapters.models.heads import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
 from zo2adapters.models.precision import Precision
-from zo2core import CheckpointError, OptionError
+from zo2core.errors import CheckpointError, OptionError
 
 _REWARD_MODEL = (
     "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "

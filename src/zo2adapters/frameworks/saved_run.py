@@ -16,9 +16,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from zo2core import Engine, Journal, JournalError, OutputError, copy_journal
-from zo2core.errors import reason
+from zo2core import Engine, Journal
+from zo2core.errors import JournalError, OutputError, reason
 from zo2core.io.durable import sync_path
+from zo2core.journal import copy_journal
 
 JOURNAL = "journal.jsonl"
 _SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # keys of a model's config

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters.optional_package import optional_package
-from zo2core import Batch, Engine, OptionError, ZO2Warning
+from zo2core import Batch, Engine
+from zo2core.errors import OptionError, ZO2Warning
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader

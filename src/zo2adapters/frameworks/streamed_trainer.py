@@ -33,7 +33,8 @@ from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
-from zo2core import Batch, Engine, OptionError
+from zo2core import Batch, Engine
+from zo2core.errors import OptionError
 
 _Trainer: Any = object  # the type checker's stand-in for the trainer that the mixin is combined with
 

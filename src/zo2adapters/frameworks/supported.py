@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 # Arguments for gradients and for models that are whole in memory. They must have their default values. Values are remedies.
 _AT_DEFAULT: Mapping[str, str] = {

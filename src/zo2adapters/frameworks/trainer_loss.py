@@ -9,7 +9,8 @@ import torch
 
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, OptionError
+from zo2core import Batch
+from zo2core.errors import OptionError
 
 
 class TrainerLoss(CalledForward):

@@ -22,7 +22,8 @@ from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, wr
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, Engine, Journal, OptionError
+from zo2core import Batch, Engine, Journal
+from zo2core.errors import OptionError
 
 _SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in the journal, in a trainer's state
 

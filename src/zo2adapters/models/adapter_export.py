@@ -20,8 +20,9 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
-from zo2core import Engine, OptionError
+from zo2core import Engine
 from zo2core.checkpoint import require_unused
+from zo2core.errors import OptionError
 from zo2core.perturbation import Learned, LearnedFactors
 
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.precision import autocast_dtype
-from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2core import BlockLayout, ParameterSpec, SegmentKind
+from zo2core.errors import UnsupportedModelError
 from zo2core.types import Encoding
 
 

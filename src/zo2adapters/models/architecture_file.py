@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters.models.architecture import Architecture
-from zo2core import OptionError
-from zo2core.errors import reason
+from zo2core.errors import OptionError, reason
 from zo2core.io.durable import open_regular
 
 _MAX_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zo2core import UnsupportedModelError
+from zo2core.errors import UnsupportedModelError
 
 _READS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
 

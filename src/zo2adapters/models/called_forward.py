@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import branches_of
-from zo2core import Batch, BatchError, UnsupportedModelError
+from zo2core import Batch
+from zo2core.errors import BatchError, UnsupportedModelError
 
 Call = Callable[[Any, dict[str, Any]], Any]  # takes the model and a batch
 

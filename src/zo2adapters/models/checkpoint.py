@@ -41,9 +41,11 @@ from zo2adapters.models.precision import Precision, choose_precision, exact_wher
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import HFVisionModel
-from zo2core import CheckpointError, OptionError, TensorReader, UnsupportedModelError, ZO2Error, ZO2Warning
+from zo2core import ZO2Error
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
+from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 from zo2core.types import Encoding, SavedForm
 

@@ -15,9 +15,8 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import require_own_file
-from zo2core.errors import reason
+from zo2core.errors import CheckpointError, UnsupportedModelError, reason
 from zo2core.io.durable import open_regular
 
 GENERATION = "generation_config.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.errors import CheckpointError, UnsupportedModelError
 
 _LIMITS = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import Piece, TensorEntry
+from zo2core.errors import CheckpointError, UnsupportedModelError
 
 _ROW_OPERATIONS = {  # operations that only move whole rows; old versions of transformers have no Split
     getattr(core_model_loading, name, None)

@@ -17,7 +17,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from zo2core import Batch, BatchError, OptionError
+from zo2core import Batch
+from zo2core.errors import BatchError, OptionError
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 

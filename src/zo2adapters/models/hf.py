@@ -46,8 +46,9 @@ from zo2adapters.models.prepared_batch import (
 )
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, TensorReader
+from zo2core import Batch
 from zo2core.perturbation import PerturbedParameter
+from zo2core.protocols import TensorReader
 from zo2core.types import SavedForm
 
 

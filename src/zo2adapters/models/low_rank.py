@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zo2core import UnsupportedModelError
+from zo2core.errors import UnsupportedModelError
 from zo2core.perturbation import Factors, PerturbedParameter
 
 _PROBE_STREAMS, _PROBE_ROWS = 2, 3

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2adapters.models.conversion import parameter_pieces
-from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import Piece, TensorEntry, check_float, same_samples
+from zo2core.errors import CheckpointError, UnsupportedModelError
 
 
 class Matched(NamedTuple):

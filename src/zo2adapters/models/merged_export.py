@@ -18,8 +18,9 @@ import torch
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
 from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value
-from zo2core import Engine, UnsupportedModelError
+from zo2core import Engine
 from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.errors import UnsupportedModelError
 
 _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
 

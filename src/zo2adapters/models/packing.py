@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from zo2core import Batch, BatchError, UnsupportedModelError
+from zo2core import Batch
+from zo2core.errors import BatchError, UnsupportedModelError
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 _MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can be large

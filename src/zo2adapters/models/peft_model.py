@@ -30,9 +30,8 @@ from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value, read_weight
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, OptionError, ZO2Warning
 from zo2core.checkpoint import require_own_file
-from zo2core.errors import reason
+from zo2core.errors import CheckpointError, OptionError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 _STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)

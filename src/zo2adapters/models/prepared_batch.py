@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.packing import is_packed
-from zo2core import Batch, BatchError
+from zo2core import Batch
+from zo2core.errors import BatchError
 from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import Piece, TensorEntry
+from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"

@@ -18,8 +18,9 @@ from torch import nn
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantized import INT8_FORMAT, NF4_STATE, SUFFIXES
-from zo2core import CheckpointError, OptionError, ParameterSpec, UnsupportedModelError
+from zo2core import ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.kernels.encoding import encode
 from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks, SavedForm, SavedPart
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from zo2adapters.models.heads import CAUSAL_LM, Head
-from zo2core import UnsupportedModelError
+from zo2core.errors import UnsupportedModelError
 
 _FACTORIES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
 _MIN_PARAMETERS = 1 << 12  # every model may have so many, whatever its checkpoint holds

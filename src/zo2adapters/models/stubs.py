@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zo2adapters.models.layer_calls import LayerCall
-from zo2core import UnsupportedModelError
+from zo2core.errors import UnsupportedModelError
 
 
 class CutError(UnsupportedModelError):

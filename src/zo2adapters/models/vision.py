@@ -8,7 +8,8 @@ from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.footprint import expected_held_bytes, vision_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import is_padded
-from zo2core import Batch, BatchError, ZO2Error
+from zo2core import Batch, ZO2Error
+from zo2core.errors import BatchError
 
 _IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # entries that mark the tokens of images

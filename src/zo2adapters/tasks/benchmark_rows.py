@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.benchmarks import BENCHMARKS, Benchmark
 from zo2adapters.tasks.row_source import parsed_rows
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 Rows = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zo2adapters.tasks.row_source import Cell
-from zo2core import DataError
+from zo2core.errors import DataError
 
 Row = Mapping[str, Any]
 

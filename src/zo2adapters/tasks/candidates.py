@@ -24,7 +24,7 @@ from zo2adapters.tasks.rows import (
     require_kept,
     require_known,
 )
-from zo2core import DataError
+from zo2core.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
-from zo2core import DataError
+from zo2core.errors import DataError
 
 SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds
 _MEMORY = 1 << 28  # bytes that the child may allocate after its start

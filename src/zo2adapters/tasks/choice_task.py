@@ -23,7 +23,8 @@ from zo2adapters.tasks.objectives import (
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.task import Task, TaskOptions
-from zo2core import Batch, Engine, OptionError, StepResult
+from zo2core import Batch, Engine, StepResult
+from zo2core.errors import OptionError
 
 
 class ChoiceTask(Task):

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from zo2core import DataError
+from zo2core.errors import DataError
 from zo2core.io.durable import open_no_follow
 
 LABELS = (" a", " b")  # docstring text, code; letters without a meaning, so that an untrained model guesses

@@ -16,7 +16,8 @@ from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import TaskOptions
-from zo2core import Batch, Engine, OptionError, StepResult
+from zo2core import Batch, Engine, StepResult
+from zo2core.errors import OptionError
 from zo2core.io.durable import open_regular
 
 

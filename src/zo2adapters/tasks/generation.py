@@ -20,7 +20,8 @@ from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forwa
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.next_token import DRAW, STREAM, NextToken
 from zo2adapters.tasks.next_token import Sampling as Sampling
-from zo2core import Batch, BatchError, Engine, Evaluation, OptionError, UnsupportedModelError
+from zo2core import Batch, Engine, Evaluation
+from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 
 _SHRINK_AT = 0.75  # share of a group's rows still running at which the others' keys and values are dropped: a copy of all
 _JOIN_AT = 0.25  # share of the places that is free before waiting rows start: each group is a forward of its own

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import Cell, location
 from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept, require_known
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
 

@@ -11,7 +11,8 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import Batch, NonFiniteLossError, OptionError, UnsupportedModelError
+from zo2core import Batch
+from zo2core.errors import NonFiniteLossError, OptionError, UnsupportedModelError
 from zo2core.ranges import LARGEST, require_number, require_whole
 
 STREAM = "generation_stream"  # entry of a batch: number of its stream, which has a cache, for each row

@@ -16,7 +16,8 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
-from zo2core import Batch, BatchError
+from zo2core import Batch
+from zo2core.errors import BatchError
 from zo2core.ranges import require_number
 from zo2core.sweep.microbatch import predicted
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zo2adapters.tasks.row_options import RowFormat
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zo2adapters.tasks.rewards import RewardName
-from zo2core import OptionError
+from zo2core.errors import OptionError
 from zo2core.planning.host_budget import parse_size
 from zo2core.ranges import require_number, require_whole
 

@@ -22,7 +22,8 @@ from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.sharding import gather_in_order
 from zo2adapters.tasks.task import TaskOptions
-from zo2core import Batch, DivergenceError, Engine, OptionError, StepResult
+from zo2core import Batch, Engine, StepResult
+from zo2core.errors import DivergenceError, OptionError
 from zo2core.planning.host_budget import parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks import reward_program
-from zo2core import DataError, OptionError
-from zo2core.errors import reason
+from zo2core.errors import DataError, OptionError, reason
 from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)

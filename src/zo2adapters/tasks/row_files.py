@@ -16,7 +16,7 @@ from zo2adapters.tasks.preferences import read_preferences
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.tasks.rows import Dataset, converted_rows, read_dataset
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 Rows = Dataset | Choices | LabelledRows
 EvaluationRows = Rows | Questions

@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from zo2adapters.tasks.row_source import Cell
-from zo2core import DataError, OptionError
+from zo2core.errors import DataError, OptionError
 
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from zo2adapters.optional_package import optional_package
-from zo2core import DataError
-from zo2core.errors import ZO2Error, reason
+from zo2core.errors import DataError, ZO2Error, reason
 from zo2core.io.durable import open_regular
 
 RowDict = dict[str, Any]  # a row's values by column, as JSON values

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from zo2adapters.tasks.row_options import RowOptions, empty_label, is_plain
 from zo2adapters.tasks.row_source import at_row, parsed_rows
-from zo2core import DataError
+from zo2core.errors import DataError
 
 _MOST_LABELS = 20  # different texts of a column of labels
 _LEAST_REPEATS = 5  # rows for each label, on average

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import at_row, parsed_rows
-from zo2core import DataError
+from zo2core.errors import DataError
 from zo2core.ranges import require_whole
 
 

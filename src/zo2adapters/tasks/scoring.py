@@ -20,7 +20,8 @@ from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2core import Batch, BatchError, Engine
+from zo2core import Batch, Engine
+from zo2core.errors import BatchError
 
 
 class Scored(NamedTuple):

@@ -9,8 +9,9 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from zo2adapters.models.companions import companion_files
 from zo2adapters.models.gguf.model import gguf_tokenizer
-from zo2core import DataError, ZO2Error
+from zo2core import ZO2Error
 from zo2core.checkpoint import is_gguf
+from zo2core.errors import DataError
 
 # Beginnings of the names of the files that hold a tokenizer.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", "bpe", "dict", "prophetnet")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:

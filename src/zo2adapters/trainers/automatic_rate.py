@@ -37,7 +37,8 @@ from zo2adapters.trainers.run_plan import duration
 from zo2adapters.trainers.shared_plan import memory_together, needs_of
 from zo2adapters.trainers.shared_runs import can_share, shared_base_model
 from zo2adapters.trainers.tuning import Schedule, Trial, least_forwards, planned_rounds, tune
-from zo2core import DivergenceError, HostPlan, Journal, MemoryBudgetError
+from zo2core import HostPlan, Journal
+from zo2core.errors import DivergenceError, MemoryBudgetError
 from zo2core.io.durable import read_regular
 from zo2core.planning.memory_plan import MemoryPart
 

@@ -8,7 +8,8 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.progress_bar import progress_bar
-from zo2core import CheckpointError, Journal
+from zo2core import Journal
+from zo2core.errors import CheckpointError
 from zo2core.kernels.encoding import decoded
 from zo2core.sources.base_digests import verify_base
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:

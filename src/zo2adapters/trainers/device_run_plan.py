@@ -10,11 +10,13 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_plan import duration, memory_words, run_request, step_memory
-from zo2core import DensePerturbation, DevicePlan, HostPlan, Machine, MemoryPolicy, SequentialNoise, plan
+from zo2core import DensePerturbation, DevicePlan, HostPlan, MemoryPolicy, SequentialNoise
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.low_bit import Replay
+from zo2core.planning.machine import Machine
+from zo2core.planning.run_spec import plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
 from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.option_table import ROWS, require_effect
-from zo2core import BlockUpdate, Delayed, OptionError, TorchOptimizer
+from zo2core import BlockUpdate, Delayed, TorchOptimizer
+from zo2core.errors import OptionError
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
 from zo2core.ranges import require_number, require_whole
 

@@ -26,25 +26,16 @@ from zo2adapters.trainers.run_plan import (
     fastest,
     measured_forward_seconds,
 )
-from zo2core import (
-    BlockLayout,
-    BlockUpdate,
-    FirstOrder,
-    HostPlan,
-    Machine,
-    MemoryPolicy,
-    RunRequest,
-    RunSpec,
-    SegmentKind,
-    UpdateInputs,
-    plan,
-)
+from zo2core import BlockLayout, BlockUpdate, FirstOrder, HostPlan, MemoryPolicy, SegmentKind
 from zo2core.build import RunOptions, request_of
 from zo2core.methods.states import read_bytes
 from zo2core.optimizers import StateMemory
+from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
+from zo2core.protocols import UpdateInputs
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph

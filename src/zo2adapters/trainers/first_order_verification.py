@@ -23,8 +23,9 @@ from zo2adapters.trainers.verification import (
     require_fit,
     whole_model,
 )
-from zo2core import Batch, Engine, FirstOrder, StepResult, UpdateInputs
+from zo2core import Batch, Engine, FirstOrder, StepResult
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, StateMemory, make_block_update
+from zo2core.protocols import UpdateInputs
 from zo2core.types import widened
 
 

@@ -33,7 +33,8 @@ from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration
 from zo2adapters.trainers.tuning import Schedule
-from zo2core import MemoryBudgetError, MissingPackageError, ZO2Error
+from zo2core import ZO2Error
+from zo2core.errors import MemoryBudgetError, MissingPackageError
 from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import shown_bytes
 

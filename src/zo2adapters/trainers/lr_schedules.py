@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 
 
 class Decay(Enum):

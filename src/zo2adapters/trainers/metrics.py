@@ -18,8 +18,8 @@ import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, criterion, results_of_row, row_of_evaluation
-from zo2core import Batch, Journal, OutputError, StepResult, Update
-from zo2core.errors import reason
+from zo2core import Batch, Journal, StepResult, Update
+from zo2core.errors import OutputError, reason
 from zo2core.types import Commit, shown_bytes
 
 Row = Mapping[str, Any]

@@ -16,10 +16,10 @@ from zo2core import (
     Guarded,
     LowRankPerturbation,
     NoiseGenerator,
-    OptionError,
     PhiloxNoise,
     ZOEstimator,
 )
+from zo2core.errors import OptionError
 from zo2core.estimators import EstimatorName, Fitness
 from zo2core.perturbation import Perturbation
 from zo2core.ranges import require_whole

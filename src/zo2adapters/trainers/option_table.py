@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from zo2core import OptionError
+from zo2core.errors import OptionError
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
 
 OptionsT = TypeVar("OptionsT")

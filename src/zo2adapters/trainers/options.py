@@ -20,7 +20,8 @@ from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2core import OptionError, ZOEstimator
+from zo2core import ZOEstimator
+from zo2core.errors import OptionError
 from zo2core.estimators import EstimatorName, Fitness
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.low_bit import Replay

@@ -13,7 +13,8 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
-from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
+from zo2core import WriteBackPolicy, ZO2Error
+from zo2core.errors import MemoryBudgetError
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
 from zo2core.types import shown_bytes
 

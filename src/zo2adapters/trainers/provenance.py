@@ -11,9 +11,8 @@ from typing import Any
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, OptionError
 from zo2core.checkpoint import GGUFFile, StoredArray, is_gguf, read_gguf
-from zo2core.errors import reason
+from zo2core.errors import DataError, OptionError, reason
 from zo2core.io.durable import open_regular
 
 _TOKENIZER_FILES = (

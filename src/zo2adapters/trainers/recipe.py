@@ -12,8 +12,7 @@ import yaml
 
 from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import OptionError
-from zo2core.errors import reason
+from zo2core.errors import OptionError, reason
 from zo2core.io.durable import open_regular
 
 RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory

@@ -32,9 +32,9 @@ from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows, trial_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.recipe import RECIPE, recipe_text
-from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
+from zo2core import BlockModel, Journal, ZO2Error
 from zo2core.checkpoint import require_unused
-from zo2core.errors import reason
+from zo2core.errors import DataError, OptionError, OutputError, reason
 from zo2core.estimators import EstimatorName
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes

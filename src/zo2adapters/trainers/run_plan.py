@@ -24,17 +24,16 @@ from zo2core import (
     HostDevice,
     HostPlan,
     LowRankPerturbation,
-    Machine,
     MemoryPolicy,
     NoiseGenerator,
-    RunRequest,
     SequentialNoise,
     WriteBackPolicy,
-    plan,
 )
 from zo2core.kernels.encoding import decode
 from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.host_budget import free_memory
+from zo2core.planning.machine import Machine
+from zo2core.planning.run_spec import RunRequest, plan
 from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
 from zo2core.planning.write_interval import streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise

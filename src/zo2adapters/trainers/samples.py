@@ -17,7 +17,8 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_files import EvaluationRows
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.trainers.run_directory import read_samples
-from zo2core import Engine, OptionError
+from zo2core import Engine
+from zo2core.errors import OptionError
 
 _MOST_TOKENS = 50  # most tokens of an answer
 

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, replace
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.run_plan import RunPlan, decoding_seconds, duration, memory_words
-from zo2core import HostPlan, Machine, MemoryBudgetError, MemoryPolicy, plan
+from zo2core import HostPlan, MemoryPolicy
+from zo2core.errors import MemoryBudgetError
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.perturbation import Perturbation, factor_bytes
+from zo2core.planning.machine import Machine
 from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.run_spec import plan
 from zo2core.planning.shared_runs import MOST_RUNS, RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes

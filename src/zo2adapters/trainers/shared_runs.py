@@ -7,7 +7,8 @@ from dataclasses import replace
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import MemoryPolicy, OptionError, SharedBase
+from zo2core import MemoryPolicy, SharedBase
+from zo2core.errors import OptionError
 
 
 def can_share(options: TrainOptions) -> bool:

@@ -58,19 +58,15 @@ from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.step_bar import StepBar
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
-from zo2core import (
+from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
+from zo2core.errors import (
     CheckpointError,
     DivergenceError,
-    Engine,
-    HostPlan,
-    Journal,
     JournalError,
     NonFiniteLossError,
     OptionError,
     OutputError,
     ScratchError,
-    SharedBase,
-    Workers,
 )
 from zo2core.io.durable import open_no_follow
 

@@ -19,9 +19,10 @@ from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import Engine, OptionError, UnsupportedModelError
+from zo2core import Engine
 from zo2core.checkpoint import GGUFFile, SafetensorsReader, StoredArray, StoredText, is_gguf, read_gguf
 from zo2core.checkpoint.writer import new_directory, write_companions
+from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.types import GGUF_BLOCKS
 
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]

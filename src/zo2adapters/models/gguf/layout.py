@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
 

@@ -24,8 +24,10 @@ from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, ROTAR
 from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, byte_level_tokenizer
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
+from zo2core import ParameterSpec
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
+from zo2core.errors import CheckpointError, UnsupportedModelError
+from zo2core.protocols import TensorReader
 from zo2core.types import GGUFRows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from zo2core import UnsupportedModelError
 from zo2core.checkpoint import GGUFFile, StoredText
+from zo2core.errors import UnsupportedModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
 FURTHER_ENDS = ("eot", "eom")  # tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message

@@ -14,7 +14,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config, write_adapter
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2adapters.models.vision import HFVisionModel
-from zo2core import Batch, UnsupportedModelError
+from zo2core import Batch
+from zo2core.errors import UnsupportedModelError
 
 
 class PeftBlockModel(HFBlockModel):

@@ -18,7 +18,8 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME, AdapterKind, FirstValues, Inserted, OpenBase
 from zo2adapters.models.peft_kinds.prefix_model import PrefixBlockModel
 from zo2adapters.models.prepared_batch import longest_row
-from zo2core import Batch, Engine, HostPlan, MemoryPolicy, OptionError, UnsupportedModelError
+from zo2core import Batch, Engine, HostPlan, MemoryPolicy
+from zo2core.errors import OptionError, UnsupportedModelError
 
 _ENCODER = "prompt_encoder"  # name of the table's module in peft's model
 _TABLE = f"{_ENCODER}.{ADAPTER_NAME}.embedding.weight"

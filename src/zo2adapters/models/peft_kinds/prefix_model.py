@@ -16,7 +16,8 @@ from zo2adapters.models.layer_calls import LayerCall, LayerCalls
 from zo2adapters.models.packing import is_packed
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
-from zo2core import Batch, UnsupportedModelError
+from zo2core import Batch
+from zo2core.errors import UnsupportedModelError
 
 # Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype: float32 counts as two.
 _COPIES = 4

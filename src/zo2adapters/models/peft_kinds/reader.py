@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save
 
 from zo2adapters.models.peft_kinds.kind import Inserted, OpenedAdapter
-from zo2core import CheckpointError, ParameterSpec, TensorReader
+from zo2core import ParameterSpec
 from zo2core.checkpoint import SafetensorsReader
 from zo2core.checkpoint.reader import parse_header
+from zo2core.errors import CheckpointError
+from zo2core.protocols import TensorReader
 
 
 class AdapterReader:

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
-from zo2core import OptionError, ParameterSpec, TensorReader
+from zo2core import ParameterSpec
+from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decoded
+from zo2core.protocols import TensorReader
 
 LARGEST_RANK = 1 << 16
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # part of the names of a wrapped module's parameters

@@ -30,12 +30,12 @@ from zo2core import (
     HostPlan,
     Journal,
     MemoryPolicy,
-    OptionError,
     SegmentKind,
     SharedBase,
     StepResult,
 )
 from zo2core.checkpoint import Snapshots
+from zo2core.errors import OptionError
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.host_budget import parse_size

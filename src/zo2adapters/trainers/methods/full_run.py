@@ -9,7 +9,8 @@ from zo2adapters.trainers.methods.first_order_run import GradientRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import BlockUpdate, Engine, FirstOrder, LossScaling, OptionError
+from zo2core import BlockUpdate, Engine, FirstOrder, LossScaling
+from zo2core.errors import OptionError
 from zo2core.optimizers import OPTIMIZERS, state_bytes
 
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two

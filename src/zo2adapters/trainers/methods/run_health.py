@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DivergenceError, StepResult, Update, ZO2Error
+from zo2core import StepResult, Update, ZO2Error
+from zo2core.errors import DivergenceError
 from zo2core.estimators.run_health import best_step
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change

@@ -9,22 +9,13 @@ from zo2adapters.trainers.methods.full_run import FullRun
 from zo2adapters.trainers.methods.run_method import Opening
 from zo2adapters.trainers.options import Order
 from zo2adapters.trainers.worker_options import worker_trace
-from zo2core import (
-    BlockLayout,
-    BlockUpdate,
-    Engine,
-    HostPlan,
-    Journal,
-    Machine,
-    MemoryPolicy,
-    OptionError,
-    RunRequest,
-    StepResult,
-    plan,
-)
+from zo2core import BlockLayout, BlockUpdate, Engine, HostPlan, Journal, MemoryPolicy, StepResult
 from zo2core.build import RunOptions, request_of
+from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.states import kept_blocks
+from zo2core.planning.machine import Machine
+from zo2core.planning.run_spec import RunRequest, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.types import shown_bytes
 

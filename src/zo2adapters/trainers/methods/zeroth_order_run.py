@@ -11,18 +11,8 @@ from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_notices import disk_writes, storage
 from zo2adapters.trainers.run_plan import step_memory, step_seconds
 from zo2adapters.trainers.worker_options import local_device, worker_trace
-from zo2core import (
-    DivergenceError,
-    Engine,
-    HostPlan,
-    Journal,
-    MemoryPolicy,
-    SharedBase,
-    StepResult,
-    WriteBackPolicy,
-    ZerothOrder,
-    ZO2Error,
-)
+from zo2core import Engine, HostPlan, Journal, MemoryPolicy, SharedBase, StepResult, WriteBackPolicy, ZerothOrder, ZO2Error
+from zo2core.errors import DivergenceError
 from zo2core.planning.host_budget import parse_size
 
 
