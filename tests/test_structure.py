@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import io
 import importlib
+import io
 import math
 import re
 import subprocess
@@ -146,8 +146,8 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
     assert [set(values) for values in zip(*short, strict=True)] == [set(axis) for axis in axes]
 
 
-# Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number down;
-# one that has to grow takes it up, with the reason in the commit.
+# Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
+# down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 544,
     "zo2adapters/commands": 3268,

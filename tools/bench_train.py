@@ -36,8 +36,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
-from zo2adapters.trainers.methods.first_order_run import reserved_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
+from zo2adapters.trainers.step_memory import reserved_bytes
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZerothOrder
 from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
@@ -70,7 +70,8 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         str(options.directory),
         "--memory",
         options.memory,
-        *([] if options.method is not None else ["--scratch", str(run)]),
+        "--output",
+        str(run),
         "--json",
         "--dtype",
         options.dtype,

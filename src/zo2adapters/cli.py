@@ -134,7 +134,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "zo2adapters.commands.plan",
         "Plan",
         "Print what a run would take in memory, disk and time, without loading the model.",
-        ("zo2adapters.trainers.run_plan", "zo2adapters.trainers.device_run_plan"),
+        ("zo2adapters.trainers.planning",),
     ),
     "convert": CommandEntry(
         "zo2adapters.commands.convert",

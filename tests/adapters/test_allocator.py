@@ -18,9 +18,9 @@ from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.metrics import progress
-from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_plan import plan_run
-from zo2core import HostPlan, WriteBackPolicy
+from zo2core import HostPlan
 from zo2core.planning.host_budget import free_memory
 from zo2core.planning.memory_plan import MemoryPart
 
@@ -111,7 +111,8 @@ def test_the_progress_line_shows_the_peak_beside_the_present() -> None:
 def test_the_plan_shows_and_counts_what_is_kept(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config()))
     shapes = RowShapes.of_length(Batching(batch_size=2), 8)
-    planned = plan_run(model, shapes, Optimization(), write_back=WriteBackPolicy(directory=tmp_path))
+    options = TrainOptions(model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2))
+    planned = plan_run(options, model, shapes)
     assert planned.host_plan.parts[-1] == MemoryPart(KEPT, activation_bytes(model.config, 2, 8))
     assert KEPT in planned.table()
 

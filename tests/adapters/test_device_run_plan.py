@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,9 +18,11 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, lea
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.device_run_plan import DeviceRunPlan, plan_device_run
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.run_plan import step_memory
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.run_plan import BUS, Transfers, plan_run
+from zo2adapters.trainers.step_memory import step_memory
+from zo2core import DevicePlan
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators import EstimatorName
 
@@ -28,9 +30,21 @@ BLOCKS = 4
 MEZO = Optimization(exact_mezo=True)
 
 
-def planned(model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **options: Any) -> DeviceRunPlan:
-    shapes = RowShapes.of_length(Batching(batch_size=rows), 8)
-    return plan_device_run(model, shapes, optimization, **{"device_memory": "1GB", "bus": 1000, **options})
+class Planned(NamedTuple):
+    device_plan: DevicePlan
+    read_bytes: int
+    transfers: Transfers
+
+
+def planned(model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any) -> Planned:
+    batching = Batching(batch_size=rows)
+    sizes: dict[str, Any] = {"device_memory": "1GB", **{name: str(value) for name, value in limits.items()}}
+    given: Any = {"optimization": optimization, "batching": batching, "storage": Storage(device="cuda", **sizes)}
+    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
+    plan = plan_run(options, model, RowShapes.of_length(batching, 8))
+    assert plan.device_plan is not None
+    assert plan.transfers is not None
+    return Planned(plan.device_plan, plan.read_bytes, plan.transfers)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +63,8 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
         except MemoryBudgetError:
             break
         assert plan.device_plan.nbytes <= nbytes
-        assert plan.moved_bytes == (BLOCKS - plan.device_plan.kept) * block
-        assert plan.transfer_seconds == plan.moved_bytes / 1000
+        assert plan.transfers.moved_bytes == (BLOCKS - plan.device_plan.kept) * block
+        assert plan.transfers.transfer_seconds == plan.transfers.moved_bytes / BUS
         assert plan.read_bytes == 0, "the host holds it all"
         kept.add(plan.device_plan.kept)
     assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
@@ -70,11 +84,11 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     table = capsys.readouterr().out
     assert "compute, overlapped        not predicted" in table
     assert "at 25.0 GB/s each way (assumed)" in table
-    main([*arguments, "--json", "--bus", "50GB"])
+    main([*arguments, "--json"])
     found = json.loads(capsys.readouterr().out)
     moved = found["moved_bytes"]
-    assert found["transfer_seconds"] == moved / 50e9
-    assert found["compute_seconds"] is None
+    assert found["transfer_seconds"] == moved / 25e9
+    assert found["seconds"] is None, "compute is not predicted"
     assert found["blocks"] == 96
     assert 0.9 * 96 * 3.6e9 < moved + found["device_plan"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
     main([*arguments, "--json", "--memory", "100GB"])
@@ -84,15 +98,17 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
     model = open_checkpoint(base)
     one, four = (planned(model, replace(MEZO, queries=q), rows=8) for q in (1, 4))
-    assert (one.waiting_bytes, four.waiting_bytes) == (0, 0)
+    assert (one.transfers.waiting_bytes, four.transfers.waiting_bytes) == (0, 0)
     more = four.device_plan.activation_bytes - one.device_plan.activation_bytes
     assert more == 3 * (one.device_plan.activation_bytes - forward_bytes(model.config, 8, 8))
     blocks = (BLOCKS - 2) * model.layouts[1].nbytes  # two slots are left
     tight_memory = four.device_plan.nbytes - blocks - more // 2
     tight = planned(model, replace(MEZO, queries=4), rows=8, device_memory=tight_memory)
-    assert 0 < tight.waiting_bytes < more
+    assert 0 < tight.transfers.waiting_bytes < more
     assert tight.device_plan.kept == 0
-    assert tight.transfer_seconds * 1000 == tight.moved_bytes + (BLOCKS + 1) * tight.waiting_bytes
+    assert (
+        tight.transfers.transfer_seconds * BUS == tight.transfers.moved_bytes + (BLOCKS + 1) * tight.transfers.waiting_bytes
+    )
 
 
 def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
@@ -110,7 +126,6 @@ def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
     ("options", "error", "message"),
     [
         ({"device_memory": "much"}, OptionError, "device_memory: found 'much'"),
-        ({"bus": "0"}, OptionError, "bus: found '0'"),
         ({"device_memory": "10kB"}, OptionError, "device_memory"),
         ({"device_memory": "10KB"}, MemoryBudgetError, "device_memory: .*smallest plan.*slots"),
         ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest plan"),

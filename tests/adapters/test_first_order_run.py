@@ -829,9 +829,7 @@ def test_a_method_of_all_parameters_is_refused_with_an_adapter(here: Path, comma
     assert "--method: found badam with lora/adapter_config.json" in told
 
 
-@pytest.mark.parametrize(
-    "more", [("--write-limit-tb", 1), ("--device-memory", "24GB"), ("--queries", 2), ("--replay", "host")]
-)
+@pytest.mark.parametrize("more", [("--write-limit-tb", 1), ("--device-memory", "24GB"), ("--queries", 2)])
 def test_plan_refuses_what_has_no_effect_on_first_order_steps(here: Path, more: tuple[object, ...]) -> None:
     told = refusal("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, *more)
     assert "it has no effect otherwise" in told

@@ -317,7 +317,7 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
             engine.tell([1.0, 2.0])
         engine.ask()
         assert engine.tell([1.0, 2.0]).step == 0
-    with Engine(model) as replayer, pytest.raises(OptionError, match="a replayer"):
+    with Engine(model) as replayer, pytest.raises(OptionError, match="without zeroth-order steps"):
         list(generate(replayer, model, [[3]], max_new_tokens=1, at=evaluations[0]))
 
 

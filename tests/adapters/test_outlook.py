@@ -1,9 +1,8 @@
-"""The first lines of a run: method, time, memory and disk from its plan, and what the other method would take."""
+"""The first lines of a run: method, time, memory and disk from its plan, and what it counts."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 from command_lines import make_place, run_here
 
-from zo2adapters.trainers import outlook
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
-from zo2adapters.trainers.methods.first_order_run import FirstOrderRun
+from zo2adapters.trainers.methods.gradient_run import GradientRun
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.outlook import plan_of
+from zo2adapters.trainers.planning import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2core import HostPlan
 from zo2core.optimizers import OptimizerName
@@ -64,38 +62,15 @@ def test_memory_that_is_limited_is_called_so(here: Path) -> None:
     assert re.search(f"Memory: {SIZE} of 8.00 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
 
 
-def test_a_zeroth_order_run_says_what_gradients_would_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any("By gradients" in line for line in lines("--lr", 1e-3)), "which a run of no time need not know"
-    shutil.rmtree("run")
-    monkeypatch.setattr(outlook, "_COMPARED_FROM", 0.0)
-    expected = (
-        rf"By gradients \(--method adamw --lora-rank 8 --lr auto\) a step would take about {TIME} instead of {TIME}, and "
-        rf"the run {SIZE} instead of {SIZE} of memory"
-    )
-    assert re.match(expected, lines("--lr", 1e-3)[1])
-    shutil.rmtree("run")
-    assert not any("By gradients" in line for line in lines("--lr", 1e-3, "--objective", "exact-match")), "it has none"
-
-
-def test_a_first_order_run_says_what_saves_much_memory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook, "_COMPARED_FROM", 0.0)
-    monkeypatch.setattr(outlook, "_CLEARLY_LESS", 0.0)
-    assert not any("without --method" in line for line in lines(*FIRST_ORDER))
-    shutil.rmtree("run")
-    monkeypatch.setattr(outlook, "_CLEARLY_LESS", 2.0)
-    expected = rf"Zeroth-order steps \(without --method\) would take {SIZE} instead of {SIZE} of memory and about {TIME} "
-    assert re.match(expected, lines(*FIRST_ORDER)[1])
-
-
 def test_the_first_line_counts_graphs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[HostPlan] = []
-    storage = FirstOrderRun.storage
+    storage = GradientRun.storage
 
-    def noted(self: FirstOrderRun, engine: Any, host: HostPlan, model: Any) -> str:
+    def noted(self: GradientRun, engine: Any, host: HostPlan, model: Any) -> str:
         told.append(host)
         return storage(self, engine, host, model)
 
-    monkeypatch.setattr(FirstOrderRun, "storage", noted)
+    monkeypatch.setattr(GradientRun, "storage", noted)
     lines(*FIRST_ORDER)
     assert any(part.name.startswith("graphs of") for part in told[0].parts)
 
@@ -123,8 +98,8 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
 
 def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), steps=4, batching=Batching(batch_size=2))
-    monkeypatch.setattr("zo2adapters.trainers.first_order_plan.measured_forward_seconds", lambda *_, **__: 1.0)
-    monkeypatch.setattr("zo2adapters.trainers.first_order_plan.measured_backward", lambda *_: 3.0)
+    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_forward_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_backward", lambda *_: 3.0)
     seconds = []
     cases: list[tuple[OptimizerName, float | None]] = [("adamw", None), ("adamw", 1.0), ("badam", None), ("badam", 1.0)]
     for method, norm in cases:

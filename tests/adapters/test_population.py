@@ -164,7 +164,7 @@ def test_evaluations_of_no_open_step_are_refused(tmp_path: Path) -> None:
         known = engine.ask()[0]
         with pytest.raises(OptionError, match="an evaluation that ask"):
             Generation(engine, model, max_new_tokens=1, evaluations=[known, Evaluation(5, 1.0)]).continuations(PROMPTS)
-    with Engine(open_checkpoint(base)) as replayer, pytest.raises(OptionError, match="a Engine"):
+    with Engine(open_checkpoint(base)) as replayer, pytest.raises(OptionError, match="without zeroth-order steps"):
         Generation(replayer, model, max_new_tokens=1, evaluations=[known]).continuations(PROMPTS)
 
 

@@ -152,7 +152,7 @@ def options(tmp_path: Path) -> TrainOptions:
 
 def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions) -> None:
     with Trainer(options, quiet=True) as trainer:
-        chosen = trainer.engine.journal.header["model"]["autocast"]  # type: ignore[index]
+        chosen = trainer.engine.journal.header["model"]["autocast"]
     kept = json.loads((options.output / "options.json").read_text())["options"]
     assert (kept["precision"], kept["dtype"]) == ("mixed", chosen)
     assert kept["batching"]["loss_chunk"] >= 1

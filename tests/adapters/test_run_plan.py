@@ -26,9 +26,10 @@ from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions, evaluations_due
-from zo2adapters.trainers.run_plan import RunPlan, duration, measured_forward_seconds
+from zo2adapters.trainers.probes import measured_forward_seconds
+from zo2adapters.trainers.run_plan import RunPlan, Together, duration
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import HostPlan, WriteBackPolicy
+from zo2core import HostPlan
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.types import shown_bytes
@@ -58,7 +59,7 @@ def options(tmp_path: Path) -> TrainOptions:
 def planned(capsys: pytest.CaptureFixture[str], options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
     """What the command prints."""
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
-    scratch = ["--scratch", str(options.data.parent), "--batch-size", "3", "--json"]
+    scratch = ["--output", str(options.output), "--batch-size", "3", "--json"]
     capsys.readouterr()
     main(["plan", "--model", options.model, *rows, *scratch, *given])
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -118,8 +119,7 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
 
 
 SLOW = RunPlan(
-    HostPlan((MemoryPart("all", 1000),), 2000, 3, keep_noise=False),
-    model_bytes=0,
+    host_plan=HostPlan((MemoryPart("all", 1000),), 2000, 3, keep_noise=False),
     write_back_every=1,
     scratch_bytes=0,
     read_bytes=0,
@@ -147,7 +147,10 @@ def test_lines_and_table_have_one_count_of_disk_writes() -> None:
     assert long.disk_writes() == "Disk writes: 2.00 GB in all."
     assert re.findall(r"written per .*", long.table()) == ["written per 1,000 steps    2.00 GB"]
     assert json.loads(long.to_json())["terabytes_per_1000_steps"] == 0.002
-    assert long.disk_writes(3) == "Disk writes: 6.00 GB in all.", "of three runs"
+    three = Together(
+        runs=3, most_runs=3, memory_a_run=1, seconds_a_run=1.0, decoding_seconds=0, seconds_apart=3, free_runs=0
+    )
+    assert replace(long, together=three).disk_writes() == "Disk writes: 6.00 GB in all."
 
 
 @pytest.mark.parametrize(("steps", "told"), [(1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")])
@@ -235,18 +238,22 @@ def test_forwards_are_counted_as_they_run(
     options: TrainOptions,
     tmp_path: Path,
 ) -> None:
-    shapes = RowShapes.of_length(Batching(batch_size=4), 7)
-    model = open_checkpoint(options.model, precision="exact")
-    plan = run_plan.plan_run(model, shapes, optimization, write_back=WriteBackPolicy(directory=tmp_path))
+    plan = planned_with(options, optimization, tmp_path)
     [(shape, at_a_time)] = measured
     assert (shape.rows, shape.tokens, at_a_time) == (rows, 7, running)
     assert plan.forward_seconds == seconds
 
 
-def test_a_low_rank_writes_no_weights_and_draws_factors_alone(options: TrainOptions, tmp_path: Path) -> None:
+def planned_with(options: TrainOptions, optimization: Optimization, output: Path) -> RunPlan:
+    """The plan of steps of four rows of seven tokens."""
+    batching = Batching(batch_size=4)
+    options = replace(options, evaluation=None, optimization=optimization, batching=batching, output=output)
     model = open_checkpoint(options.model, precision="exact")
-    shapes = RowShapes.of_length(Batching(batch_size=4), 7)
-    plan = run_plan.plan_run(model, shapes, Optimization(rank=1), write_back=WriteBackPolicy(directory=tmp_path / "new"))
+    return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
+
+
+def test_a_low_rank_writes_no_weights_and_draws_factors_alone(options: TrainOptions, tmp_path: Path) -> None:
+    plan = planned_with(options, Optimization(rank=1), tmp_path / "new")
     assert (plan.write_back_every, plan.scratch_bytes) == (None, 0)
     assert not (tmp_path / "new").exists()
 
@@ -256,7 +263,7 @@ def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
 ) -> None:
     """A clock that goes on by the same at each look makes all that is measured equal."""
     looks = iter(range(1000))
-    monkeypatch.setattr("zo2adapters.trainers.run_plan.time.perf_counter", lambda: next(looks))
+    monkeypatch.setattr("zo2adapters.trainers.probes.time.perf_counter", lambda: next(looks))
     of: Callable[[Any, float], float] = lambda model, labels: measured_forward_seconds(model, BatchShape(4, 8, labels))  # noqa: E731
     exact, mixed = (open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed"))
     assert of(exact, 28) == of(exact, 4) == of(mixed, 32)

@@ -492,7 +492,7 @@ def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pyt
     with Trainer(options, quiet=True) as trainer:
         trainer.run()
         losses = [update.losses for update in trainer.engine.journal.updates]
-        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
+        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"
     stored = replace(options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed"))
     with Trainer(stored, quiet=True) as trainer:
         trainer.run()

@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 shutil.copytree(options.output, copies[result.step + 1])
             return result
 
-        trainer.engine.step = copying  # type: ignore[method-assign]
+        trainer.engine.step = copying
         trainer.run()
     half = run_here("export", "--run", options.output, "--at", 2, "--output", place / "half")
     assert half.status == 0, half

@@ -75,7 +75,7 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
             taken += 1
             return step(*arguments)
 
-        trainer.engine.step = counted  # type: ignore[method-assign,assignment]
+        trainer.engine.step = counted
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
 

@@ -222,7 +222,7 @@ class AtStep:
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""
-        from zo2adapters.trainers.methods.first_order_run import parameters_at
+        from zo2adapters.trainers.engines import parameters_at
 
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"

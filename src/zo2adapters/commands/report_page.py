@@ -18,7 +18,7 @@ from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
 from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.methods.choice import method_of
-from zo2adapters.trainers.methods.first_order_run import FORWARDS
+from zo2adapters.trainers.methods.gradient_run import ADAPTER_FORWARDS
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
 from zo2core import Update, ZO2Error
@@ -123,7 +123,7 @@ def _gradient_forwards(directory: Path) -> int:
     try:
         return method_of(RunDirectory.options(directory)).forwards
     except ZO2Error:
-        return FORWARDS
+        return ADAPTER_FORWARDS
 
 
 def _printable(name: str) -> str:

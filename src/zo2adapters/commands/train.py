@@ -18,6 +18,7 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import Change, changed, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.recipe import read_recipe
@@ -40,7 +41,7 @@ _NOT_NAMED = ""  # objective of a run with a function of the user's own, which t
 class Train(RunOptions):
     """Fine-tune a model block by block, by gradients or zeroth-order steps."""
 
-    first_options: ClassVar = (
+    first_options: ClassVar[tuple[str, ...]] = (
         "model",
         "data",
         "output",
@@ -81,6 +82,12 @@ class Train(RunOptions):
     """YAML file that trains several runs of one model at once, which share each pass over its blocks: a line for each run,
     such as small: {lr: 1e-4}, with the options in which it differs from this command. Each has a directory in --output, and
     can be continued alone; the same command continues all. They train adapters by any method, or with --rank."""
+    plan: bool = False
+    """Print what the run would take in memory, disk and time instead of training, as zo2 plan does. --data and --output may
+    be left out: rows are then as long as --sequence-length. --device-memory plans for a GPU, which need not be in this
+    machine, and --runs 3 for three equal runs."""
+    json: bool = False
+    """With --plan: print JSON instead of a table."""
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
@@ -115,7 +122,7 @@ class Train(RunOptions):
             is_reward = options.own_functions[0] == "reward"
             shared |= {"rewards": replace(options.rewards, reward=())} if is_reward else {"objective": _NOT_NAMED}
         output = resume if self.from_step is None else None
-        return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
+        return type(self)(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume with the changes that are allowed.
@@ -196,7 +203,10 @@ class Train(RunOptions):
         return given
 
     def run(self) -> None:
-        """Train, and print where the result is."""
+        """Train, and print where the result is; or print the plan."""
+        if self.plan:
+            self._print_plan()
+            return
         if self.runs is not None:
             self._train_together(self.runs)
             return
@@ -224,9 +234,7 @@ class Train(RunOptions):
             raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
         planned = []
         for name, values in read_differences(runs).items():
-            command = replace(self, runs=None, output=self.output / name)
-            arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
-            command = parse_options("train", Train, arguments, default=command)
+            command = self._of_together(runs, name, values)
             if command.optimization.lr == "auto":
                 expected = "a number with --runs, each of whose runs has its own"
                 raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
@@ -239,6 +247,66 @@ class Train(RunOptions):
         if not planned:
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
+
+    def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Train:
+        """This command with the options in which one of several runs differs."""
+        command = replace(self, runs=None, output=None if self.output is None else self.output / name)
+        arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
+        differing: Train = parse_options("train", Train, arguments, default=command)
+        return differing
+
+    def _print_plan(self) -> None:
+        """Print what the run would take, or several equal runs, of a file the first one."""
+        from zo2adapters.trainers.planning import method_words, plan_of_options
+
+        command, count = self, None
+        if self.runs is not None:
+            count = int(str(self.runs)) if str(self.runs).isdecimal() else None
+        if self.runs is not None and count is None:
+            differences = read_differences(self.runs)
+            count, [name, *_] = len(differences), [*differences, ""]
+            command = self._of_together(self.runs, name, differences.get(name, {}))
+        options = command._planned_options()
+        planned = plan_of_options(options, has_rows=command.data is not None or command.resume is not None, runs=count)
+        beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
+        beside += [f"the answers to {options.samples} samples"] if options.samples else []
+        if beside:
+            print(f"not in the plan: {', '.join(beside)}", file=sys.stderr)
+        print(
+            planned.to_json() if self.json else "\n".join([method_words(options), *planned.summary(), "", planned.table()])
+        )
+
+    @property
+    def lr_is_given(self) -> bool:
+        """Whether the learning rate is not the default of zeroth-order steps, which a plan never needs."""
+        return self.optimization.lr != Optimization().lr
+
+    def _planned_options(self) -> TrainOptions:
+        """The options of the run to plan. What a plan does not depend on may be missing."""
+        if self.task is not None:
+            expected = "none for a plan: zo2 rows writes a benchmark's rows"
+            raise OptionError("task", found=self.task, expected=expected, remedy="pass the rows as --data")
+        if self.resume is None and self.model is None:
+            raise OptionError("model", found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help")
+        if self.resume is None:
+            data, output = self.data or Path(), self.output or Path("run")
+            options = self.of_run(model=self.model or "", data=data, output=output)
+            if self.data is None and (self.evaluates or self.evaluate_every is not None):
+                option = next(
+                    name for name in ("evaluation", "eval_split", "evaluate_every") if getattr(self, name) is not None
+                )
+                found, remedy = f"{getattr(self, option)} without the rows", "pass the rows, or leave it out"
+                raise OptionError(option, found=found, expected="--data", remedy=remedy)
+        else:
+            options = self.options()
+        if options.first_order.method is not None and not self.lr_is_given:
+            options = options.with_rate("auto")
+        if options.storage.device_memory != "auto" and options.storage.device == "cpu":
+            options = replace(options, storage=replace(options.storage, device="cuda"))
+        elif options.storage.device_memory == "auto" and options.storage.device != "cpu":
+            expected = "the memory of the GPU for a plan, which needs none in this machine"
+            raise OptionError("device_memory", found="auto", expected=expected, remedy="pass it, such as 24GB")
+        return options
 
     def _train_on_benchmark(self, task: str) -> None:
         if self.resume is not None:

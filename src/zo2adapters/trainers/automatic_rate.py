@@ -11,16 +11,15 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from zo2adapters.trainers.first_order_plan import measured_graph_bytes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.outlook import Outlook, outlook_of
+from zo2adapters.trainers.planning import first_line, planned
 from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
@@ -33,14 +32,12 @@ from zo2adapters.trainers.run_directory import (
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
-from zo2adapters.trainers.run_plan import duration
-from zo2adapters.trainers.shared_plan import memory_together, needs_of
-from zo2adapters.trainers.shared_runs import can_share, shared_base_model
+from zo2adapters.trainers.run_plan import RunPlan, duration
+from zo2adapters.trainers.shared_runs import can_share
 from zo2adapters.trainers.tuning import Schedule, Trial, least_forwards, planned_rounds, tune
-from zo2core import HostPlan, Journal
-from zo2core.errors import DivergenceError, MemoryBudgetError
+from zo2core import Journal
+from zo2core.errors import DivergenceError
 from zo2core.io.durable import read_regular
-from zo2core.planning.memory_plan import MemoryPart
 
 _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
 
@@ -64,11 +61,11 @@ def with_chosen_rate(
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
     """
     options.require_valid()
-    method_of(_with_rate(options, 1.0))  # checks the options that depend on neither model nor data
+    method_of(options)  # checks the options that depend on neither model nor data
     if not resume:
         require_new(options.output)
     inputs = RunInputs.read(options)
-    options, outlook = inputs.options, outlook_of(inputs)
+    options, plan = inputs.options, planned(inputs)
     with RunDirectory(options, inputs.tokens(), resume=resume) as run:
         if resume:
             run.require_same_base(options, inputs.model)
@@ -76,7 +73,7 @@ def with_chosen_rate(
         trials = _trials(options)
         try:
             best, ranking = _tuned(
-                trials, lambda schedule: [announce(line) for line in _cost(inputs, outlook, schedule)], quiet=quiet
+                trials, lambda schedule: [announce(line) for line in _cost(inputs, plan, schedule)], quiet=quiet
             )
         except DivergenceError as error:
             raise _all_diverged(error, options) from error
@@ -86,16 +83,12 @@ def with_chosen_rate(
                 run.remove()
             raise
         replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": ranking}, indent=2) + "\n")
-        chosen = _with_rate(options, best.lr)
+        chosen = options.with_rate(best.lr)
         run.save(chosen)
         remove_trials(options.output)
     for line in _choice(best, ranking):
         announce(line)
     return chosen
-
-
-def _with_rate(options: TrainOptions, lr: float) -> TrainOptions:
-    return replace(options, optimization=replace(options.optimization, lr=lr))
 
 
 def _trials(options: TrainOptions) -> TrainOptions:
@@ -139,7 +132,7 @@ def _tuned(
 
 def _search(options: TrainOptions) -> tuple[Sequence[float], int, int]:
     """The rates to try, the forward passes of all trials together, and the forward passes of a step."""
-    method = method_of(_with_rate(options, 1.0))
+    method = method_of(options)
     rates, forwards = method.learning_rates, method.forwards
     budget = round(_SHARE * options.steps * forwards)
     if least_forwards(len(rates), forwards, continues=False) > budget:
@@ -160,38 +153,6 @@ def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     return rates, Schedule(len(rates), tuple(planned_rounds(len(rates), budget, forwards, continues=False)), forwards)
 
 
-def memory_with_trials(inputs: RunInputs, host_plan: HostPlan, trials: int) -> HostPlan:
-    """The memory of a run and of its trials, which run together if they only read the base.
-
-    Args:
-        inputs: Model and rows of the run.
-        host_plan: Plan of the run's memory.
-        trials: Number of trials. If not all fit in memory, as many as fit run at a time.
-
-    Returns:
-        The plan, with what the trials take more than the run.
-
-    Raises:
-        ZO2Error: of the kind that fits, if the base cannot be read.
-    """
-    options = inputs.options
-    if not can_share(options):
-        return host_plan
-    method = method_of(_with_rate(options, 1.0))
-    reserved = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
-    needs = needs_of(inputs.model, *reserved, None if method.has_gradient else options.optimization.perturbation)
-    graph_bytes = measured_graph_bytes(inputs.model, inputs.shapes().step) if method.has_gradient else 0
-    base = shared_base_model(options)
-    with closing(base.weights):
-        planned = memory_together(base, needs, options.storage.memory, graph_bytes=graph_bytes)
-        for count in range(trials, 1, -1):
-            with suppress(MemoryBudgetError):
-                more = planned(count).nbytes - host_plan.nbytes
-                part = MemoryPart(f"{count} trials together, more than the run", max(more, 0))
-                return replace(host_plan, parts=(*host_plan.parts, part))
-    return host_plan
-
-
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     """A trial's result, with the loss of each step, as JSON values."""
     with closing(Journal(trial.directory / JOURNAL)) as journal:
@@ -210,27 +171,21 @@ def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     }
 
 
-def _cost(inputs: RunInputs, outlook: Outlook | None, schedule: Schedule) -> list[str]:
+def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[str]:
     """Lines about the time and memory of the run and its trials."""
     options = inputs.options
     trials = (
         f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to {schedule.rounds[-1]} steps: "
         f"{schedule.steps} steps, {schedule.forwards} forward passes of {options.batching.batch_size} rows"
     )
-    together = (
-        " They share the model and run together, with activations and optimizers of their own, as far as memory allows."
-        if can_share(options)
-        else ""
-    )
-    if outlook is None:
+    together = " They share the model and run together, as far as memory allows." if can_share(options) else ""
+    if plan is None:
         return [f"{trials}.{together}"]
-    seconds = schedule.steps * outlook.plan.seconds
-    total = duration(seconds + outlook.plan.run_seconds)
-    method = method_of(_with_rate(options, 1.0))
-    host_plan = memory_with_trials(inputs, outlook.plan.host_plan, schedule.trials)
-    writes = method.writes(outlook.plan.write_back_every, inputs.model, host_plan)
-    memory = storage(host_plan, None, options.storage, writes)
-    return [*outlook.lines(memory), f"{trials}, about {duration(seconds)}; about {total} in all.{together}"]
+    seconds = schedule.steps * plan.seconds
+    writes = method_of(options).writes(plan.write_back_every, inputs.model, plan.host_plan)
+    memory = storage(plan.host_plan, None, options.storage, writes)
+    total = f"about {duration(seconds + plan.run_seconds)} in all"
+    return [f"{first_line(options, plan)} {memory}", f"{trials}, about {duration(seconds)}; {total}.{together}"]
 
 
 def _choice(best: Trial, ranking: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -20,15 +20,15 @@ from zo2adapters.tasks.row_files import format_of, with_labels
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2adapters.trainers.automatic_rate import memory_with_trials, schedule_of
+from zo2adapters.trainers.automatic_rate import schedule_of
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
-from zo2adapters.trainers.first_order_plan import hands_over_tensors
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.outlook import LORA_RANK, method_words, plan_of
+from zo2adapters.trainers.planning import method_words, plan_of
+from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration
@@ -46,6 +46,7 @@ _ROW_OPTIONS = (
     "label_column",
     "messages_column",
 )
+LORA_RANK = 8
 _BATCH = 16  # rows
 _MICRO_BATCHES = (None, 8, 4, 2, 1)  # rows that run at a time, of which the first that fits is chosen
 _ACTIVATIONS = 0.25  # share of the memory that activations may take
@@ -139,12 +140,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     batching = inputs.options.batching
     options = _with_steps(replace(opened.options, eval_split=inputs.options.eval_split, batching=batching), inputs, plan)
     rates, schedule = schedule_of(options)
-    plan = replace(
-        plan,
-        steps=options.steps,
-        evaluations=options.evaluations(options.steps),
-        host_plan=memory_with_trials(replace(inputs, options=options), plan.host_plan, schedule.trials),
-    )
+    plan = replace(plan, steps=options.steps, evaluations=options.evaluations(options.steps))
     choices = [
         *_data_choices(options, surveyed),
         *_method_choices(opened, options, plan),
@@ -268,9 +264,8 @@ def _batchings(inputs: RunInputs) -> list[Batching]:
     choices = [replace(batching, micro_batch_size=micro_rows) for micro_rows in rows]
 
     def fits(batching: Batching) -> bool:
-        method = method_of(replace(options, batching=batching, optimization=replace(options.optimization, lr=1e-6)))
-        nbytes, _ = method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
-        return nbytes <= _ACTIVATIONS * budget
+        run = replace(options, batching=batching)
+        return method_of(run).reserved_bytes(inputs.model, replace(inputs, options=run).largest)[0] <= _ACTIVATIONS * budget
 
     return choices[next((index for index, choice in enumerate(choices) if fits(choice)), len(choices) - 1) :]
 
@@ -408,11 +403,8 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
 def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:
     trials = schedule.steps * plan.seconds
     evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
-    method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))
-    writes = method.writes(plan.write_back_every, inputs.model, plan.host_plan)
-    trained = method_words(options.model_options, options.first_order.method)
+    writes = method_of(options).writes(plan.write_back_every, inputs.model, plan.host_plan)
     return (
-        f"{trained}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
-        f"{schedule.steps} steps to choose the learning rate: about {duration(plan.run_seconds + trials)} in all. "
-        + storage(plan.host_plan, None, options.storage, writes)
+        f"{method_words(options)}{evaluations}, and {schedule.steps} steps to choose the learning rate: about "
+        f"{duration(plan.run_seconds + trials)} in all. " + storage(plan.host_plan, None, options.storage, writes)
     )

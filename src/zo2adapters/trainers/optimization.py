@@ -237,9 +237,12 @@ class Optimization(StepSize, Directions):
         # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         self.require_sane()
-        lr = LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        scheduled: ZOEstimator = replace(estimator, lr=lr)
+        scheduled: ZOEstimator = replace(estimator, lr=self.learning_rate(steps))
         return scheduled
+
+    def learning_rate(self, steps: int) -> LearningRate:
+        """The learning rate of each of so many steps."""
+        return LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
         """The estimator with the clipping and the guard that the options ask for.

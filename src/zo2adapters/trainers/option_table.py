@@ -71,7 +71,7 @@ _NAMES: dict[tuple[Change, Effect], str] = {
     (Change.NEVER, _FULL_ADAMW): "delayed_update state_bits",
     (Change.NEVER, _SGD): "momentum nesterov",
     (Change.NEVER, _BADAM): "switch_every",
-    (Change.CALL, _ANY): "task shots output resume from_step runs trace verify_base scheduler split",
+    (Change.CALL, _ANY): "task shots output resume from_step runs plan json trace verify_base scheduler split",
     (Change.CALL, _ZEROTH): "replay",
 }
 ROWS = {name: Row(*row) for row, names in _NAMES.items() for name in names.split()}

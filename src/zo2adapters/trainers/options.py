@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, REWARD, function_file, names_model_loss
 from zo2adapters.tasks.reward_options import RewardOptions
@@ -17,10 +17,10 @@ from zo2adapters.trainers.batching import MOST_ROWS, Batching
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.live_metrics import TrackerName
-from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2core import ZOEstimator
+from zo2core import BlockUpdate, ZOEstimator
 from zo2core.errors import OptionError
 from zo2core.estimators import EstimatorName, Fitness
 from zo2core.planning.host_budget import parse_size
@@ -95,6 +95,15 @@ class Order(Enum):
 
     OVERLAPPED = "overlapped"
     SERIAL = "serial"
+
+
+class TrainedState(Enum):
+    """Where a run keeps what it trains."""
+
+    JOURNAL = "the updates of zeroth-order steps, which give the weights of every step"
+    ADAPTER = "an adapter in memory, with snapshots"
+    MEMORY = "all parameters in memory, with snapshots"
+    DISK = "all parameters in blocks on disk, which change there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +200,29 @@ class RunOptions(EvaluationOptions):
     def takes_labels(self) -> bool:
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
+
+    @property
+    def state(self) -> TrainedState:
+        """Where the run keeps what it trains."""
+        if self.first_order.method is None:
+            return TrainedState.JOURNAL
+        if self.model_options.trains_adapter:
+            return TrainedState.ADAPTER
+        return TrainedState.DISK if self.first_order.stream_blocks else TrainedState.MEMORY
+
+    @property
+    def commit_every(self) -> int:
+        """Steps between two commits of blocks that change on disk."""
+        return self.storage.snapshot_every or 1
+
+    def update(self) -> BlockUpdate:
+        """A new optimizer of all parameters."""
+        weight_decay, seed = self.optimization.weight_decay, self.seed % (1 << 62)
+        return self.first_order.block_update(weight_decay=weight_decay, seed=seed)
+
+    def with_rate(self, lr: float | Literal["auto"]) -> Self:
+        """The same run with another peak learning rate."""
+        return replace(self, optimization=replace(self.optimization, lr=lr))
 
     @property
     def own_functions(self) -> tuple[str, str] | None:
@@ -353,15 +385,24 @@ class TrainOptions(RunOptions):
         Raises:
             OptionError: if a number is out of range, or options cannot be combined.
         """
-        steps = self.steps if self.schedule_steps is None else self.schedule_steps
-        return self.optimization.guarded(self.optimization.estimator_of(steps, self.batching.batch_size))
+        return self.optimization.guarded(self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size))
+
+    def learning_rate(self) -> LearningRate:
+        """The learning rate of each step.
+
+        Raises:
+            OptionError: if the warm-up is not shorter than the run.
+        """
+        return self.optimization.learning_rate(self.scheduled_steps)
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Steps over which the learning rate is scheduled."""
+        return self.steps if self.schedule_steps is None else self.schedule_steps
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps and an unchanged learning-rate schedule."""
-        if steps == self.steps:
-            return self
-        scheduled = self.steps if self.schedule_steps is None else self.schedule_steps
-        return replace(self, steps=steps, schedule_steps=scheduled)
+        return self if steps == self.steps else replace(self, steps=steps, schedule_steps=self.scheduled_steps)
 
     def to_json(self) -> dict[str, Any]:
         """The options as JSON values, without the run's own directory and with other paths made absolute."""

@@ -15,7 +15,7 @@ from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
-from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.worker_options import settled_alike
 from zo2core import Workers
@@ -88,6 +88,12 @@ class RunInputs:
     def most_sequences(self) -> int:
         """Most sequences of a row of all files."""
         return max(rows.most_sequences for rows in self.files)
+
+    @property
+    def largest(self) -> BatchShape:
+        """Shape of the largest possible batch, for which memory is reserved."""
+        batching = self.options.batching
+        return BatchShape.whole(*batching.shape(batching.batch_size * self.most_sequences, self.longest))
 
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""

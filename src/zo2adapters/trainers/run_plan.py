@@ -1,106 +1,138 @@
-"""Plan of a run on the CPU: host memory by part, disk, bytes and seconds per step, from headers and quick probes."""
+"""The plan of a run: memory by part, disk, bytes and seconds per step, from headers and quick probes."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
-from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
-from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.tasks.generation import plan_generation
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
+from zo2adapters.trainers.engines import memory_policy, request_of_run, snapshot_bytes, written_bytes
+from zo2adapters.trainers.methods.choice import method_of
+from zo2adapters.trainers.methods.snapshot_policy import interval
 from zo2adapters.trainers.optimization import Optimization
-from zo2core import (
-    BlockLayout,
-    HostDevice,
-    HostPlan,
-    LowRankPerturbation,
-    MemoryPolicy,
-    NoiseGenerator,
-    SequentialNoise,
-    WriteBackPolicy,
+from zo2adapters.trainers.options import TrainedState, TrainOptions
+from zo2adapters.trainers.probes import (
+    decoding_seconds,
+    hashing_speed,
+    measured_backward,
+    measured_forward_seconds,
+    measured_graph_bytes,
+    measured_update_seconds,
 )
-from zo2core.kernels.encoding import decode
-from zo2core.perturbation import kept_bytes_a_step
-from zo2core.planning.host_budget import free_memory
+from zo2adapters.trainers.shared_runs import require_shareable, shared_base_model
+from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator
+from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.kernels.low_bit import low_bit_layout
+from zo2core.methods.states import read_bytes
+from zo2core.perturbation import kept_bytes_a_step, require_perturbation
+from zo2core.planning.host_budget import parse_size
 from zo2core.planning.machine import Machine
-from zo2core.planning.run_spec import RunRequest, plan
+from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.shared_runs import MOST_RUNS, RunNeeds, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
-from zo2core.planning.write_interval import streamed_bytes, terabytes_written
+from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise
+from zo2core.ranges import require_whole
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
-from zo2core.types import aligned, flat_views, shown_bytes
-
-_PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
-_ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
-_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, unless so many take less
+from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device
+from zo2core.types import shown_bytes
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
 # second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
 _PERTURBING_SHARE = 0.25
 
 _NEGLIGIBLE_BYTES = 1e6  # that a run writes of its weights
-
-# Share of the free memory that generation may take if it needs more; the other rows then wait.
-_GENERATION_SHARE = 0.5
+BUS = 25 * 10**9  # bytes a second between host and GPU, in each direction at the same time; assumed, not measured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """What a step transfers between host and GPU. Its compute overlaps with this, and is not predicted."""
+
+    blocks: int  # number of the model's blocks
+    moved_bytes: int  # weights uploaded per step
+    returned_bytes: int  # weights transferred back per step
+    waiting_bytes: int  # activations offloaded to host memory, which are transferred each way at every segment
+    transfer_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What equal runs take that share their base."""
+
+    runs: int
+    most_runs: int  # largest number of runs that fit
+    memory_a_run: int  # bytes that one run more takes
+    seconds_a_run: float  # of compute that one run more adds to a step of all runs
+    decoding_seconds: float  # that a step of all runs takes to decode blocks, once for all
+    seconds_apart: float  # of a step of each, one run after the other
+    free_runs: int  # runs whose compute takes no longer than the reads; 0: compute is the limit from the first run on
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Expected memory, disk use and time of a run."""
+    """Expected memory, disk use and time of a run, or of several that share their base."""
 
     host_plan: HostPlan
-    model_bytes: int
-    write_back_every: int | None  # steps between two writes of a block; None: no block is written back
-    scratch_bytes: int  # size of the scratch file once all blocks are written back
-    spilled_bytes: int = field(default=0, kw_only=True)  # size of the temporary file for inputs of blocks
-    read_bytes: int  # bytes read per step
-    written_bytes: float  # bytes written per step, on average over many steps
-    forward_seconds: float  # seconds of a step's forward passes
-    update_seconds: float  # seconds of a step's noise and arithmetic
-    disk_seconds: float  # seconds of a step's reads and writes, which overlap the other two
+    device_plan: DevicePlan | None = None
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
-    evaluation_seconds: float = 0.0  # seconds of one evaluation
+    read_bytes: int  # bytes read per step
+    written_bytes: float  # bytes written per step, on average over many steps; on a GPU the most that it may be
+    write_back_every: int | None = None  # steps between two writes of a block; None: no block is written back
+    scratch_bytes: int = 0  # size of the scratch file once all blocks are written back
+    spilled_bytes: int = 0  # size of the temporary file for inputs of blocks
     snapshot_bytes: int = 0  # size of a snapshot of what is trained and the optimizer; 0: nothing of the kind is written
+    forward_seconds: float = 0.0  # seconds of a step's forward passes
+    update_seconds: float = 0.0  # seconds of a step's noise and arithmetic
+    disk_seconds: float = 0.0  # seconds of a step's reads and writes, which overlap the other two
+    evaluation_seconds: float = 0.0  # seconds of one evaluation
+    transfers: Transfers | None = None  # None: the run computes on the CPU
+    together: Together | None = None  # None: one run alone
 
     @property
     def seconds(self) -> float:
-        """Expected seconds per step."""
-        return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
+        """Expected seconds per step, of all runs together."""
+        compute = self.forward_seconds + self.update_seconds
+        if self.together is not None:
+            compute = self.together.decoding_seconds + self.together.runs * self.together.seconds_a_run
+        return max(compute, self.disk_seconds)
 
     @property
     def run_seconds(self) -> float:
         """Expected seconds of all steps and evaluations."""
-        return self.steps * self.seconds + self.evaluations * self.evaluation_seconds
+        return self.steps * self.seconds + self._runs * self.evaluations * self.evaluation_seconds
+
+    @property
+    def _runs(self) -> int:
+        return 1 if self.together is None else self.together.runs
 
     def to_json(self) -> str:
         """The plan as JSON, with total bytes and seconds."""
-        sums = {
-            "nbytes": self.host_plan.nbytes,
-            "seconds": self.seconds,
-            "run_seconds": self.run_seconds,
-            "terabytes_per_1000_steps": self.written(1000) / 1e12,
-        }
-        return json.dumps({**asdict(self), **sums})
+        values = {**asdict(self), "nbytes": self.host_plan.nbytes, "terabytes_per_1000_steps": self.written(1000) / 1e12}
+        values |= {"seconds": self.seconds, "run_seconds": self.run_seconds}
+        if self.transfers is not None:
+            values |= {name: None for name in values if name.endswith("seconds")}
+        return json.dumps({**values, **(values.pop("transfers") or {}), **(values.pop("together") or {})})
 
     def written(self, steps: int) -> float:
         """Bytes that so many steps write. The first and the last step have a snapshot, however few steps there are."""
         return max(self.written_bytes * steps, self.snapshot_bytes * min(steps, 2))
 
-    def disk_writes(self, runs: int = 1) -> str:
-        """A line that says how much so many equal runs write."""
-        written = runs * self.written(self.steps)
+    def disk_writes(self) -> str:
+        """A line that says how much the runs write."""
+        written = self._runs * self.written(self.steps)
+        if self.transfers is not None:
+            most = f"at most {shown_bytes(self.written(1000))} in 1,000 steps"
+            return f"Disk writes: {most if written else 'negligible'}."
         writes = "negligible" if written < _NEGLIGIBLE_BYTES else f"{shown_bytes(written)} in all"
         if self.snapshot_bytes:
             writes = f"{writes}, in snapshots of {shown_bytes(self.snapshot_bytes)} each"
@@ -110,46 +142,62 @@ class RunPlan:
 
     def summary(self) -> list[str]:
         """Lines that say whether the run fits, how long it takes, and how much it writes."""
-        each = f"{duration(self.seconds)} a step"
-        return [
-            f"Memory: {memory_words(self.host_plan)}.",
-            f"Time: about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}.",
-            self.disk_writes(),
-        ]
+        host, device, each = self.host_plan, self.device_plan, f"{duration(self.seconds)} a step"
+        streamed = f"blocks are streamed from disk, {host.buckets} at a time"
+        where = "all blocks stay in memory" if host.buckets is None else streamed
+        memory = f"Memory: it fits, with {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}; {where}."
+        if self.together is not None:
+            memory, each = f"{memory} {self.together.most_runs} runs fit at most.", f"{each} of all runs"
+        lines, time = [memory], f"about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}"
+        if device is not None and self.transfers is not None:
+            used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
+            kept = f"{device.kept} of {self.transfers.blocks} blocks stay there"
+            lines.append(f"GPU memory: it fits, with {used}; {kept}.")
+            seconds = duration(self.transfers.transfer_seconds)
+            time = f"compute is not predicted for a GPU; transfers alone take {seconds} a step"
+        return [*lines, f"Time: {time}.", self.disk_writes()]
 
     def table(self) -> str:
         """The plan as a table."""
-        buckets = self.host_plan.buckets
-        blocks = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
-        rows = [
-            ("blocks", blocks),
-            ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
-            ("scratch file, at most", shown_bytes(self.scratch_bytes)),
-            *([("temporary file of inputs", shown_bytes(self.spilled_bytes))] if self.spilled_bytes else []),
+        buckets, counted = self.host_plan.buckets, f"{self.steps} steps"
+        rows: list[tuple[str, object]] = [
+            ("blocks", "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"),
             ("read per step", shown_bytes(self.read_bytes)),
             ("written per 1,000 steps", shown_bytes(self.written(1000))),
-            ("forward passes", duration(self.forward_seconds)),
-            ("noise and arithmetic", duration(self.update_seconds)),
-            ("disk, overlapped", duration(self.disk_seconds)),
-            ("expected per step", duration(self.seconds)),
         ]
-        if self.snapshot_bytes:
-            rows.insert(3, ("snapshot", shown_bytes(self.snapshot_bytes)))
-        count = f"{self.steps} steps"
-        if self.evaluations:
-            rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
-            count = f"{count}, {self.evaluations} evaluations"
-        if self.steps:
-            rows.append(("expected in total", f"{duration(self.run_seconds)} ({count})"))
-        lines = [f"{name:26s} {value}" for name, value in rows]
-        return "\n".join(["host memory", self.host_plan.table(), "", *lines])
-
-
-def memory_words(host: HostPlan) -> str:
-    """What a plan takes of host memory, and where blocks are."""
-    streamed = f"blocks are streamed from disk, {host.buckets} at a time"
-    where = "all blocks stay in memory" if host.buckets is None else streamed
-    return f"it fits, with {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}; {where}"
+        if self.transfers is not None and self.device_plan is not None:
+            moved = self.transfers
+            rows += [
+                ("blocks kept on the device", f"{self.device_plan.kept} of {moved.blocks}"),
+                ("uploaded per step", shown_bytes(moved.moved_bytes)),
+                ("transferred back per step", shown_bytes(moved.returned_bytes)),
+                ("offloaded activations", f"{shown_bytes(moved.waiting_bytes)}, transferred at every block"),
+                ("transfers", f"{duration(moved.transfer_seconds)}, at {shown_bytes(BUS)}/s each way (assumed)"),
+                ("compute, overlapped", "not predicted"),
+            ]
+        else:
+            rows += [
+                ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
+                ("scratch file, at most", shown_bytes(self.scratch_bytes)),
+                ("temporary file of inputs", shown_bytes(self.spilled_bytes) if self.spilled_bytes else None),
+                ("snapshot", shown_bytes(self.snapshot_bytes) if self.snapshot_bytes else None),
+                ("forward passes", duration(self.forward_seconds)),
+                ("noise and arithmetic", duration(self.update_seconds)),
+                ("disk, overlapped", duration(self.disk_seconds)),
+            ]
+            if (runs := self.together) is not None:
+                limit = f"the disk up to {runs.free_runs} runs, then compute" if runs.free_runs else "compute"
+                more = f"{shown_bytes(runs.memory_a_run)}, and {duration(runs.seconds_a_run)} of compute a step"
+                rows += [("one run more takes", more), ("runs that fit", runs.most_runs), ("limited by", limit)]
+                rows.append(("one run after the other", f"{duration(runs.seconds_apart)} a step of all"))
+            rows.append(("expected per step", duration(self.seconds)))
+            if self.evaluations:
+                rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
+                counted = f"{counted}, {self.evaluations} evaluations"
+            rows.append(("expected in total", f"{duration(self.run_seconds)} ({counted})" if self.steps else None))
+        device = [] if self.device_plan is None else ["", "device memory", self.device_plan.table()]
+        lines = [f"{name:26s} {value}" for name, value in rows if value is not None]
+        return "\n".join(["host memory", self.host_plan.table(), *device, "", *lines])
 
 
 def duration(seconds: float) -> str:
@@ -162,211 +210,260 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def plan_run(
-    model: HFBlockModel,
-    shapes: RowShapes,
-    optimization: Optimization,
-    *,
-    memory: int | str = "auto",
-    write_back: WriteBackPolicy,
-    workers: int = 1,
-    steps: int = 0,
-    evaluations: int = 0,
-) -> RunPlan:
-    """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
+def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None) -> RunPlan:
+    """Plan a run on the CPU or on a GPU, which need not be in this machine. Nothing is loaded; probes take a few seconds.
 
     Args:
-        model: Model from ``open_checkpoint``.
+        options: The run's options. With a GPU, its memory has to be given.
+        model: The run's model.
         shapes: Shapes of the run's batches.
-        optimization: How a step is taken. Low-rank factors are counted for a new run; each period adds as many.
-        memory: Host memory the process may use in total.
-        write_back: When segments are written to disk.
-        workers: Number of workers on this host, which divide its free memory. Memory and time are those of one of them.
-        steps: Steps of the run.
-        evaluations: Evaluations of the run.
+        runs: Number of equal runs that share their base; None: one run alone.
 
     Raises:
         MemoryBudgetError: if no plan fits.
+        OptionError: if options cannot be combined, or a size cannot be parsed.
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
-    perturbation, speeds = optimization.perturbation, MeasuredSpeeds(model.weights)
-    generated = shapes.new_tokens
-    activations = step_memory(model, shapes.longest, optimization, shapes.micro_rows, new_tokens=generated).nbytes
-    noise = _noise(model, optimization)
-    policy = MemoryPolicy(host=memory, activations=activations)
-    request = replace(run_request(model, shapes, optimization, noise, policy), write_back=write_back)
-    spec = plan(request, Machine(neighbours=workers), speeds)
+    method = method_of(options)
+    options, storage = method.options, options.storage
+    on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
+    if on_device and (method.has_gradient or runs is not None):
+        expected = "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
+        raise OptionError("device_memory", found=storage.device_memory, expected=expected, remedy="leave it out")
+    if runs is not None:
+        require_whole("runs", runs, 1, MOST_RUNS)
+        require_shareable(options)
+    reserved, least = method.reserved_bytes(model, shapes.longest)
+    if on_device:
+        parse_size(storage.device_memory, option="device_memory")
+    policy = memory_policy(options, reserved, least if on_device or method.has_gradient else None)
+    request = request_of_run(options, model, shapes.longest, policy)
+    if not method.has_gradient:
+        optimization = options.optimization
+        estimator = optimization.estimator_of(options.steps)
+        require_perturbation(optimization.perturbation, model, estimator, request.noise, replay="auto")
+    spec = plan(request, Machine(in_place=not on_device, on_host=not on_device), speeds)
+    if on_device:
+        return _on_device(options, model, shapes, spec)
+    costs = _of_gradients if method.has_gradient else _of_zeroth_order
+    planned = costs(options, model, shapes, request, spec, speeds)
+    planned = replace(planned, steps=options.steps, evaluations=options.evaluations(options.steps))
+    if not planned.evaluations:
+        planned = replace(planned, evaluation_seconds=0.0)
+    return planned if runs is None else _together(options, planned, model, shapes, request, runs)
+
+
+def _of_zeroth_order(
+    options: TrainOptions,
+    model: HFBlockModel,
+    shapes: RowShapes,
+    request: RunRequest,
+    spec: RunSpec,
+    speeds: MeasuredSpeeds,
+) -> RunPlan:
+    """The plan of zeroth-order steps on the CPU."""
+    optimization, write_back, activations = options.optimization, request.write_back, request.memory.activation_bytes
+    assert write_back is not None, "a run on the CPU may write blocks back"
+    generated = options.rewards.new_tokens
     host_plan, layouts, every = with_kept_memory(spec.host_plan, activations), spec.layouts, spec.write_back_every
     read = streamed_bytes(layouts, host_plan.buckets) * (generated or 1)  # a sweep for each token
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    model_bytes = sum(layout.nbytes for layout in layouts)
-    if isinstance(perturbation, LowRankPerturbation):
-        written = kept_bytes_a_step(perturbation, layouts, write_back.bytes_a_step)
-        write_seconds, lag = 0.0, 0.0
+    write_seconds, lag = 0.0, 0.0
+    if isinstance(request.perturbation, LowRankPerturbation):
+        written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
     else:
-        is_streamed = host_plan.buckets is not None and every is not None
         written = 1e9 * terabytes_written(layouts, every)
+        is_streamed = host_plan.buckets is not None and every is not None
         write_seconds = written / speeds.writing(Path(write_back.directory)) if is_streamed and written else 0.0
         lag = (every + 1) / 2 if every is not None and is_streamed else 1.0
-    replay = speeds.replay(noise, layouts, in_place=request.perturb_in_place) * optimization.queries * lag
+    replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place) * optimization.queries * lag
+    updates = _update_seconds(request.noise, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise)
+    beside = replay + decoding_seconds(layouts)
     return RunPlan(
         host_plan=host_plan,
-        model_bytes=model_bytes,
         write_back_every=every,
         scratch_bytes=0 if every is None else slot_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
         forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows, generated),
-        update_seconds=(generated or 1)
-        * _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise),
+        update_seconds=(generated or 1) * updates,
         disk_seconds=read_seconds + write_seconds,
-        steps=steps,
-        evaluations=evaluations,
-        evaluation_seconds=evaluation_pass_seconds(
-            model, shapes, activations, replay + decoding_seconds(layouts), read_seconds
-        )
-        if evaluations
-        else 0.0,
+        evaluation_seconds=_evaluation_seconds(model, shapes, activations, beside, read_seconds),
     )
 
 
-def run_request(
-    model: HFBlockModel, shapes: RowShapes, optimization: Optimization, noise: NoiseGenerator, memory: MemoryPolicy
-) -> RunRequest:
-    """The request of a run that has taken no steps, as its engine makes it from the same options.
-
-    Args:
-        model: The model.
-        shapes: Shapes of the run's batches.
-        optimization: How a step is taken.
-        noise: Draws the directions.
-        memory: Memory that the run may use.
-    """
-    has_direction_per_row = optimization.per_row and optimization.queries == 1
-    return RunRequest(
-        layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        noise=noise,
-        perturbation=optimization.perturbation,
-        perturb_in_place=bool(optimization.estimator_of(1).perturb_in_place),
-        directions=shapes.longest.rows if has_direction_per_row else optimization.queries,
-        memory=memory,
-    )
-
-
-class StepMemory(NamedTuple):
-    """Memory for the activations and logits of a step."""
-
-    nbytes: int  # bytes to reserve
-    least: int  # least bytes that a device needs
-
-
-def step_memory(
+def _of_gradients(
+    options: TrainOptions,
     model: HFBlockModel,
-    longest: BatchShape,
-    optimization: Optimization,
-    micro_rows: int | None,
-    *,
-    new_tokens: int | None = None,
-) -> StepMemory:
-    """Expected memory of a zeroth-order step.
+    shapes: RowShapes,
+    request: RunRequest,
+    spec: RunSpec,
+    speeds: MeasuredSpeeds,
+) -> RunPlan:
+    """The plan of first-order steps on the CPU; memory that is left over is filled with inputs and graphs of blocks."""
+    update = None if options.state is TrainedState.ADAPTER else options.update()
+    turn, streams = None if update is None else update.turn, options.state is TrainedState.DISK
+    measures = update is not None and options.first_order.measures_gradients
+    activations, layouts, host_plan = request.memory.activation_bytes, spec.layouts, spec.host_plan
+    blocks = sum(not layout.resident for layout in layouts)
+    graph = measured_graph_bytes(model, shapes.longest)
+    inputs = min(host_plan.spare, activations - spec.activation_bytes)
+    kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
+    parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
+    parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+    host_plan = replace(host_plan, parts=(*host_plan.parts, *parts))
+    spilled = activations - spec.activation_bytes - inputs  # bytes of inputs that have no room
 
-    Args:
-        model: The model.
-        longest: Shape of the largest batch.
-        optimization: How a step is taken.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        new_tokens: Most tokens that are generated for each row, with the rows as prompts; None: losses are computed.
-    """
-    rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
-    streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
-    loss_rows = optimization.loss_rows(rows)
-    adapter = 0
-    if isinstance(model, PeftBlockModel):
-        adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
-    nbytes = adapter + activation_bytes(
-        model.config,
-        rows,
-        tokens,
-        streams=streams,
-        micro_rows=micro_rows,
-        loss_chunk=model.loss_chunk,
-        stacked=stacked,
-        loss_rows=loss_rows if optimization.per_row else None,
+    sweeps, moving = 2 if measures else 1, host_plan.buckets
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
+    times = sweeps * (measured_backward(model, shapes.step, shapes.micro_rows) + 1 - kept / blocks)
+    if moving is not None and turn is not None:
+        moving -= 1  # that of the block whose turn it is
+    read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+    if moving is not None and update is not None and turn is None:
+        read = read_bytes(layouts, moving, options.commit_every, measures=measures)
+        evaluated = streamed_bytes(model.layouts, moving)
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    spill, decoding, disk = sweeps * spilled, decoding_seconds(layouts), options.output
+    spill_seconds = spill / speeds.reading(layouts) + spill / speeds.writing(disk) if spill else 0.0
+    arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
+    scratch, snapshot = 0, 0
+    if update is not None and streams:
+        scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
+        written = written_bytes(layouts, update, host_plan.buckets or 0, options.commit_every)
+    else:
+        snapshot, limit = snapshot_bytes(model, update), options.storage.write_limit_tb
+        step_seconds = max(times * forward + arithmetic, read_seconds)
+        written = snapshot * step_seconds / interval(snapshot / speeds.writing(disk) + snapshot / hashing_speed())
+        written = written if limit is None else min(written, 1e9 * limit)
+    evaluated_seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
+    return RunPlan(
+        host_plan=host_plan,
+        scratch_bytes=scratch,
+        spilled_bytes=spilled,
+        read_bytes=read + spill,
+        written_bytes=written + spill,
+        snapshot_bytes=snapshot,
+        forward_seconds=times * forward,
+        update_seconds=arithmetic,
+        disk_seconds=read_seconds + spill_seconds,
+        evaluation_seconds=_evaluation_seconds(model, shapes, activations, decoding, evaluated_seconds),
     )
-    least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
-    if new_tokens is not None:
-        shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}
-        needed, fewest = (plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0))
-        nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
-        least = max(least, nbytes)  # keys and values stay on a device
-    if optimization.rank is None:
-        return StepMemory(nbytes, least)
-    columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
-        sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
-        for layout in model.layouts
+
+
+def _on_device(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, spec: RunSpec) -> RunPlan:
+    """The plan of zeroth-order steps on a GPU."""
+    device_plan, low_bit, layouts, optimization = spec.device_plan, spec.low_bit, spec.layouts, options.optimization
+    assert device_plan is not None, "a device with memory of its own has a plan"
+    blocks = [layout for layout in layouts if not layout.resident]
+    uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
+    moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
+    limit, is_changed = options.storage.write_limit_tb, optimization.rank is None  # otherwise weights are only read
+    returned = moved if is_changed and (low_bit is None or low_bit.comes_back) else 0
+    written = kept_bytes_a_step(optimization.perturbation, layouts, None if limit is None else limit * 1e9)
+    if is_changed:
+        written = 1e9 * terabytes_written(layouts, 1 if limit is None else interval_within(layouts, limit))
+    waiting = _waiting_bytes(model, shapes, optimization, device_plan.activation_bytes)
+    return RunPlan(
+        host_plan=spec.host_plan,
+        device_plan=device_plan,
+        steps=options.steps,
+        read_bytes=streamed_bytes(layouts, spec.host_plan.buckets, kept=device_plan.kept),
+        written_bytes=written,
+        transfers=Transfers(
+            blocks=len(blocks),
+            moved_bytes=moved,
+            returned_bytes=returned,
+            waiting_bytes=waiting,
+            transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
+        ),
     )
-    return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
 
 
-def step_seconds(
-    model: HFBlockModel,
-    shape: BatchShape,
-    optimization: Optimization,
-    micro_rows: int | None = None,
-    *,
-    new_tokens: int | None = None,
-) -> float:
-    """Expected seconds of a step on the CPU with all blocks in memory. Nothing is loaded; the probes take a few seconds.
+def _together(
+    options: TrainOptions, run: RunPlan, model: HFBlockModel, shapes: RowShapes, request: RunRequest, runs: int
+) -> RunPlan:
+    """The plan of equal runs on the CPU that share their base."""
+    needs, base = RunNeeds.of(request, in_place=True), shared_base_model(options)
+    has_gradient = options.first_order.method is not None
+    graph = measured_graph_bytes(model, shapes.step) if has_gradient else 0
+    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+    blocks = sum(not layout.resident for layout in base.layouts)
 
-    Args:
-        model: Model from ``open_checkpoint``.
-        shape: Shape of a step's batch.
-        optimization: How a step is taken.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        new_tokens: Tokens that are generated for each row; None: losses are computed.
-    """
-    forwards = _step_forward_seconds(model, shape, optimization, micro_rows, new_tokens)
-    updates = _update_seconds(model, model.layouts, optimization, lag=1.0, keeps_noise=True)
-    return forwards + (new_tokens or 1) * updates
+    def planned(count: int) -> HostPlan:
+        asked = shared_request(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [needs] * count)
+        host_plan = plan(asked, Machine(), speeds).host_plan
+        if not graph:
+            return host_plan
+        kept = min(max(host_plan.spare, 0) // count // graph, blocks)
+        # One run at a time computes, so that graphs have the others' room for computing.
+        beyond = max(count * kept * graph - (count - 1) * needs.least, 0)
+        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
+        return replace(host_plan, parts=(*host_plan.parts, graphs))
+
+    most = _most(planned)
+    try:
+        host_plan = planned(runs)
+    except MemoryBudgetError as error:
+        found = f"{error.found} for {runs} runs, of which {most} fit"
+        raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
+    passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
+    read = passes * streamed_bytes(layouts, host_plan.buckets)
+    disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * decoding_seconds(base.layouts)
+    own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+    together = Together(
+        runs=runs,
+        most_runs=most,
+        memory_a_run=needs.activations + needs.kept,
+        seconds_a_run=own,
+        decoding_seconds=decoding,
+        seconds_apart=runs * run.seconds,
+        free_runs=MOST_RUNS if own == 0.0 else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
+    )
+    return replace(run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together)
+
+
+def _most(planned: Callable[[int], object]) -> int:
+    """The largest number of runs for which a plan fits."""
+    fits, too_many = 0, MOST_RUNS + 1
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        try:
+            planned(count)
+            fits = count
+        except MemoryBudgetError:
+            too_many = count
+    return fits
 
 
 def _update_seconds(
-    model: HFBlockModel, layouts: Sequence[BlockLayout], optimization: Optimization, *, lag: float, keeps_noise: bool
+    noise: NoiseGenerator, layouts: Sequence[BlockLayout], optimization: Optimization, *, lag: float, keeps_noise: bool
 ) -> float:
     """Seconds of a step's noise and arithmetic.
 
     Args:
-        model: The model.
+        noise: Draws the directions.
         layouts: The model's segments, with their layout in memory.
         optimization: How a step is taken.
         lag: Updates that a segment is behind when it is visited, on average.
         keeps_noise: Whether z stays in memory between evaluations.
     """
-    generator = _noise(model, optimization)
-    forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
-    replay = replay_seconds(generator, layouts, in_place=not isinstance(generator, CounterNoise))
-    if isinstance(perturbation, LowRankPerturbation):
-        # Weights are only read. Factors are drawn for the evaluations and again for the update.
-        return replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding_seconds(layouts)
-    if isinstance(generator, CounterNoise):
-        first, other = evaluation_seconds(generator, layouts)
+    forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
+    replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
+    if rank is not None:  # weights are only read; factors are drawn for the evaluations and again for the update
+        specs = [spec for layout in layouts for spec in layout.parameters]
+        numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
+        share = numbers / sum(spec.numel for spec in specs)
+        return replay * share * (forwards + queries) + decoding_seconds(layouts)
+    if isinstance(noise, CounterNoise):
+        first, other = evaluation_seconds(noise, layouts)
         return replay * (queries * lag - 1) + first + other * (forwards - 1)
     return replay * queries * (lag + (_PERTURBING_SHARE if keeps_noise else 1.0))
 
 
-def _noise(model: HFBlockModel, optimization: Optimization) -> NoiseGenerator:
-    """The generator of a run on the CPU."""
-    return optimization.generator(model.layouts) or SequentialNoise(model.layouts)
-
-
 def _step_forward_seconds(
-    model: HFBlockModel,
-    shape: BatchShape,
-    optimization: Optimization,
-    micro_rows: int | None,
-    new_tokens: int | None = None,
+    model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None, new_tokens: int | None
 ) -> float:
     """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
 
@@ -385,7 +482,7 @@ def _step_forward_seconds(
     return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
 
 
-def evaluation_pass_seconds(
+def _evaluation_seconds(
     model: HFBlockModel, shapes: RowShapes, activations: int, sweep_seconds: float, read_seconds: float
 ) -> float:
     """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations.
@@ -408,105 +505,12 @@ def evaluation_pass_seconds(
     return max(shapes.evaluation_batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
 
-def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
-    """Seconds to decode all encoded matrices, measured on the largest one."""
-    encoded = [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
-    if not encoded:
-        return 0.0
-    largest = max(encoded, key=lambda spec: spec.numel)
-    stored, out = torch.zeros(largest.nbytes, dtype=torch.uint8), torch.empty(largest.numel, dtype=largest.dtype)
-    best = math.inf
-    for _ in range(_ROUNDS):  # the first one also touches the memory, as the first step of a run does
-        began = time.perf_counter()
-        decode(largest, stored, out)
-        best = min(best, time.perf_counter() - began)
-    return best / largest.numel * sum(spec.numel for spec in encoded)
-
-
-def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
-    """Random numbers of a low-rank direction as a share of those of a dense one."""
-    specs = [spec for layout in layouts for spec in layout.parameters]
-    numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
-    return numbers / sum(spec.numel for spec in specs)
-
-
-def bind_probe(model: HFBlockModel, block: int = 1) -> None:
-    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant.
-
-    Args:
-        model: The model.
-        block: Index of the block's segment.
-    """
-    for index in (0, block, len(model.layouts) - 1):
-        specs = [spec.in_forward() for spec in model.layouts[index].used]
-        memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
-        views = zip(specs, flat_views(specs, memory), strict=True)
-        model.bind(
-            index, {spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape) for spec, view in views}
-        )
-
-
-def release_probe(model: HFBlockModel) -> None:
-    """Free the memory that probes have bound, before an engine allocates its own.
-
-    Args:
-        model: The model, whose modules get parameters without memory.
-    """
-    for index in (0, 1, len(model.layouts) - 1):
-        specs = [spec.in_forward() for spec in model.layouts[index].used]
-        model.bind(index, {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs})
-
-
-def embedded_probe(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
-    """Bind the modules as ``bind_probe`` does, and embed a batch of this shape, or a part of it, for a block to run on.
-
-    Args:
-        model: The model.
-        shape: Shape of the batch.
-        running: Rows that run at a time; None: all.
-
-    Returns:
-        What the first block is given, and the number of tokens in it.
-    """
-    numel = sum(spec.numel for spec in model.layouts[1].parameters)
-    bind_probe(model)
-    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
-    probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
-    probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
-    ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
-    return model.embed(
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    ), probed_rows * probed_tokens
-
-
-def fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of several runs."""
-    seconds: list[float] = []
-    while len(seconds) < _ROUNDS or sum(seconds) < min(_PROBE_SECONDS, _MOST_ROUNDS * seconds[0]):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def measured_forward_seconds(
-    model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
-) -> float:
-    """Measure the seconds of one forward: a block of the model runs on a batch of this shape, or on a part of it.
-
-    Args:
-        model: The model, whose modules are bound to one block's memory, filled with a constant; an engine binds them anew.
-        shape: Shape of the batch.
-        running: Rows that run at a time; None: all.
-        all_logits: Whether a model that does not compute logits in chunks computes those of all tokens.
-    """
-    numel = sum(spec.numel for spec in model.layouts[1].parameters)
-    with torch.inference_mode():
-        activations, probed = embedded_probe(model, shape, running)
-        seconds = fastest(lambda: model.block(0, activations))
-    head = model.layouts[-1]
-    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
-    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
-    positions = shape.rows * shape.tokens
-    in_head = positions if model.loss_chunk is None and all_logits else shape.predictions
-    return seconds / probed * (blocks * positions + heads * in_head) / numel
+def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimization, activation_bytes: int) -> int:
+    """Bytes of activations between two segments that do not fit in device memory."""
+    config, stacked = model.config, optimization.stacked
+    rows, tokens = shapes.longest.rows, round(shapes.longest.tokens)
+    running = rows if shapes.micro_rows is None else min(rows, shapes.micro_rows)
+    held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
+    streams = -(-optimization.evaluations // stacked) * -(-rows // running)
+    forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
+    return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=STAGING_BUFFERS * held))

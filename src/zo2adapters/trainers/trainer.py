@@ -21,6 +21,7 @@ from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
+from zo2adapters.trainers.engines import Opening, replayer
 from zo2adapters.trainers.evaluations import (
     Results,
     best_step,
@@ -35,11 +36,10 @@ from zo2adapters.trainers.evaluations import (
 )
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods.choice import method_of
-from zo2adapters.trainers.methods.run_method import Opening, replayer
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
-from zo2adapters.trainers.outlook import outlook_of
+from zo2adapters.trainers.planning import first_line, planned
 from zo2adapters.trainers.progress_bar import export_bar, sweep_bars
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import (
@@ -84,7 +84,7 @@ class Trainer:
         execution: How to execute the run; by default as fast as possible, and without a trace.
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
         evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
-        plans: Whether to plan the run, for its ``outlook``.
+        plans: Whether to plan the run, for its first line.
         shared: The base that the run shares with others; None: it reads its base alone.
 
     Raises:
@@ -127,7 +127,7 @@ class Trainer:
             if resume:
                 self._run.require_same_base(self.options, self._model)
             decides = self._prepared(inputs, tokens)
-            self.outlook = outlook_of(inputs) if plans else None
+            self.plan = planned(inputs) if plans else None
             self.engine = self._method.engine(
                 Opening(
                     model=self._model,
@@ -136,6 +136,7 @@ class Trainer:
                     decides=decides,
                     execution=execution,
                     workers=workers,
+                    shared=shared,
                 )
             )
             if execution.verify_base:
@@ -180,7 +181,7 @@ class Trainer:
     def _reserved_bytes(self, inputs: RunInputs) -> tuple[int, int]:
         """Memory for activations, those of generated answers included, and the least of it that a device needs."""
         options = self.options
-        activations, least = self._method.reserved_bytes(inputs.model, inputs.longest, inputs.most_sequences)
+        activations, least = self._method.reserved_bytes(inputs.model, inputs.largest)
         if options.storage.activation_memory is not None:
             return activations, least
         generated = [] if self._samples is None else [self._samples.shape]
@@ -240,11 +241,11 @@ class Trainer:
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
         host = self.host_plan
-        if self.outlook is not None and self.outlook.plan.host_plan.buckets == host.buckets:
-            host = self.outlook.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
+        if self.plan is not None and self.plan.host_plan.buckets == host.buckets:
+            host = self.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
         memory = self._method.storage(self.engine, host, self._model)
-        lines = [memory] if self.outlook is None else self.outlook.lines(memory)
-        return [*lines, *self.notices()]
+        line = memory if self.plan is None else f"{first_line(self.options, self.plan)} {memory}"
+        return [line, *self.notices()]
 
     def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""

@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.methods.run_method import RunMethod
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.planning import plan_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.shared_runs import can_share, open_shared_base
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
@@ -122,7 +121,7 @@ def tune(
         ZO2Error: of the kind that fits, for options that a run cannot use.
     """
     _require_comparable(options)
-    method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))  # each trial has its own
+    method = method_of(options.with_rate("auto"))  # each trial has its own
     trials = _all_trials(options, method, learning_rates, zo_eps)
     rounds = planned_rounds(len(trials), forwards, method.forwards, continues=continues)
     schedule = Schedule(len(trials), tuple(rounds), method.forwards)
@@ -147,17 +146,9 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     Raises:
         ZO2Error: of the kind that fits, if model or data cannot be read.
     """
-    directory, batching = resolve_directory(options.model), options.batching
-    model = options.opened(directory)
-    data, _ = options.files().read(
-        load_tokenizer(directory),
-        sequence_length=batching.length_for(model),
-        labelled_for=model.config if options.takes_labels else None,
-    )
-    shape = RowShapes.of_rows(batching, data, None, seed=options.seed).step
-    return schedule.steps * method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).step_seconds(
-        model, shape
-    )
+    inputs = RunInputs.read(options.with_rate("auto"))
+    with closing(inputs.model.weights):
+        return schedule.steps * plan_of(inputs).seconds
 
 
 def planned_rounds(trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> list[int]:

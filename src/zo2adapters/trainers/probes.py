@@ -1,0 +1,186 @@
+"""Quick measurements from which plans predict seconds and bytes: one block runs on a batch, nothing is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
+from zo2core.kernels.encoding import decode
+from zo2core.optimizers import StateMemory
+from zo2core.protocols import UpdateInputs
+from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.gradient_visitor import tensor_ids
+from zo2core.types import aligned, flat_views, widened
+
+_PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
+_ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
+_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, unless so many take less
+_UPDATED_ROWS = 1024  # and columns of the matrix that an optimizer is measured on
+_UPDATE_ROUNDS = 4
+_GRAPH_TOKENS = 64  # most tokens of the row whose graph is measured; a graph grows in proportion to tokens
+_HASHED = 1 << 25  # bytes
+
+
+def measured_forward_seconds(
+    model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
+) -> float:
+    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of it.
+
+    Args:
+        model: The model, whose modules are bound to one block's memory; an engine binds them anew.
+        shape: Shape of the batch.
+        running: Rows that run at a time; None: all.
+        all_logits: Whether a model that does not compute logits in chunks computes those of all tokens.
+    """
+    numel = sum(spec.numel for spec in model.layouts[1].parameters)
+    with torch.inference_mode():
+        activations, probed = _embedded(model, shape, running)
+        seconds = _fastest(lambda: model.block(0, activations))
+    head = model.layouts[-1]
+    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
+    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
+    positions = shape.rows * shape.tokens
+    in_head = positions if model.loss_chunk is None and all_logits else shape.predictions
+    return seconds / probed * (blocks * positions + heads * in_head) / numel
+
+
+def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
+    """Measure a block's forward with its backward, as a multiple of its forward alone."""
+    trained = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    with torch.no_grad():
+        activations, _ = _embedded(model, shape, running)
+        forward = _fastest(lambda: model.block(0, activations))
+    hidden = activations.hidden.detach().requires_grad_()
+    wanted = [hidden, *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained)]
+
+    def both() -> None:
+        with torch.enable_grad():
+            output = model.block(0, activations._replace(hidden=hidden)).hidden
+            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+
+    return _fastest(both) / forward
+
+
+def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
+    """Measure what a block's graph keeps for a batch of this shape, from one row of a few tokens."""
+    _bind(model)
+    tokens = min(math.ceil(shape.tokens), _GRAPH_TOKENS)
+    with torch.no_grad():
+        activations = _embed(model, 1, tokens)
+    hidden = activations.hidden.detach().requires_grad_()
+    graph = BlockGraph(dict(model.leaves(1)), [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
+        model.block(0, activations._replace(hidden=hidden))
+    return graph.memory(shape.rows * shape.tokens / tokens)
+
+
+def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
+    """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the weights."""
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    weight = torch.zeros(_UPDATED_ROWS, _UPDATED_ROWS, dtype=specs[0].dtype)
+    gradient = widened(weight) if update.widens_gradients else weight
+    probe = replace(specs[0], name="probe", shape=tuple(weight.shape))
+    states = StateMemory(update, [BlockLayout("probe", SegmentKind.BLOCK, (probe,))]).of(0, ())
+    steps = itertools.count()
+    inputs = partial(UpdateInputs, 0, {"probe": weight}, {"probe": gradient}, states, lr=0.0)
+    seconds = _best(lambda: update.apply(inputs(step=next(steps))), _UPDATE_ROUNDS)
+    segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    share = len(update.segments(0, segments)) / len(segments)
+    return seconds * share * sum(spec.numel for spec in specs) / weight.numel()
+
+
+def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
+    """Seconds to decode all encoded matrices, measured on the largest one."""
+    encoded = [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
+    if not encoded:
+        return 0.0
+    largest = max(encoded, key=lambda spec: spec.numel)
+    stored, out = torch.zeros(largest.nbytes, dtype=torch.uint8), torch.empty(largest.numel, dtype=largest.dtype)
+    best = _best(lambda: decode(largest, stored, out), _ROUNDS)  # the first one also touches the memory
+    return best / largest.numel * sum(spec.numel for spec in encoded)
+
+
+def hashing_speed() -> float:
+    """Measure in how many bytes a second snapshots are checksummed."""
+    content = bytes(_HASHED)
+    return _HASHED / _best(lambda: hashlib.sha256(content).digest(), 1)
+
+
+def hands_over_tensors(model: HFBlockModel) -> bool:
+    """Whether a block hands tensors to later blocks beside its output, so that its gradient would be lost.
+
+    Every block runs once on a row of two tokens; an engine binds the model's modules anew.
+    """
+    _bind(model)
+    with torch.no_grad():
+        activations = _embed(model, 1, 2)
+        for index in range(1, len(model.layouts) - 1):
+            _bind(model, index)
+            given, nesting = flattened(activations)
+            before = [tensor_ids(value) for value in given]
+            activations = model.block(index - 1, activations)
+            if flattened(activations)[1] != nesting or before != [tensor_ids(value) for value in given]:
+                return True
+    return False
+
+
+def release_probe(model: HFBlockModel) -> None:
+    """Free the memory that probes have bound, before an engine allocates its own."""
+    for index in (0, 1, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        model.bind(index, {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs})
+
+
+def _bind(model: HFBlockModel, block: int = 1) -> None:
+    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant."""
+    for index in (0, block, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
+        views = zip(specs, flat_views(specs, memory), strict=True)
+        model.bind(
+            index, {spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape) for spec, view in views}
+        )
+
+
+def _embed(model: HFBlockModel, rows: int, tokens: int) -> Activations:
+    ids = torch.ones(rows, tokens, dtype=torch.long)
+    return model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+
+def _embedded(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
+    """What the first block is given for a batch of this shape, or for a part of it, and the number of tokens in it."""
+    numel = sum(spec.numel for spec in model.layouts[1].parameters)
+    _bind(model)
+    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
+    rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
+    tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * rows), 1))
+    return _embed(model, rows, tokens), rows * tokens
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of several runs, as many as fit in a second."""
+    seconds: list[float] = []
+    while len(seconds) < _ROUNDS or sum(seconds) < min(_PROBE_SECONDS, _MOST_ROUNDS * seconds[0]):
+        seconds.append(_best(run, 1))
+    return min(seconds)
+
+
+def _best(run: Callable[[], object], rounds: int) -> float:
+    """Seconds of the fastest of so many runs."""
+    best = math.inf
+    for _ in range(rounds):
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best
