@@ -29,20 +29,7 @@ class Assembled(NamedTuple):
 
 
 def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
-    """Build the step of a model with an adapter, with all weights in memory.
-
-    Args:
-        model: A model opened with an ``Adapter`` of which only B is trained. It is not changed.
-        rows: Rows of a step's batch; a step runs twice as many.
-        tokens: Tokens of a row.
-        zo_eps: Perturbation scale.
-        seed: Seed of the first step's direction; it grows by 1 each step.
-
-    Raises:
-        UnsupportedModelError: if the model has no adapter, or is quantised.
-        OptionError: if A is trained, too.
-        CheckpointError: if a weight cannot be read.
-    """
+    """Build the step of a model with an adapter, with all weights in memory."""
     if not isinstance(model, PeftBlockModel):
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",

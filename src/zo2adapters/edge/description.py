@@ -34,15 +34,7 @@ class ProgramDescription:
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Self:
-        """Read the text of ``to_json``.
-
-        Args:
-            text: Text from a program.
-            path: Path of the program, for messages.
-
-        Raises:
-            CheckpointError: if it has another format.
-        """
+        """Read the text of ``to_json``."""
         values = json.loads(text)
         if values.pop("format", None) != _FORMAT:
             raise CheckpointError(
@@ -55,11 +47,7 @@ class ProgramDescription:
         return cls(**{**values, "trained": trained, "frozen": tuple(values["frozen"])})
 
     def split(self, adapter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """B of each layer, by its name in peft's files.
-
-        Args:
-            adapter: ``ProgramState.adapter``, float32, flat.
-        """
+        """B of each layer, by its name in peft's files."""
         values: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.trained.items():

@@ -14,22 +14,13 @@ _LENGTH = len(_MARK) + hashlib.sha256().digest_size
 
 
 def append_digest(path: Path) -> None:
-    """Append the SHA-256 of a file's bytes to the file.
-
-    Raises:
-        OSError: if the file cannot be read or written.
-    """
+    """Append the SHA-256 of a file's bytes to the file."""
     with open(path, "r+b", opener=open_no_follow) as file:
         file.write(_MARK + _digest(file, path.stat().st_size))
 
 
 def require_digest(path: Path) -> None:
-    """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote.
-
-    Raises:
-        CheckpointError: if they do not match, or there is no digest.
-        OSError: if the file cannot be read.
-    """
+    """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote."""
     with open_regular(path) as file:
         length = max(path.stat().st_size - _LENGTH, 0)
         digest, end = _digest(file, length), file.read()

@@ -28,15 +28,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class DualForwardLinear(nn.Module):
-    """A linear layer with LoRA, whose B differs between the two halves of a batch.
-
-    Args:
-        base: The layer, which is only read.
-        lora_a: A of the adapter, float32 (rank, inputs); frozen.
-        scaling: Scaling of the adapter.
-        path: Path of the layer in the model, for messages.
-        batch: Rows of both halves, and tokens of each row.
-    """
+    """A linear layer with LoRA, whose B differs between the two halves of a batch."""
 
     lora_A: torch.Tensor  # noqa: N815 - peft's name
     lora_B: torch.Tensor  # noqa: N815
@@ -52,17 +44,7 @@ class DualForwardLinear(nn.Module):
         self.register_buffer("lora_B", torch.zeros(STREAMS, base.out_features, len(lora_a)), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute both halves.
-
-        Args:
-            x: (2 * rows, tokens, inputs), the half at +eps first, or (2 * rows * tokens, inputs).
-
-        Returns:
-            Output in the base's dtype, (..., outputs).
-
-        Raises:
-            UnsupportedModelError: if x has another shape, from which the halves cannot be told.
-        """
+        """Compute both halves."""
         rows, tokens = self.batch
         if x.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
             raise UnsupportedModelError(
@@ -79,12 +61,7 @@ class DualForwardLinear(nn.Module):
 
 
 class AdapterState(nn.Module):
-    """The state that steps change: B of all layers, and the seed of the next step.
-
-    Args:
-        values: B of each layer, float32 (outputs, rank).
-        seed: Seed of the first step.
-    """
+    """The state that steps change: B of all layers, and the seed of the next step."""
 
     adapter: torch.Tensor
     seed: torch.Tensor
@@ -98,15 +75,7 @@ class AdapterState(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """One step of zeroth-order LoRA-FA: two losses from one forward, and the update.
-
-    Args:
-        model: Hugging Face model with a ``DualForwardLinear`` for each layer of the adapter.
-        names: Names of these layers in the model.
-        indices: Index of each layer's B among the model's parameters, which determines its noise.
-        state: State of these layers, in this order. Each step changes it.
-        zo_eps: Perturbation scale.
-    """
+    """One step of zeroth-order LoRA-FA: two losses from one forward, and the update."""
 
     def __init__(
         self, model: Any, names: Sequence[str], indices: Sequence[int], state: AdapterState, *, zo_eps: float
@@ -122,16 +91,7 @@ class TrainingStep(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, lr: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Take a step. If the projected gradient is not finite, B does not change.
-
-        Args:
-            input_ids: int64 (rows, tokens), padded at the right.
-            labels: int64 (rows, tokens), -100 at tokens without loss.
-            lr: Learning rate, float32, 0-d.
-
-        Returns:
-            The losses at +eps and at -eps, (2,); the projected gradient, 0-d; the step's seed, int64, 0-d.
-        """
+        """Take a step. If the projected gradient is not finite, B does not change."""
         state = self.state
         seed = state.seed.clone()
         z = self.signs(seed)

@@ -29,12 +29,7 @@ _ROUNDS = 10
 
 
 class Signs(nn.Module):
-    """Draws z of several parameters at once: each number is +1 or -1, by Philox4x32-10.
-
-    Args:
-        indices: Index of each parameter in the model's registration order.
-        sizes: Number of elements of each parameter.
-    """
+    """Draws z of several parameters at once: each number is +1 or -1, by Philox4x32-10."""
 
     block: torch.Tensor
     parameter: torch.Tensor
@@ -60,14 +55,7 @@ class Signs(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def forward(self, seed: torch.Tensor) -> torch.Tensor:
-        """Draw z of all parameters.
-
-        Args:
-            seed: int64, 0-d, 0 to 2**63 - 1.
-
-        Returns:
-            z, float32, flat: one parameter after another, each padded to whole groups.
-        """
+        """Draw z of all parameters."""
         groups = len(self.block) // _CALLS
         words = self._words(seed).view(4, groups, _CALLS).transpose(0, 1).reshape(groups, 1, 4 * _CALLS)
         is_positive = (words & self.masks) == 0

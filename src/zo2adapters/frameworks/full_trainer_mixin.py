@@ -129,11 +129,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         _snapshots(directory).write(Snapshot(engine.version, engine.state_dict()))
 
     def _load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            CheckpointError: if it has no whole state.
-        """
+        """Continue from a checkpoint."""
         snapshots = _snapshots(checkpoint)
         step = max(snapshots.steps, default=0)
         self.engine.load_state_dict(snapshots.read(step).state)

@@ -14,12 +14,7 @@ from zo2core.errors import OptionError
 
 
 class ManualStepsModule(StreamedLightningModule):
-    """A module whose training step is a step of its engine.
-
-    Args:
-        lr: Peak learning rate.
-        lr_lambda: Maps a 0-based step to a factor of ``lr``; None: constant.
-    """
+    """A module whose training step is a step of its engine."""
 
     clipping_remedy: str  # what to do in place of Trainer(gradient_clip_val)
 
@@ -37,12 +32,6 @@ class ManualStepsModule(StreamedLightningModule):
         """Refuse options of Lightning's Trainer that need automatic optimization.
 
         This hook runs before Lightning's own check, whose remedy is automatic optimization, which is not supported here.
-
-        Returns:
-            No callbacks.
-
-        Raises:
-            OptionError: naming the option of Lightning's Trainer.
         """
         self.require_whole_steps()
         clipping = self.trainer.gradient_clip_val or None

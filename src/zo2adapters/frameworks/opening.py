@@ -34,22 +34,7 @@ _OPTIONS = {
 def open_for(
     model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str, *, adapter: Adapter | None = None
 ) -> HFBlockModel:
-    """Open a trainer's model, or check a model that is open already.
-
-    Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``.
-        autocast: 16-bit dtype that the trainer's arguments ask to compute in; None: the dtype of the weights.
-        head: Name of the head that the trainer needs: "sequence-classification", with one label, for a reward model.
-        adapter: The adapter to open the model with; None: none.
-
-    Returns:
-        The model, in mixed precision if a 16-bit dtype is asked for.
-
-    Raises:
-        OptionError: if the model was opened in another precision, is whole in memory, or has another head than the trainer
-            needs.
-        ZO2Error: as ``open_checkpoint`` says.
-    """
+    """Open a trainer's model, or check a model that is open already."""
     if isinstance(model, (str, Path)):
         precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         try:

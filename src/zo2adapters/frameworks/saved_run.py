@@ -31,16 +31,6 @@ def save_run(engine: Engine, directory: Path, *, weights: bool, write_others: Ca
     """Write a run's journal and, if wanted, its weights into a directory that may have other files.
 
     The journal is written last. A kill between weights and journal leaves the earlier journal whole.
-
-    Args:
-        engine: The run's engine.
-        directory: Directory of the checkpoint, which is created if necessary. An earlier model in it is replaced; without
-            ``weights`` it is removed.
-        weights: Whether to write the model as well, in the form that ``from_pretrained`` loads.
-        write_others: Writes the other files of the checkpoint into a directory that has the new model, if it is written.
-
-    Raises:
-        OutputError: if the directory cannot be written.
     """
 
     def write(written: Path) -> None:
@@ -55,15 +45,7 @@ def save_run(engine: Engine, directory: Path, *, weights: bool, write_others: Ca
 
 
 def save_files(directory: Path, write: Callable[[Path], None]) -> None:
-    """Write files into a directory that may have other files; files are replaced once all new ones are written.
-
-    Args:
-        directory: Created if necessary. An earlier model in it is replaced or, if no model is written, removed.
-        write: Creates a directory and writes the files into it.
-
-    Raises:
-        OutputError: if the directory cannot be written.
-    """
+    """Write files into a directory that may have other files; files are replaced once all new ones are written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
@@ -144,15 +126,7 @@ def _shards_of(index: Path) -> set[str]:
 
 
 def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
-    """Add the values that a trainer sets in the config to an exported model: special tokens, and the kind of labels.
-
-    Args:
-        model: The trainer's model.
-        directory: Directory with ``config.json`` and optionally ``generation_config.json``.
-
-    Raises:
-        OSError: if they cannot be written.
-    """
+    """Add the values that a trainer sets in the config to an exported model: special tokens, and the kind of labels."""
     configs = (("config.json", model.config), ("generation_config.json", getattr(model, "generation_config", None)))
     for name, config in configs:
         path = directory / name
@@ -168,16 +142,7 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:
-    """Read the journal of a checkpoint into memory. It was written at once, so an incomplete journal is damaged.
-
-    Args:
-        path: The file.
-        version: Number of steps when the checkpoint was saved; None: the checkpoint does not have it.
-        name: Name of the file in errors; None: its path.
-
-    Raises:
-        JournalError: if the file is missing or damaged, or has another number of steps.
-    """
+    """Read the journal of a checkpoint into memory. It was written at once, so an incomplete journal is damaged."""
     where = path if name is None else name
     remedy = "restore the checkpoint from a copy, or resume from another one"
     if not path.is_file():

@@ -41,11 +41,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
             )
 
     def setup(self, stage: str) -> None:
-        """Refuse what concerns weights that are whole in memory.
-
-        Raises:
-            OptionError: naming what was asked for.
-        """
+        """Refuse what concerns weights that are whole in memory."""
         asked = {"precision": (str(self.trainer.precision), "32-true"), "devices": (str(self.trainer.world_size), "1")}
         for name, (found, expected) in asked.items():
             if found != expected:

@@ -42,20 +42,7 @@ _FLASH_ATTENTION_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_
 
 
 class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Opens a trainer's model as segments, evaluates it in sweeps, and saves it.
-
-    Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``.
-        args: The trainer's arguments.
-        options: Other options of the trainer, by name.
-        adapter: The adapter to open the model with; None: none.
-        supported: What the mixin supports (None), or says itself, of arguments and options that others refuse.
-
-    Raises:
-        OptionError: if an argument is not supported, the trainer is one of TRL's that is not supported, or the model was
-            opened in another precision than the arguments ask for.
-        ZO2Error: as ``open_checkpoint`` says.
-    """
+    """Opens a trainer's model as segments, evaluates it in sweeps, and saves it."""
 
     trl_trainers: Sequence[str] = TRL_SUPPORTED  # names of TRL's trainers that it supports
 
@@ -95,12 +82,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @abstractmethod
     def _take_step(self, batches: list[Batch], num_items: Any) -> float:
-        """Take a step with all its batches, and return its loss.
-
-        Args:
-            batches: The step's batches.
-            num_items: The number of items over which the trainer takes the mean of the loss; None: it does not say.
-        """
+        """Take a step with all its batches, and return its loss."""
 
     @abstractmethod
     def _reference(self) -> AbstractContextManager[Engine]:
@@ -112,13 +94,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Floating-point operations of a step for each parameter and token."""
 
     def _write(self, directory: Path, *, is_checkpoint: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
-        """Write the run's files of a checkpoint, or the model alone.
-
-        Args:
-            directory: Directory of the files, which is created if necessary.
-            is_checkpoint: Whether training continues from them.
-            write_others: Writes the trainer's files into a directory that has the files written so far.
-        """
+        """Write the run's files of a checkpoint, or the model alone."""
 
         def write(written: Path) -> None:
             self.engine.export(written)
@@ -148,11 +124,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().train(*arguments, **options)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Collect a step's batches; with the last of them, take the step.
-
-        Returns:
-            Loss of the step, 0-d; 0 for all batches but the last.
-        """
+        """Collect a step's batches; with the last of them, take the step."""
         self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

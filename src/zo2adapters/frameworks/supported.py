@@ -67,15 +67,7 @@ _TRL_UNSUPPORTED: Mapping[str, str] = {
 
 
 def require_supported_trainer(kind: type, supported: Sequence[str] = TRL_SUPPORTED) -> None:
-    """Refuse a trainer of TRL's whose training step does more than call the model with one batch.
-
-    Args:
-        kind: The class with the mixin, or a class derived from it.
-        supported: Names of TRL's trainers that the mixin supports.
-
-    Raises:
-        OptionError: naming TRL's class.
-    """
+    """Refuse a trainer of TRL's whose training step does more than call the model with one batch."""
     for base in kind.__mro__:
         is_of_trl = base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)
         if is_of_trl and not base.__name__.startswith("_") and base.__name__ not in supported:
@@ -95,16 +87,7 @@ def head_for(kind: type) -> str:
 
 
 def require_supported(args: Any, options: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
-    """Refuse arguments and options of a trainer that are not supported.
-
-    Args:
-        args: The trainer's arguments: ``transformers.TrainingArguments`` or a class derived from it.
-        options: Other options of the trainer's constructor, by name.
-        own: What a mixin supports (None), or says itself of an argument or option, by name.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+    """Refuse arguments and options of a trainer that are not supported."""
     for name, remedy in {**_ABSENT, **own}.items():
         given = options.get(name)
         if remedy is not None and given is not None and given != (None, None):

@@ -19,13 +19,6 @@ class SweptBatches:
 
     All batches of a sweep, as many as fit in the memory for activations, are read before the first of them is yielded. So
     accelerate has to ask this loader, and not the wrapped one, whether the data has ended.
-
-    Args:
-        loader: The data loader. Its other attributes are attributes of this object, too.
-        replayer: Runs the sweeps.
-        forward: Computes the output.
-        tensors: Selects the entries of a batch that the forward takes.
-        state: Accelerate's ``GradientState``.
     """
 
     def __init__(

@@ -14,24 +14,14 @@ from zo2core.errors import OptionError
 
 
 class TrainerLoss(CalledForward):
-    """A trainer's ``compute_loss`` as an ``Objective``.
-
-    Args:
-        model: The model.
-        loss: Function from the model and a batch to a loss, 0-d.
-        adds_up: Whether the step's loss is the sum of its batches' losses; otherwise it is their mean.
-    """
+    """A trainer's ``compute_loss`` as an ``Objective``."""
 
     def __init__(self, model: HFBlockModel, loss: Callable[[Any, dict[str, Any]], torch.Tensor], *, adds_up: bool) -> None:
         super().__init__(model, loss)
         self._adds_up = adds_up
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Leave the batch whole. See the contract.
-
-        Raises:
-            OptionError: if it is to be split, since a trainer's loss need not be a mean over rows.
-        """
+        """Leave the batch whole. See the contract."""
         if rows is not None:
             raise OptionError(
                 "micro_batch_size",

@@ -39,19 +39,6 @@ def export_adapter(
     """Write a run's updates as an adapter, which ``PeftModel.from_pretrained`` loads on the base.
 
     The loss is that of the exported model, except for the order of sums and the dtype in which peft adds them.
-
-    Args:
-        replayer: A runner with low-rank perturbations, at the step to export.
-        model: The runner's model.
-        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
-        base: Path or hub id of the base, for the adapter's config.
-        files: Further files by name: their contents, or paths to copy.
-
-    Raises:
-        OptionError: if perturbations are dense, the run trains an adapter, or a matrix has fewer rows or columns than its
-            factors.
-        OutputError: if the directory is in use or cannot be written.
-        MissingPackageError: if peft is not installed.
     """
     peft = optional_package("peft", install="zo2core[peft]")
     require_unused(Path(directory))

@@ -33,18 +33,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFormats:
-    """How a model's parameters are stored, transferred and computed.
-
-    Args:
-        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
-        transfer_dtype: The dtype in which the layers' matrices are transferred to a device; None is the stored dtype.
-            Vectors always keep the stored dtype.
-        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
-        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
-        trained: Names of the trained parameters; all others are frozen. None trains all.
-        resident: Names of layer parameters that stay in memory: the embedding owns them and layers borrow them.
-        frozen_dtypes: The stored dtype of frozen parameters that belong to one layer, by name.
-    """
+    """How a model's parameters are stored, transferred and computed."""
 
     autocast: torch.dtype | None = None
     transfer_dtype: torch.dtype | None = None
@@ -58,17 +47,7 @@ class ParameterFormats:
 def segment_layouts(
     model: PreTrainedModel, architecture: Architecture, formats: ParameterFormats = ParameterFormats()
 ) -> tuple[BlockLayout, ...]:
-    """Assign every parameter of a model to a segment.
-
-    Args:
-        model: The model.
-        architecture: The module paths of its parts.
-        formats: How the parameters are stored, transferred and computed.
-
-    Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of several layers that is
-            encoded.
-    """
+    """Assign every parameter of a model to a segment."""
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -116,11 +95,7 @@ def _stored(model: PreTrainedModel, name: str, index: int, formats: ParameterFor
 
 
 def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[str, dict[int, list[str]]]:
-    """Map each parameter's name in ``named_parameters()`` to its names in each segment that uses it.
-
-    Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part.
-    """
+    """Map each parameter's name in ``named_parameters()`` to its names in each segment that uses it."""
     blocks = len(_layers(model, architecture))
     paths = dict.fromkeys(architecture.embedding, 0)
     paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
@@ -134,17 +109,7 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
 
 
 def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int], model_type: str) -> None:
-    """Refuse hidden states whose rows and tokens do not lie along the declared axes.
-
-    Args:
-        hidden: Hidden states before the first layer.
-        ids: The batch's token ids, (rows, tokens).
-        axes: Axes of rows and of tokens, as in ``Architecture``.
-        model_type: The config's model type.
-
-    Raises:
-        UnsupportedModelError: naming the model type.
-    """
+    """Refuse hidden states whose rows and tokens do not lie along the declared axes."""
     if hidden.dim() > max(axes) and tuple(hidden.shape[axis] for axis in axes) == tuple(ids.shape):
         return
     raise UnsupportedModelError(

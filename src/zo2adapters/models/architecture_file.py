@@ -18,15 +18,7 @@ _EXPECTED = {"returned": "an integer from 0 to 3", "axes": f"a list of two diffe
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Read a declaration.
-
-    Args:
-        path: A JSON object with ``model_type``, ``embedding``, ``blocks``, ``head`` and optionally ``returned``, ``axes``
-            and ``ignored``.
-
-    Raises:
-        OptionError: naming the file, and the field that is missing, unknown or of another type.
-    """
+    """Read a declaration."""
     try:
         with open_regular(path) as file:
             values = json.loads(file.read(_MAX_BYTES))

@@ -33,9 +33,6 @@ class BranchCache(TorchFunctionMode):
 
     Only integers and booleans are cached, since floating-point values may depend on weights. Booleans are assumed not to, in
     all that a decoder does before its first layer and after its last one.
-
-    Raises:
-        UnsupportedModelError: if the order of reads differs from the first time.
     """
 
     def __init__(self) -> None:

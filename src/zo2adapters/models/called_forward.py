@@ -31,12 +31,7 @@ class _LeaveError(Exception):
 
 
 class CalledModel:
-    """Stands in for the model in the function: it has the model's attributes, and calls are passed on.
-
-    Args:
-        model: The model.
-        on_call: Called in place of the model's forward, with all arguments by name.
-    """
+    """Stands in for the model in the function: it has the model's attributes, and calls are passed on."""
 
     def __init__(self, model: HFBlockModel, on_call: Callable[..., Any]) -> None:
         self._skeleton = model.skeleton
@@ -52,12 +47,7 @@ class CalledModel:
 
 
 class CalledBatch(dict[str, Any]):
-    """The function's batch, and the inputs that the function passes to the model.
-
-    Args:
-        batch: The function's batch, with entries of any type.
-        inputs: The prepared arguments of the model's forward up to its first layer.
-    """
+    """The function's batch, and the inputs that the function passes to the model."""
 
     def __init__(self, batch: Batch, inputs: Batch) -> None:
         super().__init__(batch)
@@ -141,11 +131,7 @@ def _inputs(batch: Batch) -> Batch:
 
 
 def _affects_layers(key: str, value: Any) -> bool:
-    """Whether an argument of the model's forward affects what its layers compute.
-
-    Raises:
-        UnsupportedModelError: if it requests outputs of the layers other than hidden states.
-    """
+    """Whether an argument of the model's forward affects what its layers compute."""
     if key in _HEAD_ARGUMENTS or value is None or value is False:
         return False
     if isinstance(value, torch.Tensor):

@@ -253,11 +253,7 @@ def _formats(
 
 
 def resolve_directory(path: Path | str) -> Path:
-    """Find a model directory or a GGUF file; download a model of the hub into the hub's cache.
-
-    Raises:
-        CheckpointError: if there is neither, or the directory has an adapter alone.
-    """
+    """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
         if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():

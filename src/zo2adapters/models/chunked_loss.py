@@ -21,20 +21,7 @@ def chunked_loss(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> torch.Tensor:
-    """Compute the mean loss over labelled tokens; logits of unlabelled tokens are not computed.
-
-    Args:
-        hidden: Final hidden states, (rows, tokens, ...), before the norm.
-        labels: Labels, (rows, tokens); each token but the last predicts the next one's.
-        predictions: Rows and columns of the tokens whose next token is labelled.
-        chunk: Labelled tokens whose logits are in memory at a time.
-        logits: Maps final hidden states (n, ...) to logits (n, vocabulary).
-        loss_function: The Hugging Face model's loss function.
-        vocab_size: Size of the model's vocabulary.
-
-    Returns:
-        The loss, 0-d, in the dtype of ``loss_function``.
-    """
+    """Compute the mean loss over labelled tokens; logits of unlabelled tokens are not computed."""
     targets = labels[:, 1:]
     rows, columns = predictions
     count = len(rows)
@@ -50,11 +37,7 @@ def chunked_loss(
 
 
 class KeptLosses:
-    """A fixed number of losses in one tensor. See the note: Losses one after another.
-
-    Args:
-        count: Number of losses.
-    """
+    """A fixed number of losses in one tensor. See the note: Losses one after another."""
 
     def __init__(self, count: int) -> None:
         self._count = count

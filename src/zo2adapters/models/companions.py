@@ -28,14 +28,7 @@ _REMOTE_CODE = "auto_map"  # the key under which a config names code to download
 
 
 def companion_files(directory: Path) -> dict[str, Path]:
-    """Find the files of a model directory beside the weights and their index: config, tokenizer, generation config.
-
-    Returns:
-        The path of each file, with links resolved, by the file's name.
-
-    Raises:
-        CheckpointError: if a link leads out of the directory and its hub cache, or if a file is not regular or too large.
-    """
+    """Find the files of a model directory beside the weights and their index: config, tokenizer, generation config."""
     files = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in SUFFIXES and not path.name.endswith(".index.json"):
@@ -46,14 +39,7 @@ def companion_files(directory: Path) -> dict[str, Path]:
 
 
 def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    """Find the files to copy beside rewritten weights: those of ``companion_files``, without remote code.
-
-    Returns:
-        The path to copy or the new content of each file, by its name; and the names of those that lost ``auto_map``.
-
-    Raises:
-        CheckpointError: as ``companion_files``, or if a config that refers to remote code is not a JSON object.
-    """
+    """Find the files to copy beside rewritten weights: those of ``companion_files``, without remote code."""
     companions: dict[str, Path | bytes] = {}
     changed = []
     for name, path in companion_files(directory).items():
@@ -78,15 +64,7 @@ def without_remote_code(value: Any) -> Any:
 
 
 def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
-    """Refuse a config whose attention implementation is code that transformers would download from the hub and import.
-
-    Args:
-        config: The config as transformers has read it; nested configs are checked, too.
-        path: Path of its file, for the error.
-
-    Raises:
-        UnsupportedModelError: naming the repository.
-    """
+    """Refuse a config whose attention implementation is code that transformers would download from the hub and import."""
     named = getattr(config, "_attn_implementation", None)
     if isinstance(named, str) and "/" in named:
         raise UnsupportedModelError(
@@ -102,11 +80,7 @@ def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
 
 
 def end_token_ids(model: HFBlockModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else the config lists.
-
-    Raises:
-        CheckpointError: if the generation config is not a JSON object, or lists anything but token ids.
-    """
+    """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else the config lists."""
     content, configured = model.companions.get(GENERATION), getattr(model.config.get_text_config(), "eos_token_id", None)
     try:
         if content is not None:

@@ -18,15 +18,7 @@ _LIMITS = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 <
 
 
 def refuse_oversized(path: Path) -> None:
-    """Refuse sizes that would cost transformers excessive time or memory.
-
-    Args:
-        path: A model's ``config.json``.
-
-    Raises:
-        UnsupportedModelError: if it is not a JSON object.
-        CheckpointError: naming a size that is too large.
-    """
+    """Refuse sizes that would cost transformers excessive time or memory."""
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -30,20 +30,7 @@ _MAX_ROWS = 1 << 26  # rows of one conversion; their int64 numbers take half a G
 
 
 def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """Apply transformers' rules to the names of a checkpoint's tensors.
-
-    Args:
-        entries: The checkpoint's tensors by name.
-        model: The model's skeleton, on any device.
-
-    Returns:
-        The pieces that make up each tensor, in order, by its name in the model's ``state_dict``. A tensor that the model
-        lacks is included as one piece.
-
-    Raises:
-        CheckpointError: if two tensors have one name, do not fit together, or have another shape than the model's.
-        UnsupportedModelError: for a rule that does more than move rows.
-    """
+    """Apply transformers' rules to the names of a checkpoint's tensors."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

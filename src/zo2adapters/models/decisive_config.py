@@ -22,13 +22,7 @@ _NEUTRAL = {  # keys that do not affect a causal language model's forward
 def decisive_config(
     config: PretrainedConfig, dtypes: Mapping[str, torch.dtype | None], constants: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The config's values that determine the forward, with transformers' defaults, and the attention implementation.
-
-    Args:
-        config: The model's config.
-        dtypes: Dtypes of computation and transfer, by their names in journals; None is the stored dtype.
-        constants: Buffers that the checkpoint keeps.
-    """
+    """The config's values that determine the forward, with transformers' defaults, and the attention implementation."""
     values = json.loads(config.to_json_string(use_diff=False))
     decisive = {key: _finite(value) for key, value in values.items() if key not in _NEUTRAL and value is not None}
     named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}

@@ -142,15 +142,7 @@ class _DryLayer(StandIn):
 
 
 def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Architecture:
-    """Derive where a model's parts are.
-
-    Args:
-        model: From ``build_skeleton``; unchanged afterwards.
-        head: The model's head. A causal language model must compute the next-token loss.
-
-    Raises:
-        UnsupportedModelError: if the parts cannot be separated, naming the reason.
-    """
+    """Derive where a model's parts are."""
     where = f"model type {model.config.model_type}"
     path, layers = _outermost_layers(model, where)
     owners = {
@@ -225,16 +217,7 @@ def _require_short_rows(model: nn.Module, where: str) -> None:
 
 
 def _axes(long: torch.Size, short: torch.Size, *, where: str) -> tuple[int, int]:
-    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs.
-
-    Args:
-        long: Shape of the hidden states of one row of ``_TOKENS`` tokens.
-        short: Shape of the hidden states of ``_SHORT_ROWS`` rows of one token.
-        where: The model, for the error.
-
-    Raises:
-        UnsupportedModelError: if there is no such axis, or several.
-    """
+    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs."""
     sizes = list(zip(long, short, strict=False))
     expected_sizes = [(1, _SHORT_ROWS), (_TOKENS, 1)]
     others = [pair for pair in sizes if pair not in expected_sizes]

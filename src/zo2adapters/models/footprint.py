@@ -20,16 +20,7 @@ def expected_held_bytes(
     is_padded: bool = True,
     position_rows: int | None = None,
 ) -> int:
-    """Expected bytes that a batch holds from segment to segment: hidden state, attention masks, positions and rotations.
-
-    Args:
-        config: The model's config.
-        rows: Rows of the batch.
-        tokens: Tokens of a row that are computed.
-        keys: Tokens of a row that they attend to; None means ``tokens``.
-        is_padded: Whether any token is masked. Without padding, Hugging Face passes no mask where it can.
-        position_rows: Rows of the batch's ``position_ids``; None if it has none.
-    """
+    """Expected bytes that a batch holds from segment to segment: hidden state, attention masks, positions and rotations."""
     config = config.get_text_config()
     keys = tokens if keys is None else keys
     itemsize = _itemsize(config)
@@ -47,15 +38,7 @@ def expected_held_bytes(
 def forward_bytes(
     config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None, loss_rows: int | None = None
 ) -> int:
-    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and loss.
-
-    Args:
-        config: The model's config.
-        rows: Rows of a micro-batch.
-        tokens: Tokens of a row.
-        loss_chunk: Tokens whose logits are in memory at a time; None: all.
-        loss_rows: Rows of one loss, where several losses are computed from the logits one by one; None: all.
-    """
+    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and loss."""
     config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
     feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
@@ -68,12 +51,7 @@ def forward_bytes(
 
 
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
-    """Expected peak of a vision tower's forward.
-
-    Args:
-        config: The model's config.
-        images: The processor's output: (images, channels, height, width), or (patches, values).
-    """
+    """Expected peak of a vision tower's forward."""
     tower = config.vision_config
     hidden = tower.hidden_size
     patches = len(images) if images.dim() == 2 else images[:, 0].numel() // tower.patch_size**2
@@ -92,18 +70,7 @@ def activation_bytes(
     stacked: int = 1,
     loss_rows: int | None = None,
 ) -> int:
-    """Expected peak of activations and logits of one sweep.
-
-    Args:
-        config: The model's config.
-        rows: Rows of a batch.
-        tokens: Tokens of a row.
-        streams: Evaluations of a step, or batches of an evaluation, whose activations are held at a time.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        loss_chunk: Tokens whose logits are in memory at a time; None: all.
-        stacked: Number of these streams that run as one batch.
-        loss_rows: Rows of one loss; None: all rows of the batch or micro-batch.
-    """
+    """Expected peak of activations and logits of one sweep."""
     running = rows if micro_rows is None else min(rows, micro_rows)
     whole, rest = divmod(rows, running)
     held = whole * expected_held_bytes(config, running * stacked, tokens)
@@ -114,14 +81,7 @@ def activation_bytes(
 
 
 def least_activation_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
-    """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory.
-
-    Args:
-        config: The model's config.
-        rows: Rows that run at a time.
-        tokens: Tokens of a row.
-        loss_chunk: Tokens whose logits are in memory at a time; None: all.
-    """
+    """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory."""
     return activation_bytes(config, rows, tokens, streams=1 + STAGING_BUFFERS, loss_chunk=loss_chunk)
 
 

@@ -16,13 +16,7 @@ from zo2core.errors import BatchError, UnsupportedModelError
 
 
 class HFHeadModel(HFBlockModel):
-    """A Hugging Face model with another head than a causal language model's, and its own ``Objective``.
-
-    Args:
-        head: Kind of the head.
-        arguments: Positional arguments of ``HFBlockModel``.
-        options: Keyword arguments of ``HFBlockModel``, without ``loss_chunk``.
-    """
+    """A Hugging Face model with another head than a causal language model's, and its own ``Objective``."""
 
     takes_single_tokens: ClassVar[bool] = False  # these heads take all hidden states
 
@@ -80,11 +74,7 @@ class HFHeadModel(HFBlockModel):
         return (summed / sum(counts)).to(outputs[0].dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Refuse to predict next tokens.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Refuse to predict next tokens."""
         raise UnsupportedModelError(
             f"model type {self.config.model_type}",
             found=f"a head for {self.kind.name}",

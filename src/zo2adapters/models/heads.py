@@ -29,15 +29,7 @@ def _count_labels(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """One kind of head.
-
-    Args:
-        name: Name of the head in options.
-        auto_class: transformers' class that builds the model from a config.
-        check: Raises BatchError if a batch's targets do not fit the config.
-        targets: Entries of a batch that only the loss reads.
-        count: Returns the number of labels that a batch's loss is the mean over.
-    """
+    """One kind of head."""
 
     name: str
     auto_class: Any
@@ -57,11 +49,7 @@ def reads_images(config: PretrainedConfig) -> bool:
 
 
 def head_of(name: str) -> Head:
-    """The head with this name.
-
-    Raises:
-        OptionError: if the name is unknown.
-    """
+    """The head with this name."""
     if name not in HEADS:
         raise OptionError("head", found=repr(name), expected=f"one of {', '.join(HEADS)}", remedy="pass one of these")
     return HEADS[name]

@@ -23,14 +23,7 @@ _PROBE_STREAMS, _PROBE_ROWS = 2, 3
 
 
 class LowRankModules:
-    """The modules of a model that own parameters, patched. Without perturbations they compute what they did before.
-
-    Args:
-        modules: All modules of a model, by their paths. Their forwards are replaced.
-
-    Raises:
-        UnsupportedModelError: naming a module that does not support low-rank perturbations.
-    """
+    """The modules of a model that own parameters, patched. Without perturbations they compute what they did before."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._patches: dict[str, _Patch] = {}  # by the module's path
@@ -51,12 +44,7 @@ class LowRankModules:
         self._batch.rows, self._batch.tokens = rows, tokens
 
     def perturb(self, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
-        """Perturb these parameters, and no others, in the next forwards.
-
-        Args:
-            perturbations: Perturbations by the parameter's path in the model.
-            streams: Number of streams in the next batches.
-        """
+        """Perturb these parameters, and no others, in the next forwards."""
         for patch in self._perturbed:
             patch.reset()
         by_module: dict[str, dict[str, PerturbedParameter]] = {}
@@ -126,11 +114,7 @@ class _Patch(ABC):
         return rows.reshape(self.streams, -1, rows.shape[-1])
 
     def _require_row_order(self, rows: torch.Tensor) -> None:
-        """Refuse inputs that are not the batch's rows in order: tokens before rows, say, or an expert's tokens.
-
-        Raises:
-            UnsupportedModelError: naming the module.
-        """
+        """Refuse inputs that are not the batch's rows in order: tokens before rows, say, or an expert's tokens."""
         shape = self.batch
         is_flattened = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
         if self.streams > 1 and rows.shape[0] != shape.rows and not is_flattened:
@@ -277,11 +261,7 @@ class _Embedding(_Patch):
 
 
 def _make_patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
-    """Make the patch for a module.
-
-    Raises:
-        UnsupportedModelError: if no patch fits.
-    """
+    """Make the patch for a module."""
     if type(module).forward is nn.Linear.forward:
         return _Linear(path, module, batch)
     if isinstance(module, Conv1D):

@@ -39,12 +39,7 @@ class Matched(NamedTuple):
 def match_tensors(
     directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
 ) -> Matched:
-    """Find each parameter's pieces and each persistent buffer.
-
-    Raises:
-        CheckpointError: if tensors are missing, unexpected, of other shapes, or of several dtypes in one parameter.
-        UnsupportedModelError: for a conversion that does more than move rows.
-    """
+    """Find each parameter's pieces and each persistent buffer."""
     pieces = parameter_pieces(entries, skeleton)
     state = skeleton.state_dict()
     unexpected = [name for name in pieces if name not in state and not _is_ignored(name, skeleton, architecture)]
@@ -74,11 +69,7 @@ def match_tensors(
 
 
 def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Refuse tensors of another dtype than the config's.
-
-    Raises:
-        CheckpointError: naming the first one.
-    """
+    """Refuse tensors of another dtype than the config's."""
     for name, pieces in parameters.items():
         entry = pieces[0].entry
         if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # transformers keeps some in another dtype
@@ -91,14 +82,7 @@ def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTraine
 
 
 def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Load a model's persistent buffers, which are few and small.
-
-    Returns:
-        The checkpoint's tensors, unconverted, by their names in it.
-
-    Raises:
-        CheckpointError: if one cannot be read.
-    """
+    """Load a model's persistent buffers, which are few and small."""
     constants: dict[str, torch.Tensor] = {}
     for name, entry in buffers.items():
         header = {entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (0, entry.nbytes)}}
@@ -119,11 +103,7 @@ def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
 
 
 def _whole(pieces: Sequence[Piece], name: str) -> TensorEntry:
-    """The tensor of a buffer.
-
-    Raises:
-        UnsupportedModelError: if it is not exactly one tensor.
-    """
+    """The tensor of a buffer."""
     entry = pieces[0].entry
     if tuple(pieces) == (Piece.whole(entry),):
         return entry

@@ -33,19 +33,7 @@ def export_merged(
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it.
-
-    Args:
-        runner: At the step whose adapter is wanted.
-        model: The runner's.
-        directory: Must not exist, or be empty. It appears whole or not at all.
-        files: Further files of the directory: name to content, or to the file to copy.
-        progress: Called with the bytes of each parameter once it is merged.
-
-    Raises:
-        UnsupportedModelError: for a prefix, which is no part of any weight.
-        OutputError: if the directory is in use or cannot be written.
-    """
+    """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
     if model.adapter.inserted.wrapper is not None:
         raise UnsupportedModelError(
             "adapter",
@@ -100,14 +88,7 @@ def _merged(
 def merged_parameter(
     model: PeftBlockModel, name: str, tensor: torch.Tensor, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Merge the adapter into one parameter of a layer, by peft's own code.
-
-    Args:
-        model: The model, whose modules stay as they are.
-        name: Name of the parameter, in the model with the adapter.
-        tensor: Its value, which stays as it is.
-        values: Values of the adapter's parameters, by name.
-    """
+    """Merge the adapter into one parameter of a layer, by peft's own code."""
     path, _, leaf = name.rpartition(_BASE)
     original = model.module_at(path)
     shared = {id(parameter): parameter for parameter in original.parameters()}  # which are replaced below, not copied

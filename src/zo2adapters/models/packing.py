@@ -56,15 +56,7 @@ def is_packed(batch: Batch) -> bool:
 
 @torch.inference_mode()
 def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]) -> None:
-    """Refuse a model in which a layer would attend across the sequences of a packed row.
-
-    Args:
-        batch: A packed batch.
-        calls: Returns the positional and keyword arguments of each layer's call.
-
-    Raises:
-        UnsupportedModelError: naming the layer.
-    """
+    """Refuse a model in which a layer would attend across the sequences of a packed row."""
     positions = batch["position_ids"]
     sequence_ids = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
     separates: dict[torch.Tensor, bool] = {}  # by mask, since most layers share one

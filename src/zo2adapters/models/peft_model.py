@@ -75,12 +75,7 @@ class ChosenConfig(NamedTuple):
 
 
 def peft_config(adapter: Adapter) -> ChosenConfig:
-    """Read and check an adapter's config.
-
-    Raises:
-        OptionError: for a kind of adapter, or an option, that is not supported.
-        CheckpointError: if a file cannot be read.
-    """
+    """Read and check an adapter's config."""
     peft = optional_package("peft", install="zo2core[peft]")
     config, weights = deepcopy(adapter.config), None  # peft writes into it
     if isinstance(config, (str, Path)):
@@ -114,18 +109,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
 
 
 def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, base: OpenBase) -> OpenedAdapter:
-    """Insert peft's modules into a skeleton. Their parameters are on the meta device.
-
-    Args:
-        skeleton: The model, which is changed.
-        adapter: The caller's adapter.
-        chosen: Its config from ``peft_config``.
-        base: Opens the base without the adapter, for initial values that depend on its weights.
-
-    Raises:
-        OptionError: if the config names modules that the model does not have, or nothing is trained.
-        CheckpointError: if the file's values do not fit the config or the base.
-    """
+    """Insert peft's modules into a skeleton. Their parameters are on the meta device."""
     kind, config, weights = chosen
     try:
         inserted = kind.insert(skeleton, config)

@@ -39,22 +39,7 @@ def convert(
     report: Callable[[str], None] | None = None,
     reader: LimitedProcess | None = None,
 ) -> Path:
-    """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process.
-
-    Args:
-        source: Directory with ``pytorch_model.bin``, or with shards and ``pytorch_model.bin.index.json``; not changed.
-        destination: Directory to write, which must be empty or not exist. It is written completely or not at all.
-        report: Called with a line before each shard is read, and with a line about files that are left out.
-        reader: A child process from ``new_reader``, to convert several directories with one. The caller closes it.
-
-    Returns:
-        ``destination``.
-
-    Raises:
-        CheckpointError: if a file is missing, damaged, outside of ``source``, exceeds the limits or holds anything but named
-            tensors.
-        OutputError: if the destination is in use or cannot be written.
-    """
+    """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process."""
     require_unused(destination)
     expected = _find_shards(source)
     companions, changed = portable_companions(source)

@@ -90,17 +90,7 @@ class Precision:
 def choose_precision(
     precision: Precision | str, dtype: torch.dtype, *, is_given: bool, transfer_dtype: str = "stored"
 ) -> Precision:
-    """Make a ``Precision`` from the options of ``open_checkpoint``.
-
-    Args:
-        precision: "exact", "mixed", "auto" (mixed for a dtype of 16 bits), or a ``Precision``.
-        dtype: The caller's dtype, else the checkpoint's.
-        is_given: Whether the caller passed the dtype.
-        transfer_dtype: One of ``TRANSFER_DTYPES``.
-
-    Raises:
-        OptionError: if a name is unknown, or the dtypes are incompatible.
-    """
+    """Make a ``Precision`` from the options of ``open_checkpoint``."""
     chosen = _by_name(precision, dtype, is_given=is_given)
     if transfer_dtype == "stored":
         return chosen
@@ -116,11 +106,7 @@ def choose_precision(
 
 
 def exact_where_encoded(precision: Precision | str, transfer_dtype: str) -> Precision | str:
-    """Return "exact", the only precision of checkpoints with matrices in 8 or 4 bits.
-
-    Raises:
-        OptionError: if another one was passed.
-    """
+    """Return "exact", the only precision of checkpoints with matrices in 8 or 4 bits."""
     if transfer_dtype != "stored" or precision not in ("auto", "exact"):
         option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", str(precision))
         raise OptionError(
@@ -154,11 +140,7 @@ def _by_name(precision: Precision | str, dtype: torch.dtype, *, is_given: bool) 
 
 
 def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
-    """The 16-bit dtype in which products take less time; bfloat16 where they are close.
-
-    Args:
-        seconds: Returns the seconds of a matrix product in a dtype.
-    """
+    """The 16-bit dtype in which products take less time; bfloat16 where they are close."""
     bfloat, half = (seconds(dtype) for dtype in _HALVES)
     return torch.float16 if half < _FLOAT16_THRESHOLD * bfloat else torch.bfloat16
 

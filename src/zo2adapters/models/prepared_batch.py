@@ -17,11 +17,7 @@ from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
 
 
 class PreparedBatch(dict[str, torch.Tensor]):
-    """A checked batch with cached properties, so that no sweep has to wait for the device.
-
-    Args:
-        batch: The batch; a forward that needs no labels takes one without.
-    """
+    """A checked batch with cached properties, so that no sweep has to wait for the device."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -46,16 +42,7 @@ def longest_row(model: PreTrainedModel) -> int | None:
 
 
 def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot train on.
-
-    Args:
-        batch: What the model's forward takes.
-        config: The model's config.
-        longest: The largest number of tokens in a row; None: no limit.
-
-    Raises:
-        BatchError: naming the entry.
-    """
+    """Refuse a batch that the model cannot train on."""
     if "labels" not in batch:
         raise _refusal("labels", "no labels", "a (batch, tokens) tensor", "pass input_ids and labels")
     check_inputs(batch, config, longest)
@@ -64,16 +51,7 @@ def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> 
 
 
 def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot run; labels are optional.
-
-    Args:
-        batch: What the model's forward takes.
-        config: The model's config.
-        longest: The largest number of tokens in a row; None: no limit.
-
-    Raises:
-        BatchError: naming the entry.
-    """
+    """Refuse a batch that the model cannot run; labels are optional."""
     if "input_ids" not in batch:
         raise _refusal("input_ids", "no input_ids", "a (batch, tokens) tensor", "pass input_ids")
     ids = batch["input_ids"]

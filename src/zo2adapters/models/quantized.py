@@ -59,13 +59,7 @@ class EncodedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """How ``config.json`` says that a checkpoint is quantised.
-
-    Args:
-        where: Path of the file, for errors.
-        method: Name of the encoding, of ``SUFFIXES``.
-        block: Rows and columns that share a scale in ``fp8``.
-    """
+    """How ``config.json`` says that a checkpoint is quantised."""
 
     where: Path
     method: str
@@ -73,11 +67,7 @@ class Quantization:
 
     @classmethod
     def of(cls, where: Path, config: Any) -> Quantization:
-        """Read a config's ``quantization_config``.
-
-        Raises:
-            UnsupportedModelError: for an unknown quantisation.
-        """
+        """Read a config's ``quantization_config``."""
         values = config if isinstance(config, Mapping) else config.to_dict()
         method = values.get("quant_method")
         if method == "bitsandbytes" and values.get("load_in_8bit"):
@@ -97,11 +87,7 @@ class Quantization:
         )
 
     def encoded(self, entries: Mapping[str, TensorEntry]) -> dict[str, EncodedTensor]:
-        """Find the encoded matrices, by the names of their codes.
-
-        Raises:
-            CheckpointError: if a part is missing, or its size or dtype does not fit.
-        """
+        """Find the encoded matrices, by the names of their codes."""
         marks = {"int8": "SCB", "fp8": "weight_scale_inv", "nf4": NF4_STATE}
         mark = f".{marks[self.method]}"
         layers = [name.removesuffix(mark) for name in entries if name.endswith(mark)]
@@ -169,17 +155,7 @@ class Quantization:
 def without_encodings(
     entries: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype
 ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-    """A checkpoint's tensors as if none were encoded, and the encoded ones.
-
-    Args:
-        entries: The checkpoint's tensors by their names.
-        quantization: The config's quantization.
-        dtype: Dtype that encoded matrices appear in.
-
-    Raises:
-        CheckpointError: as ``Quantization.encoded``.
-        UnsupportedModelError: if nothing is encoded.
-    """
+    """A checkpoint's tensors as if none were encoded, and the encoded ones."""
     encoded = quantization.encoded(entries)
     if not encoded:
         raise UnsupportedModelError(
@@ -198,11 +174,7 @@ def without_encodings(
 def encodings_of(
     parameters: Mapping[str, Sequence[Piece]], encoded: Mapping[str, EncodedTensor]
 ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
-    """The pieces to read for all parameters, and the encodings of encoded ones.
-
-    Raises:
-        UnsupportedModelError: for a parameter that is not one whole encoded matrix, but consists of such.
-    """
+    """The pieces to read for all parameters, and the encodings of encoded ones."""
     pieces, encodings = {name: tuple(of_parameter) for name, of_parameter in parameters.items()}, dict[str, Encoding]()
     for name, of_parameter in parameters.items():
         for piece in of_parameter:

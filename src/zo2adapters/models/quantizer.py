@@ -32,23 +32,7 @@ _STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers ar
 def quantize(
     model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> list[ParameterSpec]:
-    """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
-
-    Args:
-        model: A directory with safetensors weights, or a hub id.
-        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
-        method: "int8", "nf4" or "fp8".
-        progress: Called after each parameter with the bytes that are read so far, and those of all.
-
-    Returns:
-        The layers' further matrices, such as those of a mixture's experts, which are not encoded.
-
-    Raises:
-        OptionError: for an unknown method.
-        UnsupportedModelError: if the weights are encoded already, or the layers have no linear weights.
-        CheckpointError, UnsupportedModelError: as ``open_checkpoint``.
-        OutputError: if the directory is in use or cannot be written.
-    """
+    """Write a model directory in which the layers' linear weights are encoded, and all else is copied."""
     if method not in METHODS:
         raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
     require_unused(directory)

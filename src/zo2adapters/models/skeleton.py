@@ -42,11 +42,7 @@ UNBOUNDED = Bounds()  # for trusted configs
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Uninitialised tensors are created on the meta device, computed ones (rotary tables and other buffers) as usual.
-
-    Raises:
-        OversizedError: before the bounds are exceeded.
-    """
+    """Uninitialised tensors are created on the meta device, computed ones (rotary tables and other buffers) as usual."""
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__()
@@ -133,18 +129,7 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
 def build_skeleton(
     config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM, *, bounds: Bounds = UNBOUNDED
 ) -> PreTrainedModel:
-    """Build a model whose parameters take no memory.
-
-    Args:
-        config: The checkpoint's config. Remote code is not run.
-        dtype: Dtype of the parameters, save those that transformers keeps in another one.
-        head: The model's head.
-        bounds: Limits on what the model may create.
-
-    Raises:
-        UnsupportedModelError: if the model cannot be built without its checkpoint.
-        OversizedError: if the bounds are exceeded.
-    """
+    """Build a model whose parameters take no memory."""
     where = f"model type {config.model_type}"
     with _ParametersOnMeta(bounds):
         model: PreTrainedModel = head.class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)

@@ -19,18 +19,7 @@ def whole_losses(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> list[torch.Tensor]:
-    """Compute the losses from all logits at once.
-
-    Args:
-        batches: The batch of each stream.
-        targets: Entries that only the loss reads.
-        logits: Computes logits, (rows of all streams, tokens, vocabulary), from the other entries.
-        loss_function: The Hugging Face model's loss function.
-        vocab_size: Size of the model's vocabulary.
-
-    Returns:
-        A loss for each stream, 0-d.
-    """
+    """Compute the losses from all logits at once."""
     joined = stack_rows(batches)
     assert joined is not None, "stacked batches can be joined"
     all_logits = logits(**{key: value for key, value in joined.items() if key not in targets})
@@ -49,19 +38,7 @@ def stacked_losses(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> list[torch.Tensor]:
-    """``chunked_loss`` of several streams, whose logits are made together.
-
-    Args:
-        hidden: Hidden states of all streams in order, with equal numbers of rows.
-        batches: The batch of each stream. Those with fewer labelled tokens are padded; logits of padding are not used.
-        chunk: Labelled tokens of all streams whose logits are in memory at a time.
-        logits: Computes logits from hidden states of all streams in order, with equal numbers of rows.
-        loss_function: The Hugging Face model's loss function.
-        vocab_size: Size of the model's vocabulary.
-
-    Returns:
-        A loss for each stream, 0-d.
-    """
+    """``chunked_loss`` of several streams, whose logits are made together."""
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
     counts = [len(rows) for rows, _ in predicted]

@@ -37,16 +37,7 @@ class _RefusedError(Exception):
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Convert one file.
-
-    Args:
-        request: ``source`` and ``target``, paths; ``shard``, the file's name in the index; ``assigned``, the shard of each
-            tensor that the index names.
-
-    Returns:
-        ``sizes``, the bytes of each tensor written; or ``refused``, the fields of a ``CheckpointError``; or ``unwritable``,
-        the reason why the target cannot be written.
-    """
+    """Convert one file."""
     source, target = Path(request["source"]), Path(request["target"])
     try:
         tensors = _read(source, request["shard"], request["assigned"])

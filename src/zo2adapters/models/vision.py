@@ -16,19 +16,10 @@ _KINDS = ("token_type_ids", "mm_token_type_ids")  # entries that mark the tokens
 
 
 class HFVisionModel(HFBlockModel):
-    """A Hugging Face language model that also reads images; batches may have none.
-
-    Args:
-        arguments: Positional arguments of ``HFBlockModel``.
-        options: Keyword arguments of ``HFBlockModel``.
-    """
+    """A Hugging Face language model that also reads images; batches may have none."""
 
     def embed(self, batch: Batch) -> Activations:
-        """Run the vision tower, and HF's forward up to the first layer. See the contract.
-
-        Raises:
-            BatchError: if images do not belong to the rows, or cannot be embedded.
-        """
+        """Run the vision tower, and HF's forward up to the first layer. See the contract."""
         try:
             return super().embed(batch)
         except (ZO2Error, torch.OutOfMemoryError):

@@ -84,19 +84,7 @@ def read_questions(
     options: RowOptions | None = None,
     vocabulary: int | None = None,
 ) -> Questions:
-    """Read a file of rows with ``prompt`` and ``answers``.
-
-    Args:
-        path: The file.
-        tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt with its answer; longer prompts are refused by default.
-        max_new_tokens: Most tokens of a generated answer.
-        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
-    """
+    """Read a file of rows with ``prompt`` and ``answers``."""
     options = RowOptions() if options is None else options
     most_tokens = sequence_length - max_new_tokens
     questions, dropped = [], 0
@@ -136,17 +124,7 @@ def answer(
     pad_token_id: int,
     progress: Callable[[int], object],
 ) -> AnswerScores:
-    """Generate an answer to each prompt, greedily up to the end of the line, and compare it with the right ones.
-
-    Args:
-        engine: The engine whose current weights are used.
-        model: The model that the engine was made with.
-        tokenizer: The model's tokenizer.
-        questions: The prompts with their right answers.
-        batch_size: Number of prompts in a batch.
-        pad_token_id: Token id at padded positions.
-        progress: Called with the number of prompts of each batch, once they are answered.
-    """
+    """Generate an answer to each prompt, greedily up to the end of the line, and compare it with the right ones."""
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*end_token_ids(model, tokenizer), *line_end[-1:]}
     options: dict[str, Any] = {
@@ -184,11 +162,7 @@ def evaluate_answers(
     batch_size: int,
     pad_token_id: int,
 ) -> dict[str, float]:
-    """Evaluate the current weights by the answers that they generate. See ``answer``.
-
-    Returns:
-        ``f1`` and ``exact_match``.
-    """
+    """Evaluate the current weights by the answers that they generate. See ``answer``."""
     options: dict[str, Any] = {"batch_size": batch_size, "pad_token_id": pad_token_id, "progress": lambda rows: None}
     scores = answer(engine, model, tokenizer, questions, **options)
     return {"f1": scores.f1, "exact_match": scores.exact_match}

@@ -25,16 +25,7 @@ class Rows(Protocol[Row]):
 
 
 def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Pad rows on the right into one batch.
-
-    Args:
-        rows: The rows of the batch, at least one.
-        pad_token_id: Token id at padded positions.
-
-    Returns:
-        `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (`IGNORE_INDEX` on prompts and padding), each
-        (batch, longest row), int64, on the CPU.
-    """
+    """Pad rows on the right into one batch."""
     ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_token_id)
     position = torch.arange(input_ids.shape[1])
@@ -48,20 +39,7 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
 
 
 def training_batches(dataset: Rows[Row], *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[Row]]:
-    """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the epoch only.
-
-    Args:
-        dataset: The rows; every epoch takes each of them once.
-        batch_size: Rows in a batch, at least 1.
-        seed: Any integer; no global random state is read or written.
-        first_step: Number of batches to skip, at least 0.
-
-    Returns:
-        An endless iterator over batches of exactly `batch_size` rows: a batch may span two epochs.
-
-    Raises:
-        OptionError: `batch_size` or `first_step` is out of range.
-    """
+    """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the epoch only."""
     require_whole("batch_size", batch_size, 1)
     require_whole("first_step", first_step, 0)
     epoch, skipped = divmod(first_step * batch_size, len(dataset))
@@ -71,18 +49,7 @@ def training_batches(dataset: Rows[Row], *, batch_size: int, seed: int, first_st
 
 
 def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[TokenizedRow]]:
-    """Iterate over the rows once, in file order; the last batch may be smaller.
-
-    Args:
-        dataset: The rows.
-        batch_size: Rows in a batch, at least 1.
-
-    Returns:
-        An iterator over batches.
-
-    Raises:
-        OptionError: `batch_size` is below 1.
-    """
+    """Iterate over the rows once, in file order; the last batch may be smaller."""
     require_whole("batch_size", batch_size, 1)
     return (list(dataset.rows[start : start + batch_size]) for start in range(0, len(dataset), batch_size))
 

@@ -35,30 +35,14 @@ class Parts(NamedTuple):
 
 
 def benchmark_of(name: str) -> Benchmark:
-    """Look up a benchmark by name.
-
-    Raises:
-        OptionError: if there is no such benchmark.
-    """
+    """Look up a benchmark by name."""
     if name not in BENCHMARKS:
         raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="pass one of these")
     return BENCHMARKS[name]
 
 
 def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *, seed: int) -> Parts:
-    """Read a benchmark and sample its parts.
-
-    Args:
-        benchmark: The benchmark.
-        directory: Directory with ``train.jsonl`` and ``validation.jsonl`` (or val, dev, valid), in the benchmark's own
-            format or that of ``datasets``. None downloads the rows from the hub with ``datasets``.
-        sizes: Most rows of each part. Where the training file has too few rows, a quarter of them is ``dev``.
-        seed: Seed of the sample.
-
-    Raises:
-        DataError: if a file is missing, or a row is malformed; the error gives the line.
-        MissingPackageError: if rows have to be downloaded and ``datasets`` is not installed.
-    """
+    """Read a benchmark and sample its parts."""
     training = _questions(benchmark, directory, ("train",))
     held_out = _questions(benchmark, directory, _HELD_OUT)
     count = len(training)
@@ -73,16 +57,7 @@ def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *
 
 
 def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
-    """Prefix the prompts of rows with the first training rows and their answers, for in-context learning.
-
-    Args:
-        rows: The rows to prefix.
-        train: The training rows.
-        shots: Number of training rows in a prompt.
-
-    Raises:
-        OptionError: if there are fewer training rows.
-    """
+    """Prefix the prompts of rows with the first training rows and their answers, for in-context learning."""
     if not 1 <= shots <= len(train):
         raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="pass a value in this range")
     demonstrations = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])

@@ -17,13 +17,6 @@ class Benchmark:
     """A benchmark.
 
     Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7) where MeZO has none.
-
-    Args:
-        name: Name of the benchmark.
-        hub: Path on the Hugging Face hub, and name of the configuration there.
-        questions: Converts a row in the benchmark's own format, or that of ``datasets``, to rows of ``prompt``,
-            ``candidates`` and ``answer`` or, where the model generates the answer, of ``prompt``, ``completion`` and
-            ``answers``.
     """
 
     name: str
@@ -32,19 +25,7 @@ class Benchmark:
 
 
 def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> list[dict[str, Any]]:
-    """Make a row with candidates.
-
-    Args:
-        prompt: The text before the candidates.
-        candidates: The texts to choose from.
-        answer: Index of the right candidate, or the indices of several.
-
-    Returns:
-        A list of this one row.
-
-    Raises:
-        DataError: if there are fewer than two candidates, or none is right.
-    """
+    """Make a row with candidates."""
     if len(candidates) < 2 or answer == []:
         raise DataError(
             "candidates",
@@ -56,15 +37,7 @@ def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) ->
 
 
 def label(row: Row, *names: str) -> int:
-    """Read a row's label as a number.
-
-    Args:
-        row: A row whose ``label`` is a number, a truth value, or one of the names.
-        names: The names of labels 0, 1, ...
-
-    Raises:
-        DataError: if the row has no such label; rows of hidden test sets have none.
-    """
+    """Read a row's label as a number."""
     value = row.get("label")
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"

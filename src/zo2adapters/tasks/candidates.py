@@ -83,18 +83,7 @@ def read_choices(
     options: RowOptions | None = None,
     vocabulary: int | None = None,
 ) -> Choices:
-    """Read and tokenise a file of choices. Each candidate is appended to its prompt as it is, including spaces.
-
-    Args:
-        path: The file; ``answer`` is the right candidate, or its index from 0, or a list of indices if several are right.
-        tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt with a candidate; longer ones are refused by default.
-        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
-    """
+    """Read and tokenise a file of choices. Each candidate is appended to its prompt as it is, including spaces."""
     tokenized = partial(_tokenized, tokenizer=tokenizer)
     known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
     kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())
@@ -108,21 +97,7 @@ def read_choice_rows(
     sequence_length: int,
     options: RowOptions,
 ) -> tuple[tuple[Choice, ...], int]:
-    """Read a file whose rows have a prompt and several completions.
-
-    Args:
-        path: The file.
-        tokenized: Tokenises a row, or raises DataError without the file and the line.
-        known: Refuses, at a place, tokens that the model does not have.
-        sequence_length: Most tokens of a prompt with a completion.
-        options: Columns of the rows, and what happens to rows that are too long.
-
-    Returns:
-        The rows, and the number of rows that were left out.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
-    """
+    """Read a file whose rows have a prompt and several completions."""
     kept, dropped = [], 0
     for line, row in converted_rows(path, options):
         try:

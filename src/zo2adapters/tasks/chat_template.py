@@ -26,17 +26,7 @@ _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the m
 def render_chat(
     messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False, rendered_at: str | None = None
 ) -> str:
-    """Render messages as ``tokenizer.apply_chat_template`` does.
-
-    Args:
-        messages: Messages as JSON objects.
-        tokenizer: A tokenizer with a chat template.
-        reply_follows: Whether the text ends where the assistant's reply begins.
-        rendered_at: Date and time for templates that write them, in ISO form; None: now.
-
-    Raises:
-        DataError: if the template refuses the messages or exceeds its limits; the caller adds the line.
-    """
+    """Render messages as ``tokenizer.apply_chat_template`` does."""
     try:
         plain = json.dumps(messages)
         request = {

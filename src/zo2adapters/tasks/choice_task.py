@@ -99,11 +99,7 @@ class AccuracyTask(ChoiceTask):
 
 
 class F1Task(ChoiceTask):
-    """A task for rows with candidates: 1 - F1 of the second candidate.
-
-    Raises:
-        OptionError: if rows have different numbers of candidates.
-    """
+    """A task for rows with candidates: 1 - F1 of the second candidate."""
 
     objective = ChoiceF1Error
 

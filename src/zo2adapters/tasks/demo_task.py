@@ -40,15 +40,7 @@ def source_texts(*, seed: int) -> Iterator[str]:
 
 
 def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
-    """Take the text for pre-training from the files, and leave the other files to the task.
-
-    Args:
-        files: Texts of source files; those used are taken from the iterator.
-        characters: Number of characters to take.
-
-    Raises:
-        DataError: if the files have fewer.
-    """
+    """Take the text for pre-training from the files, and leave the other files to the task."""
     texts: list[str] = []
     size = 0
     while size < characters:
@@ -61,17 +53,7 @@ def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
 
 
 def question_rows(files: Iterator[str], wanted: int, *, pairs_per_file: int, known: str) -> list[dict[str, str]]:
-    """Make rows about lines that are not in a known text, equally many for each label.
-
-    Args:
-        files: Texts of source files; those used are taken from the iterator.
-        wanted: Number of rows to make, even.
-        pairs_per_file: Most pairs of a docstring's line and a statement from one file, so that no file dominates.
-        known: Text whose lines are left out.
-
-    Raises:
-        DataError: if the files have too few lines.
-    """
+    """Make rows about lines that are not in a known text, equally many for each label."""
     rows: list[dict[str, str]] = []
     taken: set[str] = set()
     for text in files:

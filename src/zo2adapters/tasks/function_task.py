@@ -22,11 +22,7 @@ from zo2core.io.durable import open_regular
 
 
 class FunctionTask(LanguageModelling):
-    """A task for rows of text with a function of model and batch as objective. See ``Task``.
-
-    Raises:
-        OptionError: if the function cannot be imported.
-    """
+    """A task for rows of text with a function of model and batch as objective. See ``Task``."""
 
     def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
@@ -55,9 +51,6 @@ def user_function(name: str) -> Any:
 
     The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which no digest of the
     source covers.
-
-    Raises:
-        OptionError: if the function cannot be imported.
     """
     path, _, function = name.rpartition(":")
     try:

@@ -26,17 +26,7 @@ class Continued(NamedTuple):
 
 
 class GeneratedTask(LanguageModelling):
-    """A task for rows with prompts. See ``Task``.
-
-    Args:
-        model: The model to train.
-        rows: The rows to train on.
-        options: The task's options.
-        ends: Token ids that end a continuation.
-
-    Raises:
-        OptionError: if a row has no prompt.
-    """
+    """A task for rows with prompts. See ``Task``."""
 
     def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions, *, ends: Sequence[int] = ()) -> None:
         super().__init__(model, rows, options)
@@ -70,11 +60,7 @@ class GeneratedTask(LanguageModelling):
         return engine.tell([math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts])
 
     def _evaluated(self, engine: Engine, rows: Dataset) -> tuple[list[range], list[Continued]]:
-        """Continue this worker's part of the rows with the present weights.
-
-        Returns:
-            The parts of all workers, and this worker's rows in order.
-        """
+        """Continue this worker's part of the rows with the present weights."""
         size = self._options.batch_size
         parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         own = [rows[index] for number, part in enumerate(parts) if is_own_shard(engine, number) for index in part]

@@ -38,16 +38,7 @@ class GenerationPlan(NamedTuple):
 def plan_generation(
     config: PretrainedConfig, *, evaluations: int, rows: int, prompt_tokens: int, new_tokens: int, allowed: int | None
 ) -> GenerationPlan:
-    """Choose how many rows run at a time: as many as memory takes, and then as many prompts in one batch as it takes.
-
-    Args:
-        config: The model's config.
-        evaluations: Evaluations at which all rows are generated, in one batch.
-        rows: Rows of each evaluation.
-        prompt_tokens: Tokens of the longest prompt.
-        new_tokens: Most tokens of a continuation.
-        allowed: Bytes for keys and values and activations; None: without limit. One row of each runs in any case.
-    """
+    """Choose how many rows run at a time: as many as memory takes, and then as many prompts in one batch as it takes."""
     of_place = evaluations * cache_bytes(config, 1, prompt_tokens + new_tokens)
     of_place += expected_held_bytes(config, evaluations, prompt_tokens)
     plans = []
@@ -92,20 +83,6 @@ class Generation:
     """Continues prompts at several evaluations of a step together, or with the present weights.
 
     All rows of all evaluations advance one token a sweep. Low-rank evaluations run as one batch.
-
-    Args:
-        engine: The engine whose weights are used.
-        model: The model that the engine was made with.
-        max_new_tokens: Most tokens of a continuation.
-        sampling: How tokens are sampled; None takes the likeliest token.
-        eos_token_ids: Token ids that end a continuation.
-        pad_token_id: Token id at padded positions.
-        evaluations: Evaluations from the engine's ``ask`` whose perturbed weights are used, in its order; None instead of
-            an evaluation uses the weights without a perturbation.
-        allowed: Bytes for keys and values and activations; None: all rows run at a time.
-
-    Raises:
-        UnsupportedModelError: if the model's forward takes no cache.
     """
 
     def __init__(
@@ -135,20 +112,7 @@ class Generation:
         self._evaluations, self._allowed = evaluations, allowed
 
     def sweeps(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Token]]:
-        """Continue prompts, which are padded on the left to the length of those that start with them.
-
-        Args:
-            prompts: Token ids of each prompt, at least one.
-
-        Yields:
-            The tokens of each sweep, of the rows that have not ended.
-
-        Raises:
-            BatchError: if a prompt is empty, or has a token that is not in the model's vocabulary.
-            OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation exceed the model's longest
-                sequence.
-            NonFiniteLossError: if logits are not finite.
-        """
+        """Continue prompts, which are padded on the left to the length of those that start with them."""
         require_lengths(self._model, prompts, self._most)
         plan = plan_generation(
             self._model.config,
@@ -224,11 +188,7 @@ class Generation:
         return most > 0
 
     def continuations(self, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """Continue prompts to their ends. See ``sweeps``.
-
-        Returns:
-            For each evaluation, the token ids of each prompt's continuation, with the token that ended it.
-        """
+        """Continue prompts to their ends. See ``sweeps``."""
         continued: list[list[list[int]]] = [[[] for _ in prompts] for _ in self._evaluations]
         for tokens in self.sweeps(prompts):
             for token in tokens:
@@ -283,11 +243,7 @@ def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[t
 
 
 def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts and lengths of continuations that the model does not support.
-
-    Raises:
-        BatchError, OptionError: as ``generate`` does.
-    """
+    """Refuse prompts and lengths of continuations that the model does not support."""
     if not prompts:
         raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass a prompt")
     vocabulary = model.config.get_text_config().vocab_size

@@ -17,11 +17,7 @@ from zo2core import Batch, Engine, StepResult
 
 
 class LabelTask(Task):
-    """A task for texts with labels, with the model's own loss and the padding token of its config. See ``Task``.
-
-    Raises:
-        OptionError: if the config has no padding token.
-    """
+    """A task for texts with labels, with the model's own loss and the padding token of its config. See ``Task``."""
 
     def __init__(self, model: HFBlockModel, rows: LabelledRows, options: TaskOptions) -> None:
         self._model, self._pad = model, padding_of(model.config)
@@ -43,18 +39,7 @@ class LabelTask(Task):
 def evaluate_labels(
     engine: Engine, model: HFBlockModel, rows: LabelledRows, *, batch_size: int, pad: int
 ) -> dict[str, float]:
-    """Evaluate the current weights on texts with labels.
-
-    Args:
-        engine: Engine whose current weights are evaluated.
-        model: The model that the runner was made with.
-        rows: The rows to evaluate on.
-        batch_size: Number of rows in a batch.
-        pad: Token id at padded positions, from ``padding_of``.
-
-    Returns:
-        ``loss``, the mean over rows; where rows have a class also ``accuracy``, the share whose likeliest class is right.
-    """
+    """Evaluate the current weights on texts with labels."""
     outputs = evaluated_batches(engine, model, rows, batch_size=batch_size, pad=pad)
     losses, right, _ = zip(*outputs, strict=True)
     means = [math.fsum(values) / len(rows) for values in (losses, right)]
@@ -70,19 +55,7 @@ def evaluated_batches(
     pad: int,
     progress: Callable[[int], object] = lambda rows: None,
 ) -> list[tuple[float, float, int]]:
-    """Evaluate the current weights on texts with labels, batch by batch.
-
-    Args:
-        engine: Engine whose current weights are evaluated.
-        model: The model that the runner was made with.
-        rows: The rows to evaluate on.
-        batch_size: Number of rows in a batch.
-        pad: Token id at padded positions, from ``padding_of``.
-        progress: Called with the number of rows of each batch.
-
-    Returns:
-        For each batch the sum of its rows' losses, how many rows' likeliest class is right, and its number of rows.
-    """
+    """Evaluate the current weights on texts with labels, batch by batch."""
     groups = [rows.rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
     def batches() -> Iterator[Batch]:

@@ -60,21 +60,7 @@ def read_labelled_rows(
     options: RowOptions | None = None,
     vocabulary: int | None = None,
 ) -> LabelledRows:
-    """Read and tokenise a file of texts with labels.
-
-    Args:
-        path: The file. A row has ``text``, for pairs of texts also ``text_pair``, and ``label``: the index of a class, or
-            its name in the config's ``label2id``; a number if ``num_labels`` is 1; a number for each class if
-            ``problem_type`` is "regression" or "multi_label_classification".
-        tokenizer: The model's tokenizer.
-        config: The model's config.
-        sequence_length: Most tokens of a row; longer rows lose their end by default.
-        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed; the error gives the line.
-    """
+    """Read and tokenise a file of texts with labels."""
     options = RowOptions() if options is None else options
     rows, truncated, dropped = [], 0, 0
     for line, row in converted_rows(path, options, takes_labels=True):
@@ -109,16 +95,7 @@ def read_labelled_rows(
 
 
 def labelled_batch(rows: Sequence[LabelledRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Pad rows on the right into one batch.
-
-    Args:
-        rows: Rows of the batch, at least one.
-        pad_token_id: Token id at padded positions.
-
-    Returns:
-        ``input_ids``, ``attention_mask`` and, if the rows have them, ``token_type_ids``, each (batch, longest row), int64;
-        ``labels``, (batch,), int64 for classes or float32 for numbers, or (batch, classes), float32.
-    """
+    """Pad rows on the right into one batch."""
 
     def padded(values: Sequence[array[int]], padding: int) -> torch.Tensor:
         tensors = [torch.tensor(row, dtype=torch.int64) for row in values]
@@ -136,11 +113,7 @@ def labelled_batch(rows: Sequence[LabelledRow], *, pad_token_id: int) -> dict[st
 
 
 def padding_of(config: PretrainedConfig) -> int:
-    """The config's padding token, by which a decoder that classifies finds the last token of a row.
-
-    Raises:
-        OptionError: if the config has none, or one that is not in the vocabulary.
-    """
+    """The config's padding token, by which a decoder that classifies finds the last token of a row."""
     pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
     if pad is None or not 0 <= pad < vocabulary:
         raise OptionError(

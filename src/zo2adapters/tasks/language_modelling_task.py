@@ -44,16 +44,7 @@ def evaluate_dataset(
     packed: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> EvaluationResult:
-    """Evaluate the current weights on a whole data set, in file order.
-
-    Args:
-        engine: The engine whose current weights are evaluated.
-        dataset: The rows to evaluate on.
-        batch_size: Number of rows in a batch.
-        pad: Token id at padded positions.
-        packed: Whether the rows of a batch are concatenated instead of padded.
-        progress: Called with the number of rows of each batch.
-    """
+    """Evaluate the current weights on a whole data set, in file order."""
 
     def batches() -> Iterator[Batch]:
         for rows in evaluation_batches(dataset, batch_size=batch_size):

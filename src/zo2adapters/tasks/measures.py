@@ -54,15 +54,7 @@ def units_of(rows: EvaluationRows) -> tuple[int, str]:
 
 
 def measured(engine: Engine, model: HFBlockModel, rows: EvaluationRows, tokenizer: Any, options: Measuring) -> Evaluated:
-    """Evaluate the current weights on rows of any format.
-
-    Args:
-        engine: Engine whose current weights are evaluated.
-        model: The model that the runner was made with.
-        rows: The rows, other than preferences.
-        tokenizer: The model's tokenizer.
-        options: How they are evaluated.
-    """
+    """Evaluate the current weights on rows of any format."""
     if isinstance(rows, LabelledRows):
         return _labels(engine, model, rows, options)
     pad = pad_token_id(tokenizer)
@@ -86,13 +78,6 @@ def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | N
     """The standard error of a mean ``sum(sums) / sum(weights)`` of independent groups of rows.
 
     It is that of a ratio estimator; with a weight of 1 for each row, the usual one of a mean.
-
-    Args:
-        sums: Sum of the values of each group.
-        weights: Number of values in each group.
-
-    Returns:
-        The standard error; None for fewer than two groups, or if a sum is not finite.
     """
     count, total = len(sums), math.fsum(weights)
     if count < 2 or not all(map(math.isfinite, sums)):

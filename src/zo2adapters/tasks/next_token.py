@@ -65,11 +65,7 @@ class Sampling:
 
 
 def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
-    """How options sample tokens; None takes the likeliest token.
-
-    Raises:
-        OptionError: if a number is out of its range, or ``top_p`` has no effect.
-    """
+    """How options sample tokens; None takes the likeliest token."""
     require_whole("seed", seed, -LARGEST, LARGEST)
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
@@ -89,10 +85,6 @@ class NextToken:
     A batch is a stream. It has the tokens, masks and positions of the model's inputs, and ``STREAM``, by which its keys and
     values are found; to sample it has ``DRAW``. Low-rank evaluations run as one batch, and their keys and values are
     together.
-
-    Args:
-        model: The model that runs.
-        sampling: How tokens are sampled; None takes the likeliest token.
     """
 
     def __init__(self, model: HFBlockModel, sampling: Sampling | None = None) -> None:
@@ -104,11 +96,7 @@ class NextToken:
         self.held_bytes = model.held_bytes  # without the caches, which outlive a batch
 
     def prepared(self, batch: Batch) -> Batch:
-        """Return the batch unchanged, after a check that the model takes transformers' cache.
-
-        Raises:
-            UnsupportedModelError: if the model's forward needs a cache of another class.
-        """
+        """Return the batch unchanged, after a check that the model takes transformers' cache."""
         if not self._takes_cache:
             self._require_common_cache(batch["input_ids"][:1, :1])
             self._takes_cache = True
@@ -140,11 +128,7 @@ class NextToken:
         return self._model.prologue(**inputs, past_key_values=self.caches[streams], use_cache=True)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Choose each row's next token: (rows,), int64.
-
-        Raises:
-            NonFiniteLossError: if a row has no finite largest logit.
-        """
+        """Choose each row's next token: (rows,), int64."""
         logits = self._model.logits(self._model.by_token(activations.hidden)[:, -1]).float()
         largest, tokens = logits.max(dim=-1)  # NaN if any logit is
         if not bool(largest.isfinite().all()):
@@ -158,13 +142,7 @@ class NextToken:
         return list(torch.split(self.head(self.stacked(batches), activations), len(batches[0]["input_ids"])))
 
     def keep(self, streams: Sequence[int], rows: int, kept: Sequence[torch.Tensor]) -> None:
-        """Drop the keys and values of all rows but some.
-
-        Args:
-            streams: Streams that run together.
-            rows: Rows of each stream so far.
-            kept: Indices of each stream's rows to keep, in equal numbers.
-        """
+        """Drop the keys and values of all rows but some."""
         indices = dict(zip(streams, kept, strict=True))
         for key, cache in self.caches.items():
             if key[0] in indices:

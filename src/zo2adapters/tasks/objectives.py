@@ -114,11 +114,7 @@ def preference_batch(
 
 
 class ChoiceObjective(ABC):
-    """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``.
-
-    Args:
-        model: The model that scores the candidates.
-    """
+    """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``."""
 
     def __init__(self, model: HFBlockModel) -> None:
         self._rows = LogLikelihood(model)
@@ -140,15 +136,7 @@ class ChoiceObjective(ABC):
         return self._rows.head(batch, activations) / predicted(batch["labels"]).sum(dim=1)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Split a batch between prompts into micro-batches. See the contract.
-
-        Args:
-            batch: A batch of ``choice_batch``.
-            rows: Most rows of a micro-batch, unless one prompt has more; None leaves the batch whole.
-
-        Raises:
-            BatchError: if the batch is not one of ``choice_batch``.
-        """
+        """Split a batch between prompts into micro-batches. See the contract."""
         if not {PROMPT, ANSWER, "labels"} <= batch.keys():
             raise _refusal(f"the keys {', '.join(batch)}", f"also {PROMPT} and {ANSWER}")
         if {len(value) for value in batch.values()} != {len(batch[PROMPT])}:

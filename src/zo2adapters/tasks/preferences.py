@@ -33,19 +33,7 @@ def read_preferences(
     options: RowOptions | None = None,
     vocabulary: int | None = None,
 ) -> Preferences:
-    """Read and tokenise a file of preferences.
-
-    Args:
-        path: The file. The three values of a row are strings, or lists of messages. Completions get an EOS as in
-            ``read_dataset``.
-        tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt with a completion; longer ones are refused by default.
-        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
-    """
+    """Read and tokenise a file of preferences."""
     tokenized = partial(_tokenized, tokenizer=tokenizer, options=options or RowOptions())
     known = partial(require_known, tokenizer=tokenizer, vocabulary=vocabulary)
     kept, dropped = read_choice_rows(path, tokenized, known, sequence_length, options or RowOptions())

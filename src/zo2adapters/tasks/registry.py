@@ -74,29 +74,12 @@ def function_file(objective: str) -> Path | None:
 
 
 def is_differentiable(objective: str, rows: RowFormat) -> bool:
-    """Whether an objective for rows of a format has a gradient.
-
-    Args:
-        objective: Name of a task, or ``auto``.
-        rows: Format of the rows.
-
-    Raises:
-        OptionError: if there is no such task.
-    """
+    """Whether an objective for rows of a format has a gradient."""
     return _find(objective, rows).has_gradient
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
-    """Make the task that the options name.
-
-    Args:
-        model: The model to train.
-        rows: The rows to train on.
-        options: The task's options; their objective is the name of a task.
-
-    Raises:
-        OptionError: if there is no such task, it takes rows of another format, or it does not support an option.
-    """
+    """Make the task that the options name."""
     entry = _find(options.objective, rows.format)
     for option in ("pack", "beta", "per_row", "rewards"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
@@ -130,17 +113,6 @@ def make_evaluation(
 
     A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates
     and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
-
-    Args:
-        task: The task of the run.
-        model: The model that the run trains.
-        rows: The rows to train on.
-        evaluation: The rows to evaluate on.
-        options: The task's options.
-        tokenizer: The model's tokenizer.
-
-    Raises:
-        OptionError: if the run cannot be evaluated on rows of this format.
     """
     if evaluation.format is rows.format:
         return lambda engine: task.evaluate(engine, evaluation)

@@ -46,11 +46,7 @@ class RewardOptions:
         return self.max_new_tokens if self.reward else None
 
     def require_valid(self) -> None:
-        """Check the options.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the options."""
         if not self.names:
             for option, value in vars(RewardOptions()).items():
                 if getattr(self, option) != value:

@@ -70,16 +70,7 @@ READY: dict[str, Reward] = {
 
 
 def answer(request: dict[str, Any]) -> list[float | str]:
-    """Compute a reward for several completions.
-
-    Args:
-        request: ``name`` of a ready reward or function; ``file``, the path of its file, and ``source``, its text, or None;
-            ``calls``, each [prompt, completion, row]; ``seconds``, the most that a call may take; and ``start_seconds``,
-            the most that running the file may take. Without calls the file is run, unless an earlier request did.
-
-    Returns:
-        The reward of each call; up to the first call that has none, for which it is a text that says why.
-    """
+    """Compute a reward for several completions."""
     reward = READY[request["name"]] if request["file"] is None else _function(**request)
     values: list[float | str] = []
     for call in request["calls"]:

@@ -43,14 +43,6 @@ class RewardTask(GeneratedTask):
 
     *Drift* says how far the model has moved from its base: by how many nats a token what the base wrote has become less
     likely, for the first rows to train on. It estimates the divergence of the model from the base.
-
-    Args:
-        model: The model to train.
-        rows: The rows to train on.
-        options: The task's options, with rewards and the tokenizer.
-
-    Raises:
-        OptionError: if a row has no prompt, a prompt leaves no room for a completion, or a reward cannot be read.
     """
 
     def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions) -> None:
@@ -113,12 +105,7 @@ class RewardTask(GeneratedTask):
         return list(sums.tolist())
 
     def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
-        """Take a step. See ``GeneratedTask``.
-
-        Raises:
-            DataError: if a reward fails.
-            DivergenceError: if the drift exceeds its limit; the step is not taken.
-        """
+        """Take a step. See ``GeneratedTask``."""
         drift = {"drift": self.drift(engine)} if engine.version % _DRIFT_EVERY == 0 else {}
         most = self._settings.max_drift
         if most is not None and drift.get("drift", 0.0) > most:

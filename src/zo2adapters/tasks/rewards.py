@@ -30,11 +30,7 @@ class RewardName(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> RewardName:
-        """Parse a reward of the command line.
-
-        Raises:
-            OptionError: if there is no such ready reward, or the weight is not a finite number.
-        """
+        """Parse a reward of the command line."""
         name, separator, weight = text.rpartition("=")
         if not separator:
             name, weight = text, "1"
@@ -73,19 +69,7 @@ class Completion(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a run. The child process starts with the first completions.
-
-    Args:
-        names: The rewards, at least one; their weighted sum counts.
-        seconds: Most seconds of a call.
-        memory: Most bytes that the process may take beside what it has.
-        start_seconds: Seconds in which the process may run a file and import packages. A call in C, which nothing can
-            interrupt, is ended after this time and that of all calls of its request, or twice as long if it only waits.
-
-    Raises:
-        OptionError: if a file cannot be read.
-        MissingPackageError: if a reward needs a package that is not installed.
-    """
+    """The rewards of a run. The child process starts with the first completions."""
 
     def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int, start_seconds: float = 60.0) -> None:
         if any(name.file is None and name.name == "json-schema" for name in names):
@@ -102,11 +86,7 @@ class Rewards:
         return [[n.name, n.weight, None if s is None else hashlib.sha256(s.encode()).hexdigest()] for n, s in pairs]
 
     def start(self) -> None:
-        """Run the files of functions in the child process, so that they are known to run before anything is generated.
-
-        Raises:
-            OptionError: naming the file, if it raises an error, takes too long or too much memory, or has no such function.
-        """
+        """Run the files of functions in the child process, so that they are known to run before anything is generated."""
         for index, name in enumerate(self.names):
             if name.file is None:
                 continue
@@ -121,19 +101,7 @@ class Rewards:
                 ) from error
 
     def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
-        """Compute the rewards of completions.
-
-        Args:
-            completions: The completions.
-            option: The option that named the file of their rows.
-
-        Returns:
-            For each reward, its value for each completion, without its weight.
-
-        Raises:
-            DataError: naming the reward and the row, if a reward fails, takes too long or too much memory, or is no number
-                or too large a one.
-        """
+        """Compute the rewards of completions."""
         starts = range(0, len(completions), _CALLS)
         return [
             [value for start in starts for value in self._values(index, completions[start:][:_CALLS], option)]
@@ -192,11 +160,7 @@ class Rewards:
 
 
 def _source(path: Path, function: str) -> str:
-    """The text of a file, which is not run here, with a function of this name.
-
-    Raises:
-        OptionError: if the file cannot be read, is not Python, or does not define the name.
-    """
+    """The text of a file, which is not run here, with a function of this name."""
     try:
         with open_regular(path) as file:
             source = str(file.read().decode())

@@ -25,28 +25,12 @@ MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an eval
 
 
 def format_of(path: Path, options: RowOptions | None = None) -> RowFormat:
-    """Recognise the format of a file by its first row.
-
-    Args:
-        path: Data file for a causal language model.
-        options: Columns of the rows; None: the defaults.
-
-    Raises:
-        DataError: if the file cannot be read, its first row is not an object, or it lacks a column.
-    """
+    """Recognise the format of a file by its first row."""
     return RowFormat.of(next((row for _, row in converted_rows(path, options or RowOptions())), {}))
 
 
 def with_labels(options: RowOptions, path: Path) -> RowOptions:
-    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels.
-
-    Args:
-        options: Columns of the rows.
-        path: The file to train on.
-
-    Raises:
-        DataError: if the file cannot be read, or all rows have the same label.
-    """
+    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
     if options.labels:
         return options
     labels = options.labels_in(row for _, row in parsed_rows(path))
@@ -61,16 +45,7 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
 
 
 def split_rows(rows: Rows, share: float, *, seed: int) -> tuple[Rows, Rows]:
-    """Split rows into those to train on and those to evaluate on, each in file order.
-
-    Args:
-        rows: All rows of a file.
-        share: Share of the rows to evaluate on; at least one row is, and one is not.
-        seed: Seed that chooses the rows; the choice depends on it and on the number of rows alone.
-
-    Raises:
-        OptionError: if there is one row only.
-    """
+    """Split rows into those to train on and those to evaluate on, each in file order."""
     count = len(rows)
     if count < 2:
         raise OptionError("eval_split", found="1 row", expected="at least 2", remedy="leave it out, or add rows")
@@ -94,20 +69,7 @@ def read_rows(
     keeps_sources: bool = False,
     vocabulary: int | None = None,
 ) -> Rows:
-    """Read and tokenise a file of rows of any format that can be trained on.
-
-    Args:
-        path: The file.
-        tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a row.
-        labelled_for: Config of a model that takes texts with labels; None for a causal language model.
-        options: Columns of the rows, with their labels, and what happens to rows that are too long; None: the defaults.
-        keeps_sources: Whether rows of text are kept as JSON as well.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed.
-    """
+    """Read and tokenise a file of rows of any format that can be trained on."""
     options = RowOptions() if options is None else options
     reading: Any = {"sequence_length": sequence_length, "options": options, "vocabulary": vocabulary}
     if labelled_for is not None:
@@ -142,10 +104,6 @@ class DataFiles(NamedTuple):
         """Read and tokenise the rows to train on, and those to evaluate on. See ``read_rows``.
 
         Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
-
-        Raises:
-            DataError: if a file cannot be read, or a row is malformed.
-            OptionError: if there is no row to evaluate on.
         """
         options = with_labels(self.options, self.data) if labelled_for is None else self.options
         reading: Any = {"sequence_length": sequence_length, "labelled_for": labelled_for, "options": options}

@@ -33,11 +33,7 @@ class RowFormat(Enum):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowFormat:
-        """Recognise the format of a row for a causal language model by its keys.
-
-        Args:
-            row: A JSON object of a file.
-        """
+        """Recognise the format of a row for a causal language model by its keys."""
         formats = {"candidates": cls.CANDIDATES, "chosen": cls.PREFERENCES, "answers": cls.ANSWERS}
         return next((known for key, known in formats.items() if key in row), cls.TEXT)
 
@@ -73,14 +69,7 @@ class RowOptions:
     """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default those of the run's start."""
 
     def require_valid(self, *, takes_labels: bool = False) -> None:
-        """Check the template and the labels.
-
-        Args:
-            takes_labels: Whether the model classifies texts, whose labels are in its config.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Check the template and the labels."""
         if self.prompt_template is not None:
             self._require_template(self.prompt_template)
             if self.prompt_column is not None:
@@ -136,15 +125,7 @@ class RowOptions:
         return {key: column for key, column in given if column is not None}
 
     def converted(self, row: Mapping[str, Any], *, takes_labels: bool = False) -> dict[str, Any]:
-        """Convert a row of a data file to the keys of a row format.
-
-        Args:
-            row: Values by column.
-            takes_labels: Whether rows are texts with labels for a model that classifies: the template then makes the text.
-
-        Raises:
-            DataError: naming the column that a row lacks; the caller adds file and row.
-        """
+        """Convert a row of a data file to the keys of a row format."""
         columns, template = self._columns, self.prompt_template
         keys = {column: key for key, column in columns.items()}
         row = {column: _read(keys.get(column, column), value) for column, value in row.items()}
@@ -219,11 +200,7 @@ class RowOptions:
         return next((self.labels.index(text) for text in texts if text in self.labels), None)
 
     def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The different labels of prompts, sorted; empty if the rows are not prompts with labels.
-
-        Args:
-            rows: All rows of a file, before they are converted.
-        """
+        """The different labels of prompts, sorted; empty if the rows are not prompts with labels."""
         prompt, completion, label = (getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label"))
         other = {
             "candidates",
@@ -284,11 +261,7 @@ def _are_messages(values: Sequence[Any]) -> bool:
 
 
 def empty_label(column: str) -> DataError:
-    """The error of a row without a label; the caller adds file and row.
-
-    Args:
-        column: The column of labels.
-    """
+    """The error of a row without a label; the caller adds file and row."""
     return DataError(
         "row",
         found=f"that the column {column!r} is empty",

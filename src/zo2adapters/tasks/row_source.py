@@ -56,16 +56,6 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
     ``.parquet`` is read with pyarrow, a directory with the package ``datasets``, and every other file is JSONL. A path that
     does not exist and has a colon is a split: ``DIRECTORY:split``, or ``name:split`` or ``name:configuration:split`` of the
     hub.
-
-    Args:
-        path: The file. Text is UTF-8, with or without byte order mark; blank lines of JSONL are skipped.
-
-    Yields:
-        The line of a JSONL file, or the number of the row in other files, both from 1; and the row.
-
-    Raises:
-        DataError: if the file cannot be read, a row is not an object, or there is no row.
-        MissingPackageError: if the package that reads the file is not installed.
     """
     number, empty = 0, True
     try:
@@ -84,13 +74,7 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
 
 
 def at_row(error: DataError, path: str | os.PathLike[str], number: int) -> DataError:
-    """The same error with the file and the row.
-
-    Args:
-        error: An error of a row.
-        path: The data file.
-        number: What ``parsed_rows`` yielded with the row.
-    """
+    """The same error with the file and the row."""
     return DataError(location(path, number), found=error.found, expected=error.expected, remedy=error.remedy)
 
 
@@ -106,12 +90,7 @@ class _RowError(DataError):
 
 
 def error_row(error: DataError, before: int) -> int:
-    """The number of the row that an error is about.
-
-    Args:
-        error: The error.
-        before: Number of the last row that was read.
-    """
+    """The number of the row that an error is about."""
     return error.number if isinstance(error, _RowError) else before + 1
 
 
@@ -128,12 +107,7 @@ def saved_path(path: Path) -> str:
 
 
 def data_sha256(path: Path) -> str:
-    """SHA-256 of a data file's bytes; of the names and bytes of all files in a directory; or of the rows from the hub.
-
-    Raises:
-        DataError: if it cannot be read.
-        MissingPackageError: if a dataset of the hub is named and ``datasets`` is not installed.
-    """
+    """SHA-256 of a data file's bytes; of the names and bytes of all files in a directory; or of the rows from the hub."""
     dataset = _dataset(path)
     try:
         if dataset is None:

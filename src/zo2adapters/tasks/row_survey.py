@@ -53,17 +53,7 @@ class Survey(NamedTuple):
 
 
 def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
-    """Look at all rows of a data file.
-
-    Args:
-        path: The file.
-        options: Columns that the user has named. If they are prompts alone, or completions or labels alone, the other
-            column is chosen.
-        takes_labels: Whether the model classifies texts.
-
-    Raises:
-        DataError: if the file cannot be read, or its columns do not say what to train on.
-    """
+    """Look at all rows of a data file."""
     numbered = list(parsed_rows(path))
     rows = [row for _, row in numbered]
     chosen = options if takes_labels else _completed(path, rows, options)
@@ -130,22 +120,14 @@ def _longest(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
 
 
 def _require_labels(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]], column: str) -> None:
-    """Refuse rows whose label is empty.
-
-    Raises:
-        DataError: naming the first one.
-    """
+    """Refuse rows whose label is empty."""
     for number, row in rows:
         if not str(row.get(column, "")).strip():
             raise at_row(empty_label(column), path, number)
 
 
 def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
-    """The options with the columns that the rows seem to have.
-
-    Raises:
-        DataError: if the rows have none of the known keys, and no columns that look like texts and labels.
-    """
+    """The options with the columns that the rows seem to have."""
     columns = list(rows[0])
     if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
         return options

@@ -124,21 +124,6 @@ def read_dataset(
     A row has ``text``, with loss on every token; or ``messages``, with loss on the assistant's answers or on every token; or
     ``prompt`` and ``completion``, two strings or two lists of messages, with loss on the completion. Other keys are ignored.
     The tokenizer's EOS is appended to strings that do not end with it; the chat template ends conversations.
-
-    Args:
-        path: The file. See ``parsed_rows``.
-        tokenizer: The model's tokenizer; rows of messages need one with a chat template.
-        sequence_length: Most tokens of a row, at least 2; longer rows lose their end by default.
-        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
-        keeps_sources: Whether each row is kept as JSON as well. Rows then need no completion.
-        vocabulary: Rows of the model's embedding, which every token id is below; None: this is not checked.
-
-    Returns:
-        The tokenised rows, with the number of rows that were shortened or left out.
-
-    Raises:
-        DataError: if the file cannot be read, or a row is malformed or has no token to predict.
-        OptionError: if ``sequence_length`` is below 2.
     """
     require_whole("sequence_length", sequence_length, 2)
     options = RowOptions() if options is None else options
@@ -174,11 +159,7 @@ def read_dataset(
 def converted_rows(
     path: str | os.PathLike[str], options: RowOptions, *, takes_labels: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read a data file's rows, with the keys of a row format. See ``parsed_rows`` and ``RowOptions.converted``.
-
-    Raises:
-        DataError: if the file cannot be read, or a row lacks a column.
-    """
+    """Read a data file's rows, with the keys of a row format. See ``parsed_rows`` and ``RowOptions.converted``."""
     for line, row in parsed_rows(path):
         try:
             yield line, options.converted(row, takes_labels=takes_labels)
@@ -187,11 +168,7 @@ def converted_rows(
 
 
 def require_known(where: str, ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> None:
-    """Refuse a token that the model's embedding does not have.
-
-    Raises:
-        DataError: naming the token.
-    """
+    """Refuse a token that the model's embedding does not have."""
     if vocabulary is not None and (largest := max(ids, default=0)) >= vocabulary:
         raise DataError(
             where,
@@ -202,11 +179,7 @@ def require_known(where: str, ids: Iterable[int], tokenizer: PreTrainedTokenizer
 
 
 def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence_length: int) -> None:
-    """Refuse a file of which no row was short enough.
-
-    Raises:
-        DataError: if there is no row.
-    """
+    """Refuse a file of which no row was short enough."""
     if not kept:
         raise DataError(
             path,
@@ -217,17 +190,7 @@ def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence
 
 
 def is_dropped(where: str, tokens: int, sequence_length: int, options: RowOptions) -> bool:
-    """Whether a row that cannot be cut is left out.
-
-    Args:
-        where: File and row, for the error.
-        tokens: Number of tokens of the row.
-        sequence_length: Most tokens of a row.
-        options: What happens to longer rows.
-
-    Raises:
-        DataError: if longer rows are to be cut.
-    """
+    """Whether a row that cannot be cut is left out."""
     if tokens <= sequence_length or options.too_long != "cut":
         return tokens > sequence_length and options.too_long == "drop"
     raise DataError(
@@ -261,11 +224,7 @@ def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
 
 
 def completion_ids(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Tokenise a prompt and its completion, without appending an EOS.
-
-    Returns:
-        Token ids of both together, and the number of those that belong to the prompt.
-    """
+    """Tokenise a prompt and its completion, without appending an EOS."""
     whole = _text_ids(prompt + completion, tokenizer, append_eos=False)
     return whole, _prompt_length(_text_ids(prompt, tokenizer, append_eos=False), whole)
 
@@ -276,14 +235,7 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
 
 
 def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> tuple[list[int], int]:
-    """Tokenise a row as ``read_dataset`` does, with loss on every token of messages.
-
-    Returns:
-        Token ids, and the number of those that belong to the prompt.
-
-    Raises:
-        DataError: if the row is malformed.
-    """
+    """Tokenise a row as ``read_dataset`` does, with loss on every token of messages."""
     ids, prompt, _ = _tokenized(row, tokenizer, replace(options, train_on="all"))
     return ids, prompt
 

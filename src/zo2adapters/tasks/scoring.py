@@ -43,11 +43,7 @@ class Scored(NamedTuple):
 
 
 class LogLikelihood:
-    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead of a loss.
-
-    Args:
-        model: The model that runs.
-    """
+    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead of a loss."""
 
     def __init__(self, model: HFBlockModel) -> None:
         self._model = model

@@ -9,27 +9,12 @@ from zo2core import Engine
 
 
 def is_own_shard(engine: Engine, number: int) -> bool:
-    """Whether a group of rows belongs to this worker.
-
-    Args:
-        engine: The engine with the workers.
-        number: Index of the group.
-    """
+    """Whether a group of rows belongs to this worker."""
     return number % engine.workers.size == engine.workers.rank
 
 
 def gather_in_order(engine: Engine, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
-    """Gather the results of all workers' groups, in the order of the groups.
-
-    Args:
-        engine: The engine with the workers.
-        values: The results of this worker's groups, concatenated.
-        counts: Number of results of each group of all workers.
-        rows: The rows of all groups; their ``repr`` has to be the same on all workers.
-
-    Raises:
-        WorkerError: if another worker has other rows, or does not answer.
-    """
+    """Gather the results of all workers' groups, in the order of the groups."""
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
     remaining = iter(values)
     own = [[next(remaining) for _ in range(count)] for number, count in enumerate(counts) if is_own_shard(engine, number)]

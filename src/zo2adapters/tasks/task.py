@@ -45,10 +45,6 @@ class Task(Protocol):
         """Compute what the task needs from the base model, before the first step of a new or resumed run.
 
         The default needs nothing, and calls neither argument.
-
-        Args:
-            open_base: Opens a runner of the base model, without the run's steps.
-            rows_to_come: Lists the rows of all remaining steps and evaluations.
         """
 
     def measured(self) -> Mapping[str, float]:
@@ -64,22 +60,8 @@ class Task(Protocol):
 
     @abstractmethod
     def step(self, engine: Engine, rows: Sequence[Any], batch: Batch) -> StepResult:
-        """Take one step.
-
-        Args:
-            engine: The run's engine.
-            rows: The rows of the step.
-            batch: The batch that ``batch`` made from these rows.
-        """
+        """Take one step."""
 
     @abstractmethod
     def evaluate(self, engine: Engine, rows: Any) -> dict[str, float]:
-        """Evaluate the current weights.
-
-        Args:
-            engine: Engine whose current weights are evaluated.
-            rows: The rows of a file, in the task's format.
-
-        Returns:
-            Results by name, among them ``loss`` if it is what steps minimise, or ``choice_loss``; smaller is better.
-        """
+        """Evaluate the current weights."""

@@ -10,15 +10,7 @@ from transformers.utils import chat_template_utils
 
 
 def answer(request: dict[str, Any]) -> str:
-    """Render one conversation as ``tokenizer.apply_chat_template`` does.
-
-    Args:
-        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``;
-            ``longest``, the most characters of the text; and ``rendered_at``, the time that the template is told.
-
-    Raises:
-        ValueError: if the text is longer than ``longest``.
-    """
+    """Render one conversation as ``tokenizer.apply_chat_template`` does."""
     messages = [
         {key: value for key, value in message.items() if value is not None} for message in json.loads(request["messages"])
     ]

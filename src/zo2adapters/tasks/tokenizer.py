@@ -18,13 +18,7 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or of a GGUF file, without running remote code.
-
-    Raises:
-        DataError: if there is no tokenizer, or it cannot be loaded.
-        UnsupportedModelError: if a GGUF file splits text in a way that is not known.
-        CheckpointError: if a file is a link that leads out of the directory.
-    """
+    """Load the tokenizer of a model directory or of a GGUF file, without running remote code."""
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
         names = {path.name for path in directory.iterdir()}

@@ -44,23 +44,7 @@ def export_gguf(
     kind: GGUFType = "auto",
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
 ) -> None:
-    """Write a model at the present version as a GGUF file, or an adapter as llama.cpp's GGUF LoRA, and a Modelfile.
-
-    Args:
-        engine: Engine at the step to export.
-        model: The runner's model.
-        directory: A directory that does not exist or is empty. It appears whole or not at all.
-        base: The model's directory or GGUF file.
-        tokenizer: Loads the base's tokenizer. The one of a GGUF file is copied unchanged.
-        kind: Type of the matrices; vectors are float32. "auto" is the dtype in which the run computes.
-        files: Further files of the directory: content, or path of the file to copy, by name.
-
-    Raises:
-        OptionError: if llama.cpp has no such kind of adapter, or a type is passed for an adapter.
-        UnsupportedModelError: if llama.cpp has no such model, or would split text in another way.
-        OutputError: if the directory is in use or cannot be written.
-        MissingPackageError: without the gguf package.
-    """
+    """Write a model at the present version as a GGUF file, or an adapter as llama.cpp's GGUF LoRA, and a Modelfile."""
     optional_package("gguf", install=GGUF_EXTRA)
     layout, names = _layout(model, base), tokenizer(base)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
@@ -86,11 +70,7 @@ def export_gguf(
 
 
 def _modelfile(lines: Sequence[str], stops: Sequence[str]) -> bytes:
-    """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself.
-
-    Raises:
-        OptionError: if the base's path, or a token that ends a text, would add lines.
-    """
+    """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself."""
     for line in lines:
         if line.splitlines() != [line]:
             found, remedy = f"{line!r} in its {MODELFILE}", "rename the base's file or directory, or pass a link to it"
@@ -134,12 +114,7 @@ def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
 
 
 class _Writer:
-    """A GGUF file that is written tensor by tensor.
-
-    Args:
-        path: A new file.
-        architecture: llama.cpp's name.
-    """
+    """A GGUF file that is written tensor by tensor."""
 
     def __init__(self, path: Path, architecture: str) -> None:
         self._gguf = optional_package("gguf", install=GGUF_EXTRA)
@@ -265,11 +240,7 @@ def _scaled_rotary(model: HFBlockModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _settings(config: Any, architecture: str, base: Path) -> dict[str, Any]:
-    """llama.cpp's settings of a model in the Hugging Face layout, by key.
-
-    Raises:
-        UnsupportedModelError: for a setting that llama.cpp does not have for this model.
-    """
+    """llama.cpp's settings of a model in the Hugging Face layout, by key."""
     rotary = dict(config.rope_parameters or {})
     window = getattr(config, "use_sliding_window", False)
     if rotary.get("rope_type", "default") not in ("default", "llama3") or window or config.hidden_act != "silu":
@@ -314,11 +285,7 @@ class _Lora(NamedTuple):
 
 
 def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> list[_Lora]:
-    """The layers that an adapter changes.
-
-    Raises:
-        OptionError: for parts that llama.cpp's adapters do not have.
-    """
+    """The layers that an adapter changes."""
     config: Any = model.adapter.config
     unknown = None
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":

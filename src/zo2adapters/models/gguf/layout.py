@@ -22,12 +22,7 @@ ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencie
 
 
 class LlamaCppLayout:
-    """Names, order of rows and values of a model's tensors in GGUF files.
-
-    Args:
-        architecture: llama.cpp's name of the architecture, one of ``GGUF_ARCHITECTURES``.
-        config: The model's config.
-    """
+    """Names, order of rows and values of a model's tensors in GGUF files."""
 
     def __init__(self, architecture: str, config: PretrainedConfig) -> None:
         self.architecture = architecture
@@ -40,11 +35,7 @@ class LlamaCppLayout:
         return kind(config=self._config.to_dict())
 
     def names(self, parameters: Iterable[str]) -> dict[str, str]:
-        """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out.
-
-        Args:
-            parameters: Names in the model.
-        """
+        """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out."""
         gguf = optional_package("gguf", install=GGUF_EXTRA)
         number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture)
         known, names = gguf.get_tensor_name_map(number, self._config.num_hidden_layers), dict[str, str]()
@@ -56,15 +47,7 @@ class LlamaCppLayout:
         return names
 
     def heads(self, name: str, shape: tuple[int, ...]) -> int:
-        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in the model's order.
-
-        Args:
-            name: llama.cpp's name of the tensor.
-            shape: The tensor's shape.
-
-        Raises:
-            UnsupportedModelError: if transformers' reader changes the matrix in another way.
-        """
+        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in the model's order."""
         if len(shape) != 2:
             return 0
         rows = shape[0]
@@ -94,11 +77,7 @@ class LlamaCppLayout:
         return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
 
     def _processed(self, name: str, values: Any) -> Any:
-        """The tensor as transformers' reader converts it.
-
-        Raises:
-            CheckpointError: if its shape does not fit the config.
-        """
+        """The tensor as transformers' reader converts it."""
         try:
             return self._processor.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:

@@ -35,16 +35,7 @@ _LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 wh
 
 
 class GGUFModel:
-    """The config and the tensors of a model in a GGUF file, before the model is built.
-
-    Args:
-        path: The file; the first one of a split model.
-
-    Raises:
-        CheckpointError: if a file is missing or malformed.
-        UnsupportedModelError: for an architecture, a type of tensors or a setting that is not supported.
-        MissingPackageError: without the gguf package.
-    """
+    """The config and the tensors of a model in a GGUF file, before the model is built."""
 
     converts = True  # norms are float32 in every file
 
@@ -80,11 +71,7 @@ class GGUFModel:
         return any(self.layout.heads(name, entry.shape) for name, entry in self.file.tensors.items())
 
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-        """All tensors as if none were encoded, and the encoded ones, by their names in a model.
-
-        Raises:
-            CheckpointError: for a tensor that the model does not have.
-        """
+        """All tensors as if none were encoded, and the encoded ones, by their names in a model."""
         names = self.layout.names(skeleton.state_dict())
         entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
         plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
@@ -233,13 +220,7 @@ def _text(value: str) -> bytes:
 
 
 class _GGUFReader:
-    """Reads parameters as ``SafetensorsReader`` does, and converts some vectors from the file's values to the model's.
-
-    Args:
-        base: Reads the file.
-        vectors: The vectors to convert, by parameter.
-        layout: Converts them.
-    """
+    """Reads parameters as ``SafetensorsReader`` does, and converts some vectors from the file's values to the model's."""
 
     def __init__(self, base: SafetensorsReader, vectors: Mapping[str, TensorEntry], layout: LlamaCppLayout) -> None:
         self._base = base
@@ -304,25 +285,14 @@ def isolated(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> Any:
-    """Load the whole model of a directory or a GGUF file with transformers, decoded.
-
-    Args:
-        auto_class: One of transformers' auto classes.
-        path: The directory or the file.
-        dtype: The weights' dtype.
-    """
+    """Load the whole model of a directory or a GGUF file with transformers, decoded."""
     with contextlib.ExitStack() as stack:
         directory, options = stack.enter_context(isolated(path)) if is_gguf(path) else (path, {})
         return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False, **options)
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file describes.
-
-    Raises:
-        UnsupportedModelError: if the file splits text in a way that is not known.
-        Exception: of any kind, if it cannot be read.
-    """
+    """The tokenizer that a GGUF file describes."""
     file = read_gguf(path)
     if file.metadata.get("tokenizer.ggml.model") == "gpt2":
         return byte_level_tokenizer(file)

@@ -52,9 +52,6 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
 
     Transformers' own reader splits by few names, merges what llama.cpp takes whole, and gives special tokens that are
     written in other characters, such as DeepSeek's, ids beyond the vocabulary.
-
-    Raises:
-        UnsupportedModelError: if the file does not name a known way to split text.
     """
     values: dict[str, Any] = {
         key.removeprefix("tokenizer.ggml."): file.text(key) if isinstance(value, StoredText) else value
@@ -106,16 +103,7 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
-    """The metadata of a tokenizer, by key.
-
-    Args:
-        tokenizer: The tokenizer.
-        size: Rows of the model's embedding. Ids without a token become unused tokens.
-        where: The model's path, for errors.
-
-    Raises:
-        UnsupportedModelError: if llama.cpp would split text in another way.
-    """
+    """The metadata of a tokenizer, by key."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     found, is_whole = _splits(backend), bool(backend["model"].get("ignore_merges"))
     name = next((name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None)

@@ -19,13 +19,7 @@ from zo2core.errors import UnsupportedModelError
 
 
 class PeftBlockModel(HFBlockModel):
-    """A Hugging Face model with an adapter of peft.
-
-    Args:
-        adapter: The adapter, which is in the skeleton.
-        arguments: Positional arguments of the class without an adapter.
-        options: Keyword arguments of the class without an adapter.
-    """
+    """A Hugging Face model with an adapter of peft."""
 
     def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -46,11 +40,7 @@ class PeftBlockModel(HFBlockModel):
         return frozenset(self.adapter.inserted.parameters)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
-        """Write the adapter's config and its tensors among these as peft does, and further files.
-
-        Raises:
-            OutputError: if the directory is in use or cannot be written.
-        """
+        """Write the adapter's config and its tensors among these as peft does, and further files."""
         names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
         write_adapter(directory, plain_config(self.adapter.config), saved, files)
@@ -75,12 +65,7 @@ class PeftBlockModel(HFBlockModel):
         super().require_stackable()
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
-        """Expected bytes of memory that the adapter adds to a sweep of the base.
-
-        Args:
-            rows: Rows that run at a time.
-            streams: Evaluations whose activations are held at a time.
-        """
+        """Expected bytes of memory that the adapter adds to a sweep of the base."""
         return self.adapter.inserted.forward_bytes
 
     def forward_bytes(self, batch: Batch) -> int:

@@ -23,17 +23,7 @@ def write_adapter(
     values: dict[str, torch.Tensor],
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
 ) -> None:
-    """Write an adapter.
-
-    Args:
-        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
-        config: The config from ``plain_config``.
-        values: Values by their names in peft's files.
-        files: Further files by name: their contents, or paths to copy.
-
-    Raises:
-        OutputError: if the directory is in use or cannot be written.
-    """
+    """Write an adapter."""
     with new_directory(directory) as partial:
         (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

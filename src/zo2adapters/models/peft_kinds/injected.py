@@ -25,16 +25,7 @@ _MATRICES = 4  # float32 matrices of a layer's shape that exist at a time in a f
 
 
 class InjectedKind(AdapterKind):
-    """A kind that needs no code of its own.
-
-    Args:
-        peft_type: Name of the kind in peft's files.
-        config_class: Name of peft's class of configs.
-        decisive: Options that change the forward, in addition to those that choose layers.
-        initialisation: Options that change initial values.
-        part_of_names: A part of the names of its parameters.
-        mixed: Whether its forward under autocast equals peft's, bit for bit.
-    """
+    """A kind that needs no code of its own."""
 
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
 
@@ -85,13 +76,7 @@ class InjectedKind(AdapterKind):
 
 
 def _values_of_layer(path: str, shape: torch.Size, config: Any) -> dict[str, torch.Tensor]:
-    """Initial values of one layer's adapter, by name in the whole model.
-
-    Args:
-        path: Path of the layer in the model.
-        shape: Shape of its matrix. The matrix is allocated, but never written or read.
-        config: Peft's config, whose targets match the layer.
-    """
+    """Initial values of one layer's adapter, by name in the whole model."""
     import peft
 
     config = deepcopy(config)

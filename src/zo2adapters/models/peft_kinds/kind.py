@@ -60,22 +60,11 @@ class AdapterKind(ABC):
 
     @abstractmethod
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
-        """Put peft's modules into a skeleton.
-
-        Raises:
-            OptionError: if the config does not fit the model.
-        """
+        """Put peft's modules into a skeleton."""
 
     @abstractmethod
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Prepare the initial values of a new adapter.
-
-        Args:
-            skeleton: The skeleton after ``insert``. Only this call uses it; the result is called while a run uses it.
-            config: The config after ``insert``.
-            seed: Seed of random values.
-            base: Opens the base; called by the result if values depend on the base's weights.
-        """
+        """Prepare the initial values of a new adapter."""
 
 
 @dataclass(frozen=True)

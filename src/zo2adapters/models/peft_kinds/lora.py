@@ -122,11 +122,7 @@ def _magnitude(skeleton: nn.Module, path: str, layer: Any) -> _Magnitude:
 
 
 def _norms(magnitudes: list[_Magnitude], values: Mapping[str, torch.Tensor], base: HFBlockModel) -> dict[str, torch.Tensor]:
-    """Initial magnitudes, computed by peft with one matrix of the base in memory at a time.
-
-    Raises:
-        CheckpointError: if a matrix cannot be read.
-    """
+    """Initial magnitudes, computed by peft with one matrix of the base in memory at a time."""
     specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
     norms: dict[str, torch.Tensor] = {}
     with closing(base.weights) as weights:

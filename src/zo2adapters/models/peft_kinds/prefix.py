@@ -129,14 +129,7 @@ class _KeysAndValues:
 
 
 def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Keys and values that the base computes for one row of random tokens, with one block in memory at a time.
-
-    Returns:
-        The table, float32: for each token, keys and values of all layers in order.
-
-    Raises:
-        UnsupportedModelError: if a layer's keys or values have another shape than in peft's table.
-    """
+    """Keys and values that the base computes for one row of random tokens, with one block in memory at a time."""
     tokens, heads = config.num_virtual_tokens, config.num_attention_heads
     expected = (1, heads, tokens, config.token_dim // heads)
     generator = torch.Generator().manual_seed(seed)

@@ -36,11 +36,6 @@ class PrefixBlockModel(PeftBlockModel):
     Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that starts with ones for the
     prefix. Attention appends the row's keys to the cache. Therefore a batch holds each layer's keys and values as tensors,
     and each call of a layer gets a new cache made from them.
-
-    Args:
-        adapter: The adapter, whose ``inserted.wrapper`` is peft's model around the skeleton.
-        arguments: Positional arguments of ``HFBlockModel``.
-        options: Keyword arguments of ``HFBlockModel``.
     """
 
     def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
@@ -69,11 +64,7 @@ class PrefixBlockModel(PeftBlockModel):
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract.
-
-        Raises:
-            UnsupportedModelError: if a layer is called without a cache.
-        """
+        """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract."""
         activations = super().embed(batch)
         calls = (_with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer()))
         return activations._replace(calls=LayerCalls.of(calls))
@@ -154,11 +145,7 @@ class _OtherLayer:
 
 
 def _with_prefix(call: LayerCall, index: int) -> LayerCall:
-    """A layer's arguments with its prefix in place of the cache of all layers.
-
-    Raises:
-        UnsupportedModelError: if there is no cache.
-    """
+    """A layer's arguments with its prefix in place of the cache of all layers."""
     args, kwargs = call
     if not any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
         raise UnsupportedModelError(

@@ -20,12 +20,7 @@ from zo2core.protocols import TensorReader
 
 
 class AdapterReader:
-    """Reads a base checkpoint and an adapter's initial values, which are made at the first read and kept in memory.
-
-    Args:
-        base: Reads the base. This reader closes it.
-        adapter: The adapter.
-    """
+    """Reads a base checkpoint and an adapter's initial values, which are made at the first read and kept in memory."""
 
     def __init__(self, base: TensorReader, adapter: OpenedAdapter) -> None:
         self._base = base
@@ -73,20 +68,7 @@ class AdapterReader:
 def read_values(
     path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """Read an adapter's values from a file of peft.
-
-    Args:
-        path: The file.
-        inserted: The adapter's modules, which the file must match.
-        shapes: Shapes by parameter in the skeleton.
-        dtypes: Dtypes by parameter in the skeleton.
-
-    Returns:
-        Values by parameter.
-
-    Raises:
-        CheckpointError: if the file cannot be read, or its adapter does not fit the config or the base.
-    """
+    """Read an adapter's values from a file of peft."""
     entries = parse_header(path)
     values = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in inserted.parameters}
     wanted = {inserted.parameters[name]: value for name, value in values.items()}

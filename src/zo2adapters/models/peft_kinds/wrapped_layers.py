@@ -24,19 +24,7 @@ SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters i
 
 
 def wrap_layers(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...] = (nn.Linear,)) -> list[str]:
-    """Let peft wrap layers of a skeleton.
-
-    Args:
-        skeleton: The model, which is changed.
-        config: Peft's config.
-        layers: Types of the layers that the adapter may wrap.
-
-    Returns:
-        The names of the adapter's parameters.
-
-    Raises:
-        OptionError: if peft fails, or the layers are not linear layers before the head.
-    """
+    """Let peft wrap layers of a skeleton."""
     import peft
 
     try:
@@ -111,11 +99,7 @@ def file_name(name: str) -> str:
 
 
 def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
-    """Read a parameter of the base, decoded, in its shape.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Read a parameter of the base, decoded, in its shape."""
     stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
     weights.read_into(spec.name, stored)
     return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
