@@ -93,7 +93,8 @@ class FirstOrder:
     def journal_options(self) -> Mapping[str, Any]:
         """The method as JSON values, for the journal."""
         if self.update is None:
-            return _described(self.optimizer) if self.options is None else self.options
+            fixed = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
+            return {**_described(self.optimizer), "clip_norm": self.clip, **fixed} if self.options is None else self.options
         scaling = {} if self.scaling is None else {"loss_scaling": asdict(self.scaling)}
         return {**self.update.options, "clip_value": self.clip_value, "clip_norm": self.clip, **scaling}
 
