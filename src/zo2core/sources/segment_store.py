@@ -116,9 +116,10 @@ class SegmentStore:
         self._order = ReadingOrder(self.layouts)
         self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, timeline)
         self._lock = threading.RLock()
+        self._nbytes = [layout.nbytes for layout in self.layouts]  # it takes a while to add up
         own = [index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident]
-        shared = [whole_pages(layout.nbytes) for index, layout in enumerate(self.layouts) if index not in own]
-        sizes = [whole_pages(self.layouts[index].nbytes) for index in own]
+        shared = [whole_pages(nbytes) for index, nbytes in enumerate(self._nbytes) if index not in own]
+        sizes = [whole_pages(self._nbytes[index]) for index in own]
         sizes += [max(shared, default=0)] * min(buckets or 0, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
         self._own = {index: _BucketMemory(next(memory)) for index in own}  # of one segment each
@@ -178,8 +179,7 @@ class SegmentStore:
             version = self._wait_for_reads(index, memory, None)
         if self._needs_states:
             self._start_states(index, memory)
-        layout = self.layouts[index]
-        return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
+        return Bucket(index, memory.pages[: self._nbytes[index]], memory.views(index, self.layouts[index]), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Release a bucket: it is written back if due, and kept until it is reused. See the contract."""
@@ -242,7 +242,7 @@ class SegmentStore:
         self._write_back.check()
 
     def _pages(self, segment: int, memory: _BucketMemory) -> torch.Tensor:
-        return memory.pages[: whole_pages(self.layouts[segment].nbytes)]
+        return memory.pages[: whole_pages(self._nbytes[segment])]
 
     def _change(self, memory: _BucketMemory, state: _State) -> None:
         """Change a memory's state, and with it the index of segments."""
