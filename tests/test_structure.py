@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 1278,
     "zo2adapters/models": 4946,
     "zo2adapters/tasks": 3494,
-    "zo2adapters/trainers": 5287,
+    "zo2adapters/trainers": 5290,
     "zo2core": 1383,
     "zo2core/checkpoint": 938,
     "zo2core/devices": 168,

@@ -157,6 +157,9 @@ class EvaluationOptions:
         require_whole("eval_seed", self.eval_seed, -LARGEST, LARGEST)
         if self.evaluate_every is not None:
             require_whole("evaluate_every", self.evaluate_every, 1)
+            if not self.evaluates:
+                found, remedy = f"{self.evaluate_every} without the rows", "pass the rows, or leave it out"
+                raise OptionError("evaluate_every", found=found, expected="--evaluation or --eval-split", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
