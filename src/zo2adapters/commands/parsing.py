@@ -7,23 +7,25 @@ import difflib
 import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from zo2adapters.commands.option_fields import option_fields, option_names
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
 from zo2core import OptionError
 
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
+_SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 # Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
 _OTHER_NAMES: dict[str, str | None] = {  # None: nothing here does the same
     "adam_beta1": "betas",
     "adam_beta2": "betas",
-    "adam_epsilon": "eps",
+    "adam_epsilon": None,
     "bf16": "dtype",
     "cutoff_len": "sequence_length",
     "epochs": "steps",
@@ -104,6 +106,7 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], **default: 
     import tyro
 
     message = io.StringIO()
+    arguments = [_SECTION.sub("--", argument) for argument in arguments]
     try:
         with contextlib.redirect_stderr(message):
             return tyro.cli(
@@ -187,7 +190,7 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         OptionError: if a key is not the name of an option or occurs twice, or a value is neither a single one nor a list.
     """
     known, arguments, seen = option_names(options), list[str](), set[str]()
-    for key, value in values.items():
+    for key, value in _flat(values, where):
         name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
         if name not in known:
             raise OptionError(where, found=found, **unknown_option(name, known, "zo2 train"))
@@ -215,6 +218,20 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         else:
             arguments.append(f"--{flag}={texts[0]}")
     return arguments
+
+
+def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
+    """Keys and values of a recipe, which may have them in sections."""
+    for key, value in values.items():
+        if key not in SECTIONS or not isinstance(value, Mapping):
+            yield key, value
+            continue
+        for name, of_section in value.items():
+            option = OPTIONS.get(str(name).replace("-", "_"))
+            if option is not None and option.section != key:
+                found, expected = f"{name} in the section {key}", f"it in the section {option.section}"
+                raise OptionError(where, found=found, expected=expected, remedy="move it there")
+            yield name, of_section
 
 
 def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str = "") -> dict[str, str]:

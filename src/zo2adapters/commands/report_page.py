@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
-from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.methods.gradient_run import ADAPTER_FORWARDS
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
+from zo2adapters.trainers.option_table import used_options
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
 from zo2core import JournalError, MissingPackageError, OptionError, Update, ZO2Error
 from zo2core.errors import reason

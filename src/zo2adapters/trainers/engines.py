@@ -13,7 +13,7 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import TrainingEngine
 from zo2adapters.trainers.batch_shapes import BatchShape
-from zo2adapters.trainers.options import Execution, Order, TrainedState, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainedState, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
@@ -73,7 +73,6 @@ def open_engine(options: TrainOptions, opening: Opening) -> TrainingEngine:
     given: dict[str, Any] = {
         "memory": memory_policy(options, opening.activations, least, shared),
         "micro_batch_size": options.batching.micro_batch_size,
-        "overlap": execution.scheduler is Order.OVERLAPPED,
         "trace": worker_trace(execution.trace, workers),
     }
     if state is not TrainedState.DISK:
@@ -87,7 +86,6 @@ def open_engine(options: TrainOptions, opening: Opening) -> TrainingEngine:
             noise=optimization.generator(model.layouts),
             seed=options.seed,
             write_back=write_back_policy(options),
-            replay=execution.replay,
             perturbation=optimization.perturbation,
             **given,
         )

@@ -393,7 +393,6 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
     else:
         reason = f"{count} rows are evaluated on instead of trained on, about {seconds} each time."
         yield Choice("eval_split", options.eval_split, reason)
-        yield Choice("eval_seed", options.eval_seed)
     if options.evaluate_every is not None:
         yield Choice("evaluate_every", options.evaluate_every)
     yield Choice("keep_best", options.keep_best, "The result is the model of the best evaluation, not of the last step.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from zo2adapters.trainers.first_order import used_options
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS, used_options
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import OptionError
 from zo2core.errors import reason
@@ -18,7 +18,6 @@ from zo2core.io.durable import open_regular
 
 RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory
 
-_FIRST = ("model", "data", "output", "evaluation", "steps", "seed")
 _HEAD = "# All options of this run. To repeat it: zo2 train recipe.yaml --output DIR\n"
 _LARGEST = 1 << 20  # bytes
 
@@ -61,8 +60,12 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
         values |= value if isinstance(value, dict) else {name: value}
     del values["schedule_steps"]  # a lengthened run has a constant rate, which depends on no number of steps
     values |= {"output": str(options.output.resolve()), **(branch or {})}
-    ordered = {name: values[name] for name in (*_FIRST, *values) if values[name] is not None}
-    return _HEAD + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=1000)
+    text = _HEAD
+    for section in SECTIONS:
+        names = [name for name in OPTIONS if OPTIONS[name].section == section and values.get(name) is not None]
+        of_section = {name: values[name] for name in names}
+        text += f"\n# {section}\n{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
+    return text
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:

@@ -35,7 +35,6 @@ from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
-from zo2core.estimators import EstimatorName
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
 
@@ -111,20 +110,10 @@ class RunDirectory:
         """Options that a run has saved.
 
         Raises:
-            OptionError: if they cannot be read, or name an estimator that this version does not have.
+            OptionError: if they cannot be read.
         """
-        known = [name.value for name in EstimatorName]
         with _refusing_damage(path):
-            values = json.loads(read_regular(path / OPTIONS))["options"]
-            estimator = values["optimization"].get("estimator", "mezo")
-            if estimator in known:
-                return TrainOptions.from_json(values, path)
-        raise OptionError(
-            path / OPTIONS,
-            found=f"the estimator {str(estimator)[:40]!r}",
-            expected=f"one of {', '.join(known)}: this version has no other",
-            remedy="continue the run with the version of zo2core that began it",
-        )
+            return TrainOptions.from_json(json.loads(read_regular(path / OPTIONS))["options"], path)
 
     def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
         """Refuse a model directory or adapter at a new path if it is not the one that the run began with.

@@ -92,6 +92,7 @@ class RunPlan:
 
     host_plan: HostPlan
     device_plan: DevicePlan | None = None
+    model_bytes: int = 0
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     read_bytes: int  # bytes read per step
@@ -257,7 +258,12 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
         return _on_device(options, model, shapes, spec)
     costs = _of_gradients if method.has_gradient else _of_zeroth_order
     planned = costs(options, model, shapes, request, spec, speeds)
-    planned = replace(planned, steps=options.steps, evaluations=options.evaluations(options.steps))
+    planned = replace(
+        planned,
+        model_bytes=sum(layout.nbytes for layout in spec.layouts),
+        steps=options.steps,
+        evaluations=options.evaluations(options.steps),
+    )
     if not planned.evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
     return planned if runs is None else _together(options, planned, model, shapes, request, runs)
