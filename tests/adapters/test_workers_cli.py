@@ -93,16 +93,6 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 
-def test_a_plan_is_that_of_one_worker_with_its_part_of_the_free_memory(tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    planning = ["plan", "--model", options.model, "--scratch", tmp_path, "--json"]
-    plans = [json.loads(run_here(*planning, "--workers", count).out)["host_plan"] for count in (1, 4)]
-    assert plans[0]["parts"][1:] == plans[1]["parts"][1:]  # the first is what this process uses now
-    assert plans[1]["budget"] < 0.5 * plans[0]["budget"] + resident_memory()
-    assert "--workers" in refusal("plan", "--model", options.model, "--workers", 0)
-    assert "--workers" in refusal("plan", "--model", options.model, "--workers", 2, "--device-memory", "8GiB")
-
-
 def test_a_split_is_refused_without_other_workers(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     line = refusal(*asked(options, split="rows"))

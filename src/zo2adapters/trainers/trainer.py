@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -27,12 +27,9 @@ from zo2adapters.trainers.evaluations import (
     best_step,
     criteria_of,
     criterion,
-    due_steps,
-    evaluations_of,
     is_due,
     row_of_evaluation,
     shown_results,
-    shown_steps,
 )
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods.choice import method_of
@@ -314,12 +311,11 @@ class Trainer:
         batches = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
-        evaluated = {*evaluations_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
+        self._run.metrics(engine.journal)
+        evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
-        due = [] if self._evaluated is None else due_steps(options, engine.journal)
-        lost = [step for step in due if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
@@ -337,8 +333,6 @@ class Trainer:
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
-            if lost:
-                self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
             while True:
                 if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluated, metrics, live, bar)
@@ -364,16 +358,13 @@ class Trainer:
         for leftover in self.options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
             shutil.rmtree(leftover)
         if not holds_model(exported):
-            repeated = self._unrecorded_evaluations() if self.options.keep_best else []
-            for step in repeated:
-                self._repeat_evaluation(step)
             best = best_step(criteria_of(self._evaluations())) if self.options.keep_best else None
-            if best in (None, self.engine.version) and not repeated:
+            if best in (None, self.engine.version):
                 self._write_model(self.engine, exported, self.engine.version)
             else:
-                step = self.engine.version if best is None else best
-                with self._at_step(step) as at_step:
-                    self._write_model(at_step, exported, step)
+                assert best is not None
+                with self._at_step(best) as at_step:
+                    self._write_model(at_step, exported, best)
         return exported
 
     def _write_model(self, runner: Runner, directory: Path, step: int) -> None:
@@ -410,23 +401,10 @@ class Trainer:
         rows = self._run.metrics(self.engine.journal)
         return math.fsum(row.get("seconds", 0.0) for row in rows)
 
-    def _evaluations(self) -> dict[int, Results]:
+    def _evaluations(self) -> Mapping[int, Results]:
         """The results of each evaluation so far, by step."""
-        return evaluations_of(self._run.metrics(self.engine.journal))
-
-    def _unrecorded_evaluations(self) -> list[int]:
-        """Evaluated steps whose results are not in the journal: it lost them, or an earlier version did not record them."""
-        journal = self.engine.journal
-        return sorted({*due_steps(self.options, journal), *self._evaluations()} - journal.evaluations.keys())
-
-    def _repeat_evaluation(self, step: int) -> None:
-        """Evaluate an earlier step again, and record the result in the journal."""
-        assert self._evaluated is not None, "the run evaluates"
-        with self._at_step(step) as at_step:
-            results = self._evaluated(at_step)
-        self.engine.journal.note_evaluation(step, results)
-        self.engine.journal.close()  # the engine is closed already and does not close it again
-        print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {shown_results(results)}", file=sys.stderr)
+        evaluations: Mapping[int, Results] = self.engine.journal.evaluations
+        return evaluations
 
     def _at_step(self, step: int) -> Runner:
         """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
