@@ -150,12 +150,12 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 544,
-    "zo2adapters/commands": 3047,
+    "zo2adapters/commands": 3062,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1278,
     "zo2adapters/models": 4946,
     "zo2adapters/tasks": 3494,
-    "zo2adapters/trainers": 5290,
+    "zo2adapters/trainers": 5070,
     "zo2core": 1383,
     "zo2core/checkpoint": 938,
     "zo2core/devices": 168,

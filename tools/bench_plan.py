@@ -45,7 +45,7 @@ def zo2(*arguments: object) -> str:
 
 def planned(options: argparse.Namespace, folder: Path, given: list[str]) -> dict[str, Any]:
     """The plan's numbers."""
-    where = ["--model", options.directory, "--data", options.data, "--scratch", folder]
+    where = ["--model", options.directory, "--data", options.data, "--output", folder]
     plan: dict[str, Any] = json.loads(zo2("plan", *where, *shape(options), "--steps", options.steps, "--json", *given))
     return plan
 

@@ -60,12 +60,6 @@ def with_another_best(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def as_of_an_earlier_version(run: Path) -> None:
-    """Its journal has no results of evaluations."""
-    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "journal.jsonl").write_bytes(b"".join(line for line in lines if not line.startswith(b'{"evaluation":')))
-
-
 def resumed(finished: Path, run: Path, *damage: Callable[[Path], None]) -> Ended:
     shutil.copytree(finished, run)
     for damaged in damage:
@@ -81,19 +75,7 @@ def resumed(finished: Path, run: Path, *damage: Callable[[Path], None]) -> Ended
 def test_damaged_metrics_do_not_change_which_step_is_exported(
     finished: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    ended = resumed(finished, tmp_path / "run", damage)
-    assert "evaluated again" not in ended.err  # the journal has all results
-    assert losses(tmp_path / "run") == losses(finished)
-
-
-@pytest.mark.parametrize("damage", [without_metrics, with_another_best])
-def test_evaluations_that_the_journal_lacks_decide_only_after_they_were_made_again(
-    finished: Path, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    ended = resumed(finished, tmp_path / "run", as_of_an_earlier_version, damage)
-    assert ended.err.count("evaluated again") == STEPS + (damage is with_another_best)
-    journal = Journal(tmp_path / "run" / "journal.jsonl")
-    assert {step: results["loss"] for step, results in journal.evaluations.items()} == losses(finished)
+    resumed(finished, tmp_path / "run", damage)
     assert losses(tmp_path / "run") == losses(finished)
 
 
@@ -115,11 +97,6 @@ def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path,
     asked = run_here("export", "--run", finished, "--at", STEPS, "--output", tmp_path / "last")
     assert "best of" not in asked.err
     assert (tmp_path / "last" / "model.safetensors").read_bytes() != weights
-
-
-def test_lost_evaluations_are_said_to_be_lost(finished: Path, tmp_path: Path) -> None:
-    ended = resumed(finished, tmp_path / "run", as_of_an_earlier_version, without_metrics)
-    assert "evaluations of steps 0, 1, 2, 3 are lost: neither journal.jsonl nor metrics.jsonl has them" in ended.err
 
 
 def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,30 +75,6 @@ def test_what_an_evaluation_measures_has_its_own_name_everywhere(
     report = page([read_run(options.output)])
     assert f"evaluation {best}, first and last" in report
     assert "evaluation loss" not in report
-
-
-def test_runs_whose_evaluations_call_every_measure_a_loss_are_still_read(tmp_path: Path) -> None:
-    options = small_run(
-        tmp_path,
-        evaluation=write(tmp_path / "evaluation.jsonl", CANDIDATES),
-        keep_best=True,
-        evaluate_every=1,
-        schedule_steps=5,
-    )
-    finish(options)
-    earlier, metrics = evaluations(options), options.output / "metrics.jsonl"
-    with closing(Journal(options.output / "journal.jsonl")) as journal:
-        for step, results in earlier.items():
-            loss = -1.0 if step == 2 else results["choice_loss"]  # the best one is of the earlier version
-            journal.note_evaluation(step, {"loss": loss, "accuracy": results["accuracy"]})
-    metrics.write_text(metrics.read_text().replace("evaluation_choice_loss", "evaluation_loss"))
-    finish(replace(options, steps=5), resume=True)
-    assert [sorted(results)[1] for results in evaluations(options).values()] == ["loss"] * 4 + ["choice_loss"] * 2
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows if {"evaluation_loss", "evaluation_choice_loss"} & row.keys()] == [*range(6)]
-    assert "after 2 zeroth-order steps" in (options.output / "model" / "README.md").read_text()
-    pytest.importorskip("matplotlib")
-    assert "loss -1.0000, accuracy " in page([read_run(options.output)])
 
 
 def test_evaluating_on_other_rows_changes_no_step(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,14 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
-from zo2adapters.trainers.model_options import RunModelOptions
-from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2core import Journal
-from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.estimators import EstimatorName, Fitness
+from zo2core.errors import MemoryBudgetError
 from zo2core.io.record_log import from_line, to_line
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
 from zo2core.planning.host_plan import HostPlan, plan_host
@@ -140,8 +134,8 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
     [
         ("adamw", {}),
         ("sgd", {}),
-        ("adamw", {"betas": (0.8, 0.95), "eps": 1e-3}),
-        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("adamw", {"betas": (0.8, 0.95)}),
+        ("sgd", {"momentum": 0.9}),
     ],
 )
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
@@ -288,7 +282,7 @@ def interrupted(here: Path, apart: Apart) -> list[Path]:
     return snapshots
 
 
-told_warnings = pytest.mark.filterwarnings("always::zo2core.errors.ZO2Warning")  # on the command line they are lines
+told_warnings = pytest.mark.filterwarnings("always::zo2core.ZO2Warning")  # on the command line they are lines
 
 
 def damage(path: Path, at: int) -> None:
@@ -550,7 +544,6 @@ def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
     ("more", "told"),
     [
         (("--zo-eps", 1e-2), "--zo-eps: found 0.01 with --method adamw and an adapter"),
-        (("--replay", "host"), "--replay: found host"),
         (("--lr", 1e-6), "--lr: found 1e-06, the default of zeroth-order steps"),
         (("--warmup-steps", 6), "--warmup-steps: found 6"),
         (("--split", "2x1"), "--split: found 2x1"),
@@ -563,86 +556,6 @@ def test_what_has_no_effect_or_no_gradient_is_refused_before_any_work(more: Sequ
     (here / "flat.py").write_text("def flat(model, batch):\n    return model(**batch).loss.detach()\n")
     assert told in refusal(*train("run", *more))
     assert not Path("run").exists()
-
-
-OTHER_VALUES: dict[type, Any] = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value + 1}
-SET: dict[str, Any] = {
-    "estimator": EstimatorName.FZOO,
-    "fitness": Fitness.RANKS,
-    "noise": Noise.MEZO,
-    "rank": 4,
-    "stack": 2,
-    "clip_grad": 1.0,
-    "clip_median": 2.0,
-}
-IN_EFFECT = {"lr", "weight_decay", "decay", "warmup_steps"}
-
-
-def options_of(**changes: Any) -> TrainOptions:
-    first_order, model_options = FirstOrder(method="adamw"), RunModelOptions(adapter=Path(CONFIG))
-    told: dict[str, Any] = {
-        "first_order": first_order,
-        "model_options": model_options,
-        "optimization": Optimization(lr=1e-3),
-        **changes,
-    }
-    return TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), **told)
-
-
-@pytest.mark.parametrize("name", [own.name for own in fields(Optimization) if own.name not in IN_EFFECT])
-def test_every_option_of_zeroth_order_steps_is_refused_by_name(name: str) -> None:
-    options_of().require_valid()
-    default = getattr(Optimization(), name)
-    value = SET[name] if name in SET else OTHER_VALUES[type(default)](default)
-    with pytest.raises(OptionError, match=f"^{name}: found .* with --method adamw .*; expected no --method: "):
-        options_of(optimization=Optimization(lr=1e-3, **{name: value})).require_valid()
-
-
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({"storage": Storage(write_back_every="never")}, "write_back_every"),
-        ({"storage": Storage(write_limit_tb=1.0)}, "write_limit_tb"),
-        ({"storage": Storage(snapshot_every=0)}, "snapshot_every"),
-        ({"optimization": Optimization(lr=-1.0)}, "lr"),
-        ({"optimization": Optimization(lr=math.nan)}, "lr"),
-        ({"optimization": Optimization(lr=1e-3, weight_decay=-1.0)}, "weight_decay"),
-        ({"first_order": FirstOrder(method="adamw", max_grad_norm=0.0)}, "max_grad_norm"),
-        ({"first_order": FirstOrder(max_grad_norm=1.0)}, "max_grad_norm"),
-        ({"first_order": FirstOrder(method="badam")}, "method"),
-        ({"first_order": FirstOrder(method="adamw", max_grad_value=1.0)}, "max_grad_value"),
-        ({"first_order": FirstOrder(method="adamw", switch_every=2)}, "switch_every"),
-        ({"first_order": FirstOrder(max_grad_value=1.0)}, "max_grad_value"),
-        ({"first_order": FirstOrder(switch_every=2)}, "switch_every"),
-        ({"first_order": FirstOrder(method="adamw", betas=(0.9, 1.0))}, "betas"),
-        ({"first_order": FirstOrder(method="adamw", betas=(math.nan, 0.9))}, "betas"),
-        ({"first_order": FirstOrder(method="adamw", eps=0.0)}, "eps"),
-        ({"first_order": FirstOrder(method="sgd", momentum=-0.1)}, "momentum"),
-        ({"first_order": FirstOrder(method="sgd", nesterov=True)}, "nesterov"),
-        ({"first_order": FirstOrder(method="sgd", momentum=0.0, nesterov=True)}, "nesterov"),
-    ],
-)
-def test_numbers_out_of_their_range_are_refused_by_name(changes: dict[str, Any], option: str) -> None:
-    with pytest.raises(OptionError, match=f"^{option}: found "):
-        options_of(**changes).require_valid()
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("adamw", {"momentum": 0.0}),
-        ("adamw", {"nesterov": True}),
-        ("sgd", {"betas": (0.9, 0.99)}),
-        ("sgd", {"eps": 1e-8}),
-        (None, {"momentum": 0.9}),
-        (None, {"betas": (0.9, 0.99)}),
-    ],
-)
-def test_an_option_of_another_optimizer_is_refused_by_name(method: OptimizerName | None, options: dict[str, Any]) -> None:
-    [name] = options
-    owner = "adamw" if name in ("betas", "eps") else "sgd"
-    with pytest.raises(OptionError, match=f"^{name}: found .* --method.*; expected --method {owner}: it has no effect"):
-        options_of(first_order=FirstOrder(method=method, **options)).require_valid()
 
 
 def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path) -> None:

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from zo2adapters import train as train_recipe
-from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_directory import RunDirectory
 
 peft: Any = pytest.importorskip("peft")
 
@@ -94,13 +92,6 @@ def test_the_recipe_of_a_run_has_what_was_left_out(here: Path) -> None:
     values = {"model": "base", "data": "rows.jsonl", "output": "mapped", "lr": 1e-2, "lora_rank": 2, "method": "adamw"}
     train_recipe({**values, "lora_targets": "all-linear", "steps": 3, "batch_size": 3})
     assert files("mapped") == files("run")
-
-
-def test_runs_saved_before_there_was_such_an_option_open(here: Path) -> None:
-    train("run")
-    record = json.loads(Path("run/options.json").read_bytes())
-    saved = {name: value for name, value in record["options"].items() if not name.startswith("lora_")}
-    assert TrainOptions.from_json(saved, Path("run")) == RunDirectory.options(Path("run"))
 
 
 def test_an_exported_adapter_names_its_base(here: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from command_lines import make_place, refusal, run_here
 from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.parsing import parse_command
 from zo2adapters.commands.train import Train
-from zo2adapters.trainers.option_table import ROWS, Change, require_unchanged
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers import option_table
+from zo2adapters.trainers.optimization import Noise
+from zo2adapters.trainers.option_table import EXCLUDED, NEEDED, OPTIONS, Change, require_unchanged
+from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2core.errors import OptionError
+from zo2core.estimators import EstimatorName, Fitness
 
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),
@@ -51,15 +56,15 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
 
 
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
-    assert sorted(ROWS) == sorted(option_names(Train))
+    assert sorted(OPTIONS) == sorted(option_names(Train))
 
 
 def test_every_option_of_a_run_that_is_saved_has_a_row(saved: TrainOptions) -> None:
-    of_the_command = {name for name, row in ROWS.items() if row.change is Change.CALL}
-    assert {*leaves(saved.to_json())} - {"schedule_steps"} == ROWS.keys() - of_the_command
+    of_the_command = {name for name, row in OPTIONS.items() if row.change is Change.CALL}
+    assert {*leaves(saved.to_json())} - {"schedule_steps"} == OPTIONS.keys() - of_the_command
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.change is Change.RESUME])
+@pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.change is Change.RESUME])
 def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> None:
     given, expected = CHANGED[name]
     flag = f"--{name.replace('_', '-')}"
@@ -76,9 +81,126 @@ def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> 
 )
 def test_what_is_fixed_at_the_start_is_refused_by_name(change: Change, saved: TrainOptions) -> None:
     before = leaves(saved.to_json())
-    for name in (name for name, row in ROWS.items() if row.change is change):
+    for name in (name for name, row in OPTIONS.items() if row.change is change):
         with pytest.raises(OptionError, match=f"^{name}: found "):
             require_unchanged(before, {**before, name: ["another value"]}, Change.RESUME, remedy="")
+
+
+ZEROTH: dict[str, Any] = {}
+ADAMW: dict[str, Any] = {"method": "adamw", "lr": 1e-3}
+METHODS: dict[str, dict[str, Any]] = {
+    "zeroth-order": ZEROTH,
+    "adamw of an adapter": {**ADAMW, "lora_rank": 2},
+    **{name: {"method": name, "lr": 1e-3} for name in ("adamw", "sgd", "lomo", "badam")},
+}
+OTHER: dict[str, Any] = {  # another value than the default
+    "adapter": Path("adapter"),
+    "adapter_frozen": ("lora_A",),
+    "activation_memory": "1GiB",
+    "beta": 0.2,
+    "betas": (0.8, 0.9),
+    "clip_grad": 1.0,
+    "clip_median": 2.0,
+    "device": "cuda",
+    "estimator": EstimatorName.FZOO,
+    "eval_split": 0.5,
+    "evaluate_every": 2,
+    "evaluation": Path("rows.jsonl"),
+    "fitness": Fitness.RANKS,
+    "head": "sequence-classification",
+    "lora_targets": ("q_proj",),
+    "max_grad_norm": 1.0,
+    "max_drift": 0.5,
+    "method": "adamw",
+    "momentum": 0.5,
+    "noise": Noise.GAUSSIAN,
+    "objective": "accuracy",
+    "reward": ("length",),
+    "reward_memory": "2GiB",
+    "state_bits": 8,
+    "transfer_dtype": "bfloat16",
+    "write_back_every": 3,
+    "write_limit_tb": 1.0,
+}
+INVALID = {"eval_split": 1.0, "state_bits": 4, "betas": (0.9, math.nan), "activation_memory": "8 cats", "memory": "8 cats"}
+INVALID |= {"device_memory": "8 cats", "seed": 1 << 70, "samples": -1, "momentum": -0.1}
+
+
+def with_values(options: Any, values: dict[str, Any]) -> Any:
+    """The options, or a group of them, with these values."""
+    changes: dict[str, Any] = {}
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if is_dataclass(value):
+            changes[option.name] = with_values(value, values)
+        elif option.name in values:
+            changes[option.name] = values[option.name]
+    return replace(options, **changes)
+
+
+def require(**values: Any) -> None:
+    """Check a run with these values."""
+    options = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"))
+    option_table.require_valid(with_values(options, values))
+
+
+def other(name: str) -> Any:
+    defaults = {option: default for option, _, default in option_table.leaves(RunOptions())}
+    if name in OTHER:
+        return OTHER[name]
+    return not defaults[name] if isinstance(defaults[name], bool) else (defaults[name] or 1) + 1
+
+
+EFFECTS = [
+    (name, method)
+    for name, row in OPTIONS.items()
+    for method, given in METHODS.items()
+    if not row.effect.applies(given.get("method"), trains_adapter="lora_rank" in given)
+]
+
+
+@pytest.mark.parametrize(("name", "method"), EFFECTS)
+def test_what_has_no_effect_is_refused_by_name(name: str, method: str) -> None:
+    beside = {"rank": 4} if name in ("period", "stack") else {}
+    with pytest.raises(OptionError) as refused:
+        require(**METHODS[method], **beside, **{name: other(name)})
+    assert refused.value.where in (name, *beside)
+    assert "it has no effect otherwise" in refused.value.expected or name == "reward"
+
+
+@pytest.mark.parametrize(("name", "excluded", "expected"), EXCLUDED)
+def test_what_excludes_each_other_is_refused_by_name(name: str, excluded: str, expected: str) -> None:
+    with pytest.raises(OptionError, match=f"^{name}: found .* with --{excluded.replace('_', '-')}.*; expected") as refused:
+        require(**{name: other(name), excluded: other(excluded)})
+    assert refused.value.expected == expected
+
+
+@pytest.mark.parametrize(("name", "needed"), NEEDED)
+def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
+    with pytest.raises(OptionError, match=f"^{name}: found .*; expected --{needed[0].replace('_', '-')}"):
+        require(**{name: other(name)})
+    require(**{name: other(name), needed[0]: other(needed[0])})
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.check is not None])
+def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
+    method = next(
+        given
+        for given in METHODS.values()
+        if OPTIONS[name].effect.applies(given.get("method"), trains_adapter="lora_rank" in given)
+    )
+    beside = {"lora_rank": 2} if name == "lora_alpha" else {}
+    with pytest.raises(OptionError, match=f"^{name}: found "):
+        require(**{**method, **beside, name: INVALID.get(name, 0)})
+
+
+def test_a_recipe_may_have_its_options_in_sections(saved: TrainOptions) -> None:
+    Path("recipe.yaml").write_text("model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n")
+    command: Train = parse_command("train", Train, Train.with_recipe(["recipe.yaml", "--schedule.steps", "7"]))
+    assert (command.model, command.optimization.lr, command.steps) == ("base", 1e-4, 7)
+    Path("recipe.yaml").write_text("data: {lr: 1e-4}\n")
+    with pytest.raises(OptionError, match="lr in the section data; expected it in the section schedule"):
+        Train.with_recipe(["recipe.yaml"])
 
 
 RUN = ("train", "--model", "base", "--data", "rows.jsonl", "--output", "all", "--runs", "runs.yaml", "--batch-size", 2)

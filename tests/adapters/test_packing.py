@@ -189,8 +189,8 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         "1",
         "--pack",
     ]
-    assert "--pack: found --micro-batch-size" in refusal(*train, "--micro-batch-size", "2")
-    assert "--per-row: found --pack" in refusal(*train, "--per-row")
+    assert "--pack: found True with --micro-batch-size" in refusal(*train, "--micro-batch-size", "2")
+    assert "--per-row: found True with --pack" in refusal(*train, "--per-row")
     choices = tmp_path / "choices.jsonl"
     choices.write_text(json.dumps({"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}) + "\n")
     train[train.index(options.data)] = choices

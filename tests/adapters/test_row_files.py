@@ -315,18 +315,6 @@ def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> 
     assert Dataset((row,), 0).digest() != Dataset((replace(row, later_prompts=()),), 0).digest()
 
 
-def test_a_run_of_an_earlier_version_goes_on_learning_all_tokens_of_messages(tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    finish(options)
-    path = options.output / "options.json"
-    record = json.loads(path.read_text())
-    assert RunDirectory.options(options.output).rows.train_on == "answers"
-    for name in ("rows", "eval_split", "eval_seed", "samples"):
-        del record["options"][name]
-    path.write_text(json.dumps(record))
-    assert RunDirectory.options(options.output).rows == RowOptions(train_on="all")
-
-
 def test_messages_without_an_answer_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK]}])
     with pytest.raises(DataError, match=r"line 1.*'assistant'.*--train-on all"):
@@ -406,12 +394,12 @@ def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> Non
     whole = outcome(options.output)
     assert [row["step"] for row in whole["metrics"] if "evaluation_loss" in row] == [0, 2, 3]  # type: ignore[attr-defined]
     record = json.loads((options.output / "options.json").read_text())
-    assert (record["options"]["eval_split"], record["options"]["eval_seed"]) == (0.25, 0)
+    assert record["options"]["eval_split"] == 0.25
     assert {"data sha256", "evaluation sha256"} <= record["tokens"].keys()
     with Trainer(replace(options, steps=3), resume=True, quiet=True) as trainer:
         assert trainer.engine.version == 3
     with pytest.raises(DataError, match="evaluation sha256"):
-        Trainer(replace(options, eval_seed=1), resume=True, quiet=True)
+        Trainer(replace(options, eval_split=0.5), resume=True, quiet=True)
 
 
 def test_a_split_beside_an_evaluation_file_or_out_of_range_is_refused(tmp_path: Path) -> None:

@@ -435,7 +435,6 @@ def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> 
         (["--per-row", "--micro-batch-size", "1"], "--per-row"),
         (["--rank", "2", "--exact-mezo"], "--exact-mezo"),
         (["--rank", "2", "--noise", "mezo"], "--noise"),
-        (["--rank", "2", "--perturb-in-place"], "--perturb-in-place"),
         (["--rank", "2", "--weight-decay", "0.1"], "--weight-decay"),
         (["--rank", "2", "--estimator", "fzoo", "--queries", "2"], "--estimator"),
         (["--rank", "2", "--write-back-every", "2"], "--write-back-every"),

@@ -291,17 +291,14 @@ def test_the_commands_trace_and_resume(model: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "run"
     train = ["train", "--model", model, "--data", rows, "--batch-size", 2, "--steps", 3, "--evaluation", rows]
     run(*train, "--output", out, "--trace", tmp_path / "a.json")
-    run(*train, "--output", tmp_path / "serial", "--trace", tmp_path / "b.json", "--scheduler", "serial")
-    assert (out / "journal.jsonl").read_bytes() == (tmp_path / "serial" / "journal.jsonl").read_bytes()
     names = [sweep.name for sweep in read_trace(tmp_path / "a.json").sweeps]
     assert names == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
-    assert "scheduler" not in (out / "options.json").read_text()
 
     lines = (out / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (out / "journal.jsonl").write_bytes(b"".join(lines[:-2]))  # without the last step, and the evaluation after it
     for name in ("metrics.jsonl", "scratch.bin", "scratch.jsonl"):  # which know that there was one step more
         (out / name).unlink(missing_ok=True)
-    run("train", "--resume", out, "--trace", tmp_path / "c.json", "--scheduler", "serial")
+    run("train", "--resume", out, "--trace", tmp_path / "c.json")
     assert [sweep.name for sweep in read_trace(tmp_path / "c.json").sweeps] == ["step 2", "evaluation"]
     assert (out / "journal.jsonl").read_bytes() == b"".join(lines)
 

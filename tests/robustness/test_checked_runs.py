@@ -91,7 +91,7 @@ def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, t
 
 
 def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", options.model, "--scratch", str(options.data.parent), "--batch-size", "1"]
+    plan = ["plan", "--model", options.model, "--output", str(options.data.parent), "--batch-size", "1"]
     main(plan)
     assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", capsys.readouterr().out)
     for more in ([], ["--device-memory", "1GB"]):

@@ -53,11 +53,7 @@ class AtStep:
     """Read the whole base first, and compare its digests with those in the journal."""
 
     def resolved(self) -> AtStep:
-        """Fill in base, dtype and journal of the run.
-
-        Raises:
-            OptionError: if neither or both of base and run are given, or an option differs from the run's.
-        """
+        """Fill in base, dtype and journal of the run."""
         if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
             return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
@@ -120,11 +116,7 @@ class AtStep:
 
     @contextmanager
     def shared_base(self, others: Sequence[AtStep]) -> Iterator[SharedBase | None]:
-        """Open the base for this step and others, so that each pass over the blocks serves all.
-
-        Yields:
-            The base; None if there are no others, or one changes the base's weights.
-        """
+        """Open the base for this step and others, so that each pass over the blocks serves all."""
         if not others or not all(at.reads_base_only for at in (self, *others)):
             yield None
             return
@@ -151,12 +143,7 @@ class AtStep:
         return resolve_directory(self.model)
 
     def open_model(self, *, loss_chunk: int | None = None, export_dtype: DtypeName = "auto") -> HFBlockModel:
-        """Open the base with the run's options.
-
-        Args:
-            loss_chunk: Labelled tokens whose logits are in memory at a time; None chooses by the precision.
-            export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
-        """
+        """Open the base with the run's options."""
         return self.model_options.opened(
             self.base(),
             seed=self.adapter_seed,
@@ -176,21 +163,7 @@ class AtStep:
         workers: Workers | None = None,
         shared: SharedBase | None = None,
     ) -> Engine:
-        """Build a runner whose weights are those of the step.
-
-        Args:
-            model: The opened base.
-            activation_bytes: Memory reserved for activations, in host memory on the CPU and in device memory on a GPU.
-            micro_batch_size: Rows that run at a time; None runs a whole batch.
-            trace: File for a trace of every sweep.
-            workers: Workers that share the evaluation.
-            shared: The base that other steps use at the same time; None: it is read for this one alone.
-
-        Raises:
-            JournalError: if there is no journal, or it belongs to another base.
-            OptionError: if the run has no such step.
-            CheckpointError: if the step of a first-order run has no snapshot.
-        """
+        """Build a runner whose weights are those of the step."""
         journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
         taken = 0 if journal is None else journal.version
         if self.at is not None and not 0 <= self.at <= taken:
@@ -252,11 +225,7 @@ class WritesDirectory(AtStep):
     """Directory to write; it must not exist, or be empty."""
 
     def require_output(self) -> None:
-        """Refuse an output path that is in use, or that is the name of a file.
-
-        Raises:
-            OutputError: if it is refused.
-        """
+        """Refuse an output path that is in use, or that is the name of a file."""
         require_unused(self.output)
         if self.output.suffix.lower() in _FILES:
             raise OutputError(
@@ -274,12 +243,7 @@ class WritesDirectory(AtStep):
 
 
 def names_of(others: Sequence[Path], *, taken: str = "base") -> list[str]:
-    """A different name for each directory of a run or an adapter: its own, or its path if an earlier one is called so.
-
-    Args:
-        others: The directories.
-        taken: A name that none of them gets.
-    """
+    """A different name for each directory of a run or an adapter: its own, or its path if an earlier one is called so."""
     names: list[str] = []
     for path in others:
         name = name_of(path)
@@ -288,11 +252,7 @@ def names_of(others: Sequence[Path], *, taken: str = "base") -> list[str]:
 
 
 def run_together(runs: Mapping[str, Callable[[], T]], shared: SharedBase | None) -> dict[str, T]:
-    """Run functions of several models: together if they share their base, else one after the other.
-
-    Raises:
-        Exception: the first that one of them raised.
-    """
+    """Run functions of several models: together if they share their base, else one after the other."""
     if shared is None:
         return {name: run() for name, run in runs.items()}
     results: dict[str, T] = {}
@@ -323,13 +283,7 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
-    """Compare the whole base with the digests in a journal.
-
-    Raises:
-        OptionError: if there is no journal.
-        JournalError: if it lacks the digest of a segment.
-        CheckpointError: if the base differs.
-    """
+    """Compare the whole base with the digests in a journal."""
     from zo2adapters.trainers.base_check import verify_with_progress
 
     if path is None:

@@ -93,11 +93,7 @@ class Chat:
                 session.take(line)
 
     def _variants(self) -> dict[str, AtStep]:
-        """What answers, by name; the first one answers first.
-
-        Raises:
-            OptionError: if neither or both of model and run are given, the model is a run, or two adapters have one name.
-        """
+        """What answers, by name; the first one answers first."""
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
             found, remedy = f"{self.model}, the directory of a run", f"zo2 chat {self.model}"
             raise OptionError("model", found=found, expected="a model", remedy=remedy)
@@ -203,10 +199,6 @@ class _Session(ABC):
     """Lines that one variant at a time answers, whose engine is open.
 
     A subclass calls ``_open`` once it is made.
-
-    Args:
-        options: The command.
-        variants: What can answer, by name.
     """
 
     does = "answers"  # what the present variant does with a line
@@ -269,13 +261,7 @@ class _Session(ABC):
 
 
 class _Conversation(_Session):
-    """A conversation, which goes on when another variant answers.
-
-    Args:
-        options: The command.
-        variants: What can answer, by name.
-        sampling: How tokens are sampled; None takes the likeliest token.
-    """
+    """A conversation, which goes on when another variant answers."""
 
     def __init__(self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None) -> None:
         super().__init__(options, variants)
@@ -352,13 +338,7 @@ class _Conversation(_Session):
 
 
 class _Labelling(_Session):
-    """A label for each line, of those that the run has learned, compared as the run's evaluations compare them.
-
-    Args:
-        options: The command.
-        variants: What can answer, by name.
-        rows: Columns, template and labels of the run.
-    """
+    """A label for each line, of those that the run has learned, compared as the run's evaluations compare them."""
 
     def __init__(self, options: Chat, variants: dict[str, AtStep], rows: RowOptions) -> None:
         super().__init__(options, variants)
@@ -402,11 +382,7 @@ class _Labelling(_Session):
 
 
 class _TextStream:
-    """Prints a text while its tokens are generated.
-
-    Args:
-        decode: Makes a text of token ids.
-    """
+    """Prints a text while its tokens are generated."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode, self._tokens, self._printed = decode, list[int](), ""

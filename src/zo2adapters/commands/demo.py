@@ -58,21 +58,7 @@ class TaskScore:
 
 
 def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> tuple[TaskScore, TaskScore]:
-    """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned.
-
-    Args:
-        directory: Directory that gets base/, train.jsonl, evaluation.jsonl and run/. It must not exist, or be empty.
-        seed: Seed of pre-training and fine-tuning.
-        recipe: Sizes and hyperparameters.
-        quiet: Whether progress bars are left out.
-
-    Returns:
-        The scores before and after the zeroth-order steps.
-
-    Raises:
-        OutputError: if the directory is in use.
-        DataError: if this Python lacks the sources of its standard library.
-    """
+    """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned."""
     task = prepare(directory, seed=seed, recipe=recipe, quiet=quiet)
     losses, output = task.pretraining_losses, directory / "run"
     print(
@@ -122,15 +108,7 @@ def accuracy(
     *,
     labels: Sequence[str] = LABELS,
 ) -> TaskScore:
-    """Compute how often the likeliest label is the right one.
-
-    Args:
-        engine: The engine whose current weights are evaluated.
-        model: The model that the engine was made with.
-        rows: Prompts and completions; each completion is one of the labels.
-        tokenizer: The model's tokenizer.
-        labels: The completions to choose from.
-    """
+    """Compute how often the likeliest label is the right one."""
     choices = [tokenized_choice(row["prompt"], labels, labels.index(row["completion"]), tokenizer) for row in rows]
     scored = score(
         engine,

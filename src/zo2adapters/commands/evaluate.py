@@ -15,6 +15,7 @@ import tyro
 from zo2adapters.commands.at_step import AtStep, names_of, run_together
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import Engine, SharedBase, Workers
@@ -85,7 +86,7 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.run_notices import length_notices
 
-        self.batching.require_valid()
+        require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
@@ -113,12 +114,7 @@ class Evaluate(AtStep):
             print(_table(columns) if len(columns) > 1 else _line(evaluated))
 
     def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> EvaluationRows:
-        """The rows to evaluate on.
-
-        Raises:
-            OptionError: if there are none, or they are preferences.
-            DataError: if the file cannot be read, or a row is malformed.
-        """
+        """The rows to evaluate on."""
         from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of

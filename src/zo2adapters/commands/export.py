@@ -43,11 +43,7 @@ class Export(WritesDirectory):
     """Write what a run with --rank learned as a LoRA adapter in the format of peft instead of a whole model."""
 
     def run(self) -> None:
-        """Replay the run and write the model.
-
-        Raises:
-            OptionError: if an adapter cannot represent what the run learned, or ``output_dtype`` is given for one.
-        """
+        """Replay the run and write the model."""
         from zo2adapters.models.adapter_export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
         from zo2adapters.trainers.progress_bar import export_bar

@@ -21,12 +21,7 @@ _INDENT = 6  # columns before an option's text
 
 
 def program_help(description: str, summaries: Mapping[str, str]) -> str:
-    """The help of the program: its commands, and how to get the help of each.
-
-    Args:
-        description: What the program does.
-        summaries: What each command does.
-    """
+    """The help of the program: its commands, and how to get the help of each."""
     lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(description, 0), "", "Commands"]
     for name, summary in summaries.items():
         lines += [f"  {name}", *_wrapped(summary, _INDENT)]
@@ -34,13 +29,7 @@ def program_help(description: str, summaries: Mapping[str, str]) -> str:
 
 
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
-    """The help of a command.
-
-    Args:
-        name: The command's name, such as ``train``.
-        options: Its dataclass. If that names options in ``first_options``, only these are listed by default.
-        lists_all: Whether all options are listed.
-    """
+    """The help of a command."""
     listed = list(option_fields(options))
     first = getattr(options, "first_options", None)
     order = {field: index for index, field in enumerate(first or ())}

@@ -65,11 +65,7 @@ class Outcome:
 
 
 def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
-    """Read the runs' names, and the options in which they differ.
-
-    Raises:
-        OptionError: if the file cannot be read, or names an option that all runs have in common.
-    """
+    """Read the runs' names, and the options in which they differ."""
     runs: dict[str, Mapping[object, object]] = {}
     try:
         named = read_recipe(path)
@@ -101,15 +97,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
 
 
 def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
-    """Train several runs that share their base, and print how they compare.
-
-    Args:
-        runs: The runs.
-        output: Directory of their directories and of the comparison.
-
-    Raises:
-        ZO2Error: that of the first run that failed, after all others have ended.
-    """
+    """Train several runs that share their base, and print how they compare."""
     from zo2adapters.trainers.shared_runs import open_shared_base, require_shareable
 
     for run in runs:

@@ -21,12 +21,7 @@ class Merge(WritesDirectory):
     first_options: ClassVar = ("run_directory", "model", "adapter", "output", "at", "memory")
 
     def run(self) -> None:
-        """Merge, and write the model.
-
-        Raises:
-            OptionError: if there is neither an adapter nor a run.
-            UnsupportedModelError: for a prefix, which no weight can contain.
-        """
+        """Merge, and write the model."""
         from zo2adapters.models.merged_export import export_merged
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE

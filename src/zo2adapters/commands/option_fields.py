@@ -37,11 +37,7 @@ class OptionField(NamedTuple):
 
 
 def option_fields(command: Any) -> Iterator[OptionField]:
-    """Yield the options of a command, and where it has groups of options, those of each.
-
-    Args:
-        command: The command's dataclass, or an instance, whose values are the defaults.
-    """
+    """Yield the options of a command, and where it has groups of options, those of each."""
     owner = command if isinstance(command, type) else type(command)
     hints = get_type_hints(owner, include_extras=True)
     for option in fields(command):
@@ -74,9 +70,5 @@ def _kind(hint: Any) -> str:
 
 
 def option_names(command: Any) -> list[str]:
-    """The names of a command's options, with underscores; no positional arguments.
-
-    Args:
-        command: The command's dataclass, or an instance.
-    """
+    """The names of a command's options, with underscores; no positional arguments."""
     return [option.name for option in option_fields(command) if not option.is_positional]

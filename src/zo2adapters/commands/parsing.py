@@ -7,23 +7,25 @@ import difflib
 import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from zo2adapters.commands.option_fields import option_fields, option_names
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
 from zo2core.errors import OptionError
 
 _KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
+_SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 # Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
 _OTHER_NAMES: dict[str, str | None] = {  # None: nothing here does the same
     "adam_beta1": "betas",
     "adam_beta2": "betas",
-    "adam_epsilon": "eps",
+    "adam_epsilon": None,
     "bf16": "dtype",
     "cutoff_len": "sequence_length",
     "epochs": "steps",
@@ -73,16 +75,7 @@ class TakesRecipe(Protocol):
 
 
 def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
-    """Fill in a command's options; those of a run to continue are their defaults.
-
-    Args:
-        name: The command's name, such as ``train``.
-        options: The command's dataclass.
-        arguments: Command line, without the name.
-
-    Raises:
-        OptionError: if the command line is not one of this command.
-    """
+    """Fill in a command's options; those of a run to continue are their defaults."""
     command = parse_options(name, options, arguments)
     if isinstance(command, Resumable) and (saved := command.saved_command()) is not None:
         command = parse_options(name, options, arguments, default=saved)
@@ -90,20 +83,11 @@ def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
 
 
 def parse_options(name: str, options: Any, arguments: Sequence[str], **default: Any) -> Any:
-    """Fill in a command's options.
-
-    Args:
-        name: The command's name.
-        options: The command's dataclass.
-        arguments: Command line, without the name.
-        default: The command with the values of options that are not given, as ``default``.
-
-    Raises:
-        OptionError: if the command line is not one of this command.
-    """
+    """Fill in a command's options."""
     import tyro
 
     message = io.StringIO()
+    arguments = [_SECTION.sub("--", argument) for argument in arguments]
     try:
         with contextlib.redirect_stderr(message):
             return tyro.cli(
@@ -176,18 +160,9 @@ def _plain_error(name: str, message: str, options: Any) -> OptionError | None:
 
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
-    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values.
-
-    Args:
-        values: Value of each option. A key may have hyphens in place of underscores.
-        where: Name of the recipe, for errors.
-        options: The command's dataclass.
-
-    Raises:
-        OptionError: if a key is not the name of an option or occurs twice, or a value is neither a single one nor a list.
-    """
+    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
     known, arguments, seen = option_names(options), list[str](), set[str]()
-    for key, value in values.items():
+    for key, value in _flat(values, where):
         name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
         if name not in known:
             raise OptionError(where, found=found, **unknown_option(name, known, "zo2 train"))
@@ -217,15 +192,22 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     return arguments
 
 
-def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str = "") -> dict[str, str]:
-    """What an error about an unknown option expects and advises: the nearest option, or all of them.
+def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
+    """Keys and values of a recipe, which may have them in sections."""
+    for key, value in values.items():
+        if key not in SECTIONS or not isinstance(value, Mapping):
+            yield key, value
+            continue
+        for name, of_section in value.items():
+            option = OPTIONS.get(str(name).replace("-", "_"))
+            if option is not None and option.section != key:
+                found, expected = f"{name} in the section {key}", f"it in the section {option.section}"
+                raise OptionError(where, found=found, expected=expected, remedy="move it there")
+            yield name, of_section
 
-    Args:
-        name: The unknown name.
-        known: Names of the command's options.
-        command: Name of the command.
-        prefix: Text before the name of an option, such as ``--``.
-    """
+
+def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str = "") -> dict[str, str]:
+    """What an error about an unknown option expects and advises: the nearest option, or all of them."""
     names = list(known)
     nearest = nearest_name(name.replace("-", "_"), names)
     shown = [prefix + (known_name.replace("_", "-") if prefix else known_name) for known_name in names]

@@ -28,11 +28,7 @@ class Push:
     """Create a public repository. By default it is private; an existing one stays as it is."""
 
     def run(self) -> None:
-        """Upload the directory, and print its address.
-
-        Raises:
-            OptionError: if the directory is not an export, the name is not user/name, or the hub refuses.
-        """
+        """Upload the directory, and print its address."""
         exported = self._exported()
         if re.fullmatch(r"[\w.-]+/[\w.-]+", self.to) is None:
             raise OptionError(
@@ -62,11 +58,7 @@ class Push:
         print(f"https://huggingface.co/{self.to}")
 
     def _exported(self) -> Path:
-        """The exported directory.
-
-        Raises:
-            OptionError: if there is none.
-        """
+        """The exported directory."""
         is_run = any((self.directory / name).exists() for name in (OPTIONS, JOURNAL))
         path = self.directory / MODEL if is_run else self.directory
         has = [any((path / name).is_file() for name in names) for names in (_WEIGHTS, _CONFIGS)]

@@ -75,12 +75,7 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
 
 
 def error_line(error: ZO2Error, command: Any) -> str:
-    """Format an error as one line, with options as flags.
-
-    Args:
-        error: The error. Its ``where`` may be an option's name; other texts have names of options between backquotes.
-        command: The command whose options are written as flags; anything else has no options.
-    """
+    """Format an error as one line, with options as flags."""
     names = set(option_names(command)) if is_dataclass(command) else set()
     flags = {name: _flag(name) for name in names}
     flags |= {name: flags[option] for name, option in _FLAGS.items() if option in names}

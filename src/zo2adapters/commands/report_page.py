@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
-from zo2adapters.trainers.first_order import used_options
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.methods.gradient_run import ADAPTER_FORWARDS
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
+from zo2adapters.trainers.option_table import used_options
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
 from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError, MissingPackageError, OptionError, reason
@@ -81,12 +81,7 @@ class Run(NamedTuple):
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's directory without changing it.
-
-    Raises:
-        JournalError: if it is not a run's directory, or the journal is damaged.
-        OptionError: if its options cannot be read.
-    """
+    """Read a run's directory without changing it."""
     journal = read_journal(directory / JOURNAL, run=directory)
     if not journal.steps:
         raise JournalError(
@@ -151,11 +146,7 @@ def _is_number(value: object) -> bool:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Write the HTML of the page.
-
-    Raises:
-        MissingPackageError: if matplotlib is not installed.
-    """
+    """Write the HTML of the page."""
     title = html.escape(", ".join(run.name for run in runs))
     parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
     if any("reward" in row for run in runs for row in run.steps):
@@ -407,15 +398,7 @@ def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]
 
 
 def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
-    """Draw charts side by side, as SVG.
-
-    Args:
-        count: Number of charts.
-        draw: Draws on their axes.
-
-    Raises:
-        MissingPackageError: if matplotlib is not installed.
-    """
+    """Draw charts side by side, as SVG."""
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_svg import FigureCanvasSVG

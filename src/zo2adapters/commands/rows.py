@@ -54,12 +54,7 @@ class WriteRows:
         print(f"{self.output}: {counts}")
 
     def files(self) -> dict[str, bytes]:
-        """The content of each file, by its name.
-
-        Raises:
-            OptionError: if an option is out of range.
-            DataError: if a file of the benchmark is missing, or a row is malformed.
-        """
+        """The content of each file, by its name."""
         from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows, with_demonstrations
 
         benchmark = benchmark_of(self.task)

@@ -13,16 +13,7 @@ from zo2core.io.durable import read_regular
 
 
 def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:
-    """Open a journal for reading, and print a line if its last record is damaged or was not written whole.
-
-    Args:
-        path: The journal.
-        run: Directory of the run, whose ``metrics.jsonl`` shows whether the journal has lost steps; None does not check.
-        step: The step that the journal is read for; steps missing after it do not matter. None is the last step.
-
-    Raises:
-        JournalError: if it is not a journal or a regular file, is damaged before its last record, or has lost steps.
-    """
+    """Open a journal for reading, and print a line if its last record is damaged or was not written whole."""
     raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
     journal = Journal(path)
     journal.close()

@@ -34,13 +34,6 @@ def run_task(command: BenchmarkRun, *, train: Callable[[Path, Path], object]) ->
 
     The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process that was killed before
     the run started are reused if they are the same.
-
-    Args:
-        command: The benchmark, the model and the options of the run.
-        train: Trains on the first file of rows, evaluates on the second, and keeps the best step.
-
-    Raises:
-        ZO2Error: as ``zo2 rows``, ``zo2 evaluate`` and ``zo2 train`` do; a run that was refused leaves no rows.
     """
     rows = command.output.with_name(f"{command.output.name}.rows")
     require_new(command.output)
@@ -70,15 +63,7 @@ def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
 
 
 def require_consistent(task: str, options: RunOptions) -> None:
-    """Refuse options that cannot be combined with a benchmark.
-
-    Args:
-        task: Name of the benchmark.
-        options: The run's options.
-
-    Raises:
-        OptionError: if there is such an option, or torchrun started the process.
-    """
+    """Refuse options that cannot be combined with a benchmark."""
     for option, found, expected in (
         ("evaluation", options.evaluation, "none, because the task has its own rows to choose the best step with"),
         ("eval_split", options.eval_split, "none, because the task has its own rows to choose the best step with"),

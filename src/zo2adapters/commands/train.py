@@ -93,12 +93,7 @@ class Train(RunOptions):
 
     @classmethod
     def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
-        """Replace a recipe at the start of the arguments by the options in it, which later ones override.
-
-        Raises:
-            OptionError: if the recipe cannot be read, a key or a value of it is not one of this command's, or it names a
-                function that the other arguments do not name.
-        """
+        """Replace a recipe at the start of the arguments by the options in it, which later ones override."""
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
         return [*arguments_of_recipe(Path(arguments[0]), arguments[1:]), *arguments[1:]]
@@ -107,9 +102,6 @@ class Train(RunOptions):
         """This command with the options of the run to continue; None for a new run.
 
         ``torchrun`` restarts workers with the command that started the run; they then continue it.
-
-        Raises:
-            OptionError: if there is no such run.
         """
         resume = self.resume
         if resume is None and self.output is not None and torchrun_rank() is not None and holds_run(self.output):
@@ -125,11 +117,7 @@ class Train(RunOptions):
         return type(self)(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
     def options(self) -> TrainOptions:
-        """The run's options: those given, or those of the run to resume with the changes that are allowed.
-
-        Raises:
-            OptionError: if one is missing, or differs from that of the run to resume.
-        """
+        """The run's options: those given, or those of the run to resume with the changes that are allowed."""
         if self.from_step is not None:
             return self._branched()
         if self.resume is not None:
@@ -158,9 +146,6 @@ class Train(RunOptions):
         """The options of a run, with its files at the paths that this command names.
 
         The run has digests of all files, which are compared where the files are read.
-
-        Raises:
-            OptionError: if the run has functions of the user's own, and this command does not name them.
         """
         assert self.resume is not None
         if saved.own_functions is not None:
@@ -411,16 +396,7 @@ def train(
 def arguments_of_recipe(
     recipe: str | os.PathLike[str] | Mapping[str, object], later: Sequence[str] | None = None
 ) -> list[str]:
-    """The command line of a recipe, whose keys and values are checked.
-
-    Args:
-        recipe: File, or mapping.
-        later: Arguments behind those of the recipe, which have to name the functions that it names; None: no code is run,
-            or the caller has written the recipe.
-
-    Raises:
-        OptionError: naming the recipe and its key.
-    """
+    """The command line of a recipe, whose keys and values are checked."""
     where = "recipe" if isinstance(recipe, Mapping) else os.fspath(recipe)
     values: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
     arguments = recipe_arguments(values, where=where, options=Train)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2adapters.trainers.batching import MOST_ROWS
 from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
+from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2core import MeZOSGD
 from zo2core.optimizers import OptimizerName
 from zo2core.ranges import LARGEST, require_whole

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from zo2adapters.trainers.option_table import require_valid
 from zo2core.errors import OptionError
-from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.peft_model import Adapter  # a command line is read without transformers
@@ -49,48 +49,13 @@ class AdapterOptions:
         return str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
 
     def require_valid(self) -> None:
-        """Refuse two adapters, and options of an adapter without one."""
-        if self.adapter is not None and self.lora_rank is not None:
-            expected = "one adapter: --lora-rank starts a new one, --adapter takes that of a file"
-            raise OptionError(
-                "lora_rank",
-                found=f"{self.lora_rank} with --adapter {self.adapter}",
-                expected=expected,
-                remedy="leave one of the two out",
-            )
-        if self.adapter_frozen and not self.trains_adapter:
-            raise OptionError(
-                "adapter_frozen",
-                found=" ".join(self.adapter_frozen),
-                expected="--adapter or --lora-rank, whose parameters it selects",
-                remedy="pass one of the two, or leave it out",
-            )
-        if self.lora_rank is None:
-            for option, value in (("lora_targets", " ".join(self.lora_targets)), ("lora_alpha", self.lora_alpha)):
-                if value not in ("", None):
-                    expected = "--lora-rank, which starts the adapter"
-                    raise OptionError(
-                        option, found=str(value), expected=expected, remedy="pass --lora-rank 8, or leave it out"
-                    )
-            return
-        require_whole("lora_rank", self.lora_rank, 1)
-        if self.lora_alpha is not None:
-            require_whole("lora_alpha", self.lora_alpha, 1)
-        if any("," in name for name in self.lora_targets):
-            names = " ".join(self.lora_targets).replace(",", " ")
-            raise OptionError(
-                "lora_targets",
-                found=" ".join(self.lora_targets),
-                expected="names with spaces between them",
-                remedy=f"write {' '.join(names.split())}; in a recipe, a list",
-            )
-        if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
-            raise OptionError(
-                "lora_targets",
-                found=" ".join(self.lora_targets),
-                expected=f"{ALL_LINEAR} alone, or names of layers",
-                remedy=f"leave {ALL_LINEAR} or the names out",
-            )
+        """Refuse what the table refuses, and names of layers that are no list."""
+        require_valid(self)
+        names = " ".join(self.lora_targets)
+        if "," in names or (ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
+            expected = f"{ALL_LINEAR} alone, or names with spaces between them"
+            remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
+            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
 
     def with_lora_defaults(self) -> Self:
         """The options with the values that stand for those that were left out."""
@@ -101,17 +66,7 @@ class AdapterOptions:
         )
 
     def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
-        """The adapter to open the model with; None: the weights are trained.
-
-        Args:
-            head: Name of the model's head.
-            seed: Seed of a new adapter's initial values.
-            base: Directory or hub id of the base, which an exported adapter names.
-            is_trained: Whether it will be trained; one that is only read may have been trained with dropout.
-
-        Raises:
-            MissingPackageError: without peft.
-        """
+        """The adapter to open the model with; None: the weights are trained."""
         if not self.trains_adapter:
             return None
         from zo2adapters.models.peft_model import Adapter

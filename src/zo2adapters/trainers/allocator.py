@@ -29,13 +29,6 @@ def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
     """Add the freed memory that the process keeps: as much as activations and logits need, once more.
 
     Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every allocation fits into it.
-
-    Args:
-        plan: Plan of a run that computes on the host.
-        activation_bytes: Bytes of a step's activations and logits.
-
-    Returns:
-        The plan with this part, which is empty if the budget has no room for it.
     """
     kept = activation_bytes if activation_bytes <= plan.spare else 0
     part = MemoryPart(KEPT if kept else f"{KEPT}: none, returned to the system", kept)
@@ -48,15 +41,7 @@ def keeps_memory(plan: HostPlan) -> bool:
 
 
 def keep_freed_memory(largest: int = LARGEST) -> bool:
-    """Tell glibc to keep freed memory for this process. Other C libraries are left alone.
-
-    Args:
-        largest: Bytes of the largest block that is kept. Kept blocks of aligned tensors are rarely reused whole, so that the
-            logits of each micro-batch would take new memory: a run whose plan has no room for that passes ``SMALL``.
-
-    Returns:
-        Whether freed memory is kept.
-    """
+    """Tell glibc to keep freed memory for this process. Other C libraries are left alone."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc

@@ -45,21 +45,7 @@ _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer tria
 def with_chosen_rate(
     options: TrainOptions, *, resume: bool, announce: Callable[[str], object] = lambda line: None, quiet: bool = True
 ) -> TrainOptions:
-    """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps.
-
-    Args:
-        options: The run's options, with ``auto`` as learning rate.
-        resume: Whether to continue the trials of a run that has begun.
-        announce: Called with each line for the user, about the cost and the choice.
-        quiet: Whether to hide the progress bars of the trials.
-
-    Returns:
-        The run's options with the chosen rate.
-
-    Raises:
-        DivergenceError: if all trials diverged.
-        ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
-    """
+    """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
     if not resume:
@@ -141,14 +127,7 @@ def _search(options: TrainOptions) -> tuple[Sequence[float], int, int]:
 
 
 def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
-    """The rates that a run with this number of steps tries, and the steps of its trials.
-
-    Args:
-        options: The run's options.
-
-    Raises:
-        OptionError: if an option of the method is out of range.
-    """
+    """The rates that a run with this number of steps tries, and the steps of its trials."""
     rates, budget, forwards = _search(options)
     return rates, Schedule(len(rates), tuple(planned_rounds(len(rates), budget, forwards, continues=False)), forwards)
 

@@ -17,34 +17,14 @@ _CHUNK = 1 << 20  # elements read at once
 
 
 def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
-    """Call ``verify_base`` with a progress bar.
-
-    Args:
-        model: Model whose base is read.
-        journal: Journal of a run on it.
-        quiet: Whether to hide the progress bar.
-
-    Returns:
-        The digests that the journal does not have yet, by segment.
-
-    Raises:
-        CheckpointError: if the base has changed, or cannot be read.
-    """
+    """Call ``verify_base`` with a progress bar."""
     total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
     with progress_bar(total=total, unit="B", desc="base", quiet=quiet) as bar:
         return verify_base(model, journal, bar.update)
 
 
 def require_finite_base(model: HFBlockModel, where: object) -> None:
-    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause.
-
-    Args:
-        model: Model whose weights on disk are read.
-        where: The path or hub id that the user passed.
-
-    Raises:
-        CheckpointError: naming the parameter and the element.
-    """
+    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause."""
     for layout in model.layouts:
         for spec in layout.parameters:
             length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # encoded parameters are read whole

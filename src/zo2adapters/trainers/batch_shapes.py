@@ -55,15 +55,7 @@ class RowShapes(NamedTuple):
         seed: int,
         trained: Callable[[Any], Sequences] = lambda row: row.sequences,
     ) -> RowShapes:
-        """Shapes for rows as a run batches them.
-
-        Args:
-            batching: How rows become batches.
-            data: The rows to train on.
-            evaluation: The rows to evaluate on; None: there are none.
-            seed: Seed of the order of rows.
-            trained: The sequences of a row to train on.
-        """
+        """Shapes for rows as a run batches them."""
         files = [data, *([] if evaluation is None else [evaluation])]
         longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
         sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zo2core.errors import OptionError
-from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
 
 DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
-MOST_ROWS = 1 << 16  # largest batch: each row is a Python object, however much memory there is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +30,12 @@ class Batching:
     sequence_length: int | None = None
     """Longest row in tokens; longer rows are cut at the end. By default 1024, or the model's limit if that is lower."""
 
-    def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data."""
-        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
-        for option in ("micro_batch_size", "loss_chunk"):
-            value = getattr(self, option)
-            if value is not None:
-                require_whole(option, value, 1)
-        if self.pack and self.micro_batch_size is not None:
-            expected = "whole batches, because packed rows run together"
-            raise OptionError("pack", found="--micro-batch-size", expected=expected, remedy="leave one of the two out")
-        if self.sequence_length is not None:
-            require_whole("sequence_length", self.sequence_length, 2)
-
     def shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Rows and tokens per row of a batch.
-
-        Args:
-            rows: Rows before packing.
-            tokens: Tokens of the longest row.
-        """
+        """Rows and tokens per row of a batch."""
         return (1, rows * tokens) if self.pack else (rows, tokens)
 
     def length_for(self, model: HFBlockModel) -> int:
-        """Longest row in tokens for a model.
-
-        Raises:
-            OptionError: if ``sequence_length`` is above the model's limit.
-        """
+        """Longest row in tokens for a model."""
         longest = model.longest_row
         if self.sequence_length is None:
             return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)

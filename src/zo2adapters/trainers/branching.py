@@ -23,17 +23,6 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
 
     Only journal and options are copied: blocks that the parent has written back are replayed. The new run is removed if the
     body of the context raises.
-
-    Args:
-        parent: Directory of the run to branch from. It is only read.
-        step: Number of the parent's steps to copy.
-        options: Options of the new run, in ``options.output``. They may differ from the parent's in how later steps are
-            taken.
-
-    Raises:
-        OptionError: if the parent has no such step, or ``options.steps`` is below it.
-        OutputError: if the output directory is in use or cannot be written; it appears whole or not at all.
-        JournalError: if the parent's journal cannot be read.
     """
     created = missing_directories(options.output)
     _branch(parent, step, options)

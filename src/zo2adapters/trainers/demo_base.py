@@ -66,21 +66,7 @@ class DemoTask:
 
 
 def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> DemoTask:
-    """Make a base model, and a task held out from its pre-training.
-
-    Args:
-        directory: A new or empty directory, for base/, train.jsonl and evaluation.jsonl.
-        seed: Seed of the split into files, the initial weights and the order of the text. Global generators are not used.
-        recipe: Sizes and hyperparameters.
-        quiet: Whether to hide the progress bar.
-
-    Returns:
-        The paths of model and rows.
-
-    Raises:
-        OutputError: if the directory is in use.
-        DataError: if this Python lacks the sources of its standard library.
-    """
+    """Make a base model, and a task held out from its pre-training."""
     require_unused(directory)
     files = source_texts(seed=seed)
     texts = pretraining_texts(files, recipe.characters)

@@ -11,7 +11,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape
-from zo2adapters.trainers.options import Execution, Order, TrainedState, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainedState, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
@@ -71,8 +71,6 @@ def open_engine(options: TrainOptions, opening: Opening) -> Engine:
         write_back=None if is_first_order else write_back_policy(options),
         commit_every=options.commit_every if state is TrainedState.DISK else None,
         micro_batch_size=options.batching.micro_batch_size,
-        overlap=execution.scheduler is Order.OVERLAPPED,
-        replay=execution.replay,
         trace=worker_trace(execution.trace, workers),
         workers=workers,
         shared=opening.shared,
@@ -102,14 +100,7 @@ def method_of_run(options: TrainOptions, model: HFBlockModel) -> ZerothOrder | F
 
 
 def request_of_run(options: TrainOptions, model: HFBlockModel, longest: BatchShape, memory: MemoryPolicy) -> RunRequest:
-    """What the plan of a run that has taken no steps depends on, as its engine asks for it.
-
-    Args:
-        options: The run's options.
-        model: The model.
-        longest: Shape of the largest batch.
-        memory: Memory that the run may use.
-    """
+    """What the plan of a run that has taken no steps depends on, as its engine asks for it."""
     if options.state is not TrainedState.JOURNAL:
         commits = options.commit_every if options.state is TrainedState.DISK else None
         asked = EngineOptions(memory=memory, run=options.output, commit_every=commits)
@@ -157,16 +148,7 @@ def replayer(
     journal: Journal | None = None,
     shared: SharedBase | None = None,
 ) -> Engine:
-    """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed.
-
-    Args:
-        options: The run's options.
-        model: Model that was opened with these options.
-        activations: Bytes that activations may use.
-        workers: Processes that evaluate the same rows; None: this process works alone.
-        journal: The run's journal up to the step; None: the base.
-        shared: The base that the run shares with others; None: it reads its base alone.
-    """
+    """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed."""
     return Engine(
         model,
         journal=journal,
@@ -193,12 +175,7 @@ def snapshot_replayer(
 
 
 def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:
-    """The trained parameters after so many steps, by name; None at step 0, where they are those that the run began with.
-
-    Raises:
-        CheckpointError: if the step has no snapshot, or a damaged one.
-        JournalError: if the journal has lost the step.
-    """
+    """The trained parameters after so many steps, by name; None at step 0, where they are those that the run began with."""
     if step == 0:
         return None
     parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state.get("parameters", {})  # refused if incomplete
@@ -213,14 +190,7 @@ def snapshot_bytes(model: HFBlockModel, update: BlockUpdate | None) -> int:
 
 
 def written_bytes(layouts: Sequence[BlockLayout], update: BlockUpdate, buckets: int, commit_every: int) -> float:
-    """Bytes that a step of a run over blocks that change on disk writes on average.
-
-    Args:
-        layouts: Segments in visiting order, with the states that are stored with them.
-        update: The optimizer. If it has turns, each segment is written once in an epoch of them.
-        buckets: Number of buckets for blocks.
-        commit_every: Steps between two commits.
-    """
+    """Bytes that a step of a run over blocks that change on disk writes on average."""
     sizes = [whole_pages(layout.nbytes) for layout in layouts if layout.parameters]
     if update.turn is not None:
         return sum(sizes) / len(sizes) / update.turn

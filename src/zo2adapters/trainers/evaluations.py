@@ -1,37 +1,24 @@
-"""The steps of a run that are evaluated, and the best of them.
-
-The journal has the result of each evaluation, with a checksum. Journals of earlier versions have no results: these are in
-``metrics.jsonl`` alone, where a changed digit goes unnoticed, so they are displayed but never select the best step.
-"""
+"""The steps of a run that are evaluated, and the best of them. The journal has all results, with checksums."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import Journal
 
 Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
 
 PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
 _SHARES = ("accuracy", "f1", "exact_match")  # results that are shares of the rows
 _SECONDS = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation took
-_LISTED = 6  # steps that a message lists
 
 
 def is_due(options: TrainOptions, step: int) -> bool:
     """Whether the run is evaluated after this number of steps."""
     every = options.evaluate_every
     return options.evaluates and (step in (0, options.steps) or (every is not None and step % every == 0))
-
-
-def due_steps(options: TrainOptions, journal: Journal) -> list[int]:
-    """Steps so far after which an evaluation was due, without those that a branch has copied from its parent."""
-    branches = [] if journal.header is None else journal.header.get("branched", [])
-    first = branches[-1]["step"] if branches else 0
-    return [step for step in range(first, journal.version + 1) if is_due(options, step)]
 
 
 def best_step(losses: Mapping[int, float]) -> int | None:
@@ -57,12 +44,6 @@ def criteria_of(evaluations: Mapping[int, Results]) -> dict[int, float]:
     return {step: criterion(results) for step, results in evaluations.items()}
 
 
-def evaluations_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, Results]:
-    """The results of each evaluation in rows of metrics, by step."""
-    found = ((row, results_of_row(row)) for row in rows)
-    return {row["step"]: results for row, results in found if results}
-
-
 def results_of_row(row: Mapping[str, Any]) -> Results:
     """The results in a row of metrics, without the prefix of their names; none in the row of a step."""
     if "loss" in row:
@@ -83,9 +64,3 @@ def shown_results(results: Results) -> str:
     """Results as text, shares of rows in percent."""
     texts = {name: f"{value:.1%}" if name in _SHARES else f"{value:.4f}" for name, value in results.items()}
     return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
-
-
-def shown_steps(steps: Sequence[int]) -> str:
-    """Steps as text, shortened if there are many."""
-    listed, more = ", ".join(map(str, steps[:_LISTED])), len(steps) - _LISTED
-    return f"{'step' if len(steps) == 1 else 'steps'} {listed}" + (f" and {more} more" if more > 0 else "")

@@ -40,21 +40,6 @@ def verify_first_order(
     """Train block by block and on the whole model, and compare losses, gradient norms and what is trained.
 
     Memory: the whole model twice, its activations and, for all parameters, gradients and optimizer states.
-
-    Args:
-        directory: Model directory.
-        opening: How the checkpoint is opened.
-        method: Name of the optimizer.
-        adapter: The adapter that is trained; None: all parameters.
-        size: The optimizer's learning rate and weight decay.
-        batches: The batches to compare on.
-
-    Returns:
-        The comparison.
-
-    Raises:
-        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
@@ -125,15 +110,7 @@ def _backward(model: HFBlockModel, whole: Any, batch: Batch) -> float:
 def _difference(
     step: int, ours: StepResult, loss: float, trained: Mapping[str, nn.Parameter], *, widens: bool
 ) -> str | None:
-    """The first difference between a step's numbers and the whole model's, as text; None: there is none.
-
-    Args:
-        step: 0-based.
-        ours: What the step reported.
-        loss: Loss of the whole model.
-        trained: Its trained parameters, with gradients.
-        widens: Whether the norm is that of gradients in float32.
-    """
+    """The first difference between a step's numbers and the whole model's, as text; None: there is none."""
     gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([widened(gradient) if widens else gradient for gradient in gradients])
     for name, a, b in (("loss", ours.loss, loss), ("gradient norm", ours.grad_norm, norm.item())):

@@ -122,15 +122,7 @@ class _Lengths(NamedTuple):
 
 
 def initial_recipe(request: TrainOptions) -> InitialRecipe:
-    """Choose the options of a run for a model and its data. Nothing is trained; the probes take some seconds.
-
-    Args:
-        request: Model, data, the run's directory, and what the user has chosen: columns, head, objective, memory, seed and
-            rows to evaluate on. Other options are replaced.
-
-    Raises:
-        ZO2Error: of the kind that fits, if model or data cannot be read, or do not go together.
-    """
+    """Choose the options of a run for a model and its data. Nothing is trained; the probes take some seconds."""
     surveyed = survey(request.data, request.rows, takes_labels=request.takes_labels)
     objective = MODEL_LOSS if surveyed.labels and request.objective == AUTO else request.objective
     opened = _opened(replace(request, rows=surveyed.options, objective=objective))
@@ -394,7 +386,6 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
     else:
         reason = f"{count} rows are evaluated on instead of trained on, about {seconds} each time."
         yield Choice("eval_split", options.eval_split, reason)
-        yield Choice("eval_seed", options.eval_seed)
     if options.evaluate_every is not None:
         yield Choice("evaluate_every", options.evaluate_every)
     yield Choice("keep_best", options.keep_best, "The result is the model of the best evaluation, not of the last step.")

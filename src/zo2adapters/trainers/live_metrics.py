@@ -13,17 +13,7 @@ TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 
 
 class LiveMetrics:
-    """Reports the rows of ``metrics.jsonl`` to a tracker as they are written.
-
-    Args:
-        tracker: Name of the tracker; "none" reports nothing.
-        directory: Directory of the run. TensorBoard's files go to its folder ``tensorboard``, those of Weights & Biases to
-            ``wandb``.
-        options: Options of the run, as JSON values.
-
-    Raises:
-        MissingPackageError: if the tracker is not installed.
-    """
+    """Reports the rows of ``metrics.jsonl`` to a tracker as they are written."""
 
     def __init__(self, tracker: TrackerName, directory: Path, options: Mapping[str, Any]) -> None:
         self._writer: Any = None

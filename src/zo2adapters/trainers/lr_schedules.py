@@ -22,17 +22,7 @@ class Decay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Linear warm-up to a peak, then decay towards 0. The rate is positive at every step of the run.
-
-    Args:
-        peak: Learning rate after the warm-up.
-        decay: Shape of the decay.
-        warmup_steps: Steps of the warm-up; the first step uses ``peak / warmup_steps``.
-        steps: Steps of the whole run.
-
-    Raises:
-        OptionError: if the warm-up is not shorter than the run.
-    """
+    """Linear warm-up to a peak, then decay towards 0. The rate is positive at every step of the run."""
 
     peak: float
     decay: Decay
@@ -61,10 +51,6 @@ class LearningRate:
 
 
 def with_peak_rate(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An estimator's options from a journal, for a reader: the peak in place of the text that stands for a schedule.
-
-    Args:
-        options: The options; a schedule's other values are also in the run's provenance.
-    """
+    """An estimator's options from a journal, for a reader: the peak in place of the text that stands for a schedule."""
     schedule = re.match(rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(options.get("lr")))
     return options if schedule is None else {**options, "lr": float(schedule[1])}

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
-from zo2adapters.trainers.evaluations import Results, criterion, results_of_row, row_of_evaluation
+from zo2adapters.trainers.evaluations import criterion, row_of_evaluation
 from zo2core import Batch, Journal, StepResult, Update
 from zo2core.errors import OutputError, reason
 from zo2core.types import Commit, shown_bytes
@@ -33,27 +33,20 @@ class MetricsRows(NamedTuple):
 
 
 def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
-    """Keep the rows that agree with the journal, and restore lost or damaged rows from it.
-
-    Rows of evaluations that the journal does not have are kept: journals of earlier versions have no evaluations.
-
-    Args:
-        raw: The file's bytes.
-        journal: Journal of the run.
-    """
-    known = journal.steps
+    """Keep the rows that agree with the journal, and restore lost or damaged rows from it."""
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
-    steps = [row for row in rows if "loss" in row]
-    evaluations = {row["step"]: row for row in rows if "loss" not in row and row["step"] <= len(known)}
-    for step, results in journal.evaluations.items():
-        _align_evaluation(evaluations, step, results)
-    kept = {row["step"]: row for row in steps if row["step"] < len(known) and _agrees(row, known[row["step"]])}
+    known, evaluations = [row_of(step) for step in journal.steps], journal.evaluations
+    at_steps: dict[int, list[Row]] = {}
+    for row in rows:
+        at_steps.setdefault(row["step"], []).append(row)
     aligned: list[Row] = []
     for step in range(len(known) + 1):
-        aligned += [evaluations[step]] if step in evaluations else []
-        if step < len(known):
-            aligned.append(kept.get(step) or row_of(known[step]))
-    return MetricsRows(aligned, _steps_seen(steps, known, kept))
+        restored = list[Row]()
+        if step in evaluations and math.isfinite(criterion(evaluations[step])):
+            restored.append(row_of_evaluation(step, evaluations[step]))
+        restored += known[step : step + 1]
+        aligned += [next((row for row in at_steps.get(step, ()) if _agrees(row, record)), record) for record in restored]
+    return MetricsRows(aligned, _steps_seen([row for row in rows if "loss" in row], known))
 
 
 def trial_rows(trials: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -74,41 +67,24 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
     }
 
 
-def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None:
-    """Replace a row that differs from the journal's results of an evaluation."""
-    known = row_of_evaluation(step, results)
-    if not math.isfinite(criterion(results)):
-        rows.pop(step, None)
-    elif step not in rows or any(rows[step].get(key) != value for key, value in known.items()):
-        rows[step] = known
-
-
-def _steps_seen(steps: Sequence[Row], updates: Sequence[Update | Commit], kept: Mapping[int, Row]) -> int:
+def _steps_seen(rows: Sequence[Row], known: Sequence[Row]) -> int:
     """Number of steps that the journal must have had, by rows that a single damage cannot have produced.
 
     Rows after the journal's last step count if they follow it without a gap, if most other rows agree with the journal, and
     if they are not rows of the journal's steps with a damaged step number.
     """
-    below = sum(row["step"] < len(updates) for row in steps)
-    if 2 * len(kept) < below:
-        return len(updates)  # the file belongs to another run
-    known = {_numbers(row_of(update)) for update in updates}
-    beyond = {row["step"] for row in steps if _numbers(row) not in known}
-    seen = len(updates)
+    below = [row for row in rows if row["step"] < len(known)]
+    if 2 * sum(_agrees(row, known[row["step"]]) for row in below) < len(below):
+        return len(known)  # the file belongs to another run
+    losses = {row["loss"] for row in known}
+    beyond = {row["step"] for row in rows if row["loss"] not in losses}
+    seen = len(known)
     while seen in beyond:
         seen += 1
     return seen
 
 
-def _numbers(row: Row) -> tuple[object, ...]:
-    """The measured numbers of a step, which differ from those of every other step."""
-    if "grad_norm" in row:
-        return row["loss"], row["grad_norm"]
-    return tuple(row["losses"]), tuple(row["projected_grads"])
-
-
-def _agrees(row: Row, update: Update | Commit) -> bool:
-    known = row_of(update)
+def _agrees(row: Row, known: Row) -> bool:
     return all(row.get(key) == known[key] for key in known)
 
 
@@ -118,35 +94,14 @@ def _parsed(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
-        return None
-    if "loss" in row:
-        lists = [row.get("losses"), row.get("projected_grads")]
-        is_whole = _is_real(row["loss"]) and (
-            _is_real(row["grad_norm"])
-            if "grad_norm" in row
-            else all(isinstance(values, list) and values and all(map(_is_real, values)) for values in lists)
-        )
-    else:
-        is_whole = math.isfinite(criterion(results_of_row(row)))
-    return row if is_whole else None
-
-
-def _is_real(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
+    return row if is_row and type(row.get("loss", 0.0)) is float and math.isfinite(row.get("loss", 0.0)) else None
 
 
 def step_record(
     update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The row of a step in ``metrics.jsonl``, as JSON values.
-
-    Args:
-        update: The step's record in the journal.
-        result: The step's report.
-        batch: The batch of the step.
-        measured: What the task has measured in the step, by name.
-    """
+    """The row of a step in ``metrics.jsonl``, as JSON values."""
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
     tokens = int(measured.get("generated_tokens", tokens))
@@ -175,15 +130,7 @@ def progress(record: dict[str, Any]) -> str:
 
 
 def write_row(file: IO[bytes], record: Row) -> None:
-    """Append a row to the file.
-
-    Args:
-        file: ``metrics.jsonl``, opened unbuffered.
-        record: The row, as JSON values.
-
-    Raises:
-        OutputError: if the file cannot be written.
-    """
+    """Append a row to the file."""
     line = json.dumps(record).encode() + b"\n"
     try:
         while line:

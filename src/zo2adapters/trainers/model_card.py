@@ -38,21 +38,7 @@ def model_card(
     is_gguf_file: bool = False,
     data: str | None = None,
 ) -> bytes:
-    """Write the card of a model that a run has trained.
-
-    Args:
-        journal: The run's journal.
-        version: Number of the run's steps that the model includes.
-        base: Directory or hub id of the base model.
-        head: The model's head, as in ``--head``.
-        is_adapter: Whether the export is an adapter.
-        is_merged: Whether an adapter was trained, and is merged into the weights.
-        is_gguf_file: Whether the export is a GGUF file for llama.cpp; otherwise it is a directory for transformers or peft.
-        data: The run's data, a file or the name of a dataset of the hub; None if it is not known.
-
-    Returns:
-        The content of ``README.md``.
-    """
+    """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
     hub_id, name = _hub_id(base), _called(base)
     hub_data = None if data is None or Path(data).exists() else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
@@ -93,17 +79,7 @@ def model_card(
 
 
 def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
-    """Write the card of a model into whose weights a saved adapter was merged.
-
-    Args:
-        base: Directory or hub id of the base model.
-        adapter: Directory of the adapter.
-        digest: SHA-256 of its weights.
-        head: The model's head, as in ``--head``.
-
-    Returns:
-        The content of ``README.md``.
-    """
+    """Write the card of a model into whose weights a saved adapter was merged."""
     hub_id, name = _hub_id(base), _called(base)
     entries: dict[str, Any] = {
         "library_name": "transformers",

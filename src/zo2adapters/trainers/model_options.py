@@ -63,16 +63,7 @@ class RunModelOptions(AdapterOptions, ModelOptions):
         loss_chunk: int | None = None,
         export_dtype: DtypeName = "auto",
     ) -> HFBlockModel:
-        """Open a checkpoint.
-
-        Args:
-            directory: Directory of the checkpoint.
-            seed: Seed of a new adapter's initial values.
-            base: The directory or hub id as the user passed it, which an exported adapter names as its base.
-            is_trained: Whether its adapter will be trained; one that is only read may have been trained with dropout.
-            loss_chunk: Labelled tokens whose logits are in memory at a time; None: as the precision needs.
-            export_dtype: Dtype to which exported weights are rounded. See ``open_checkpoint``.
-        """
+        """Open a checkpoint."""
         from zo2adapters.models.checkpoint import open_checkpoint
 
         return open_checkpoint(

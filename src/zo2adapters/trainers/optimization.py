@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2adapters.trainers.option_table import MOST_QUERIES
 from zo2core import (
     BlockLayout,
     Clipped,
@@ -23,8 +24,6 @@ from zo2core.errors import OptionError
 from zo2core.estimators import EstimatorName, Fitness
 from zo2core.perturbation import Perturbation
 from zo2core.ranges import require_whole
-
-MOST_QUERIES = 1 << 16
 
 # Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between 0.1 and 1000 for a
 # pre-trained model, whose weights are below 1. Useful rates lie between 1e-8 and 1e-2. With a rate above 1 a single step
@@ -61,11 +60,7 @@ class StepSize:
 
     @property
     def rate(self) -> float:
-        """The peak learning rate, as a number.
-
-        Raises:
-            OptionError: if it is still to be chosen.
-        """
+        """The peak learning rate, as a number."""
         if isinstance(self.lr, str):
             raise OptionError("lr", found="auto", expected="a number", remedy="pass one; zo2 train and init take auto")
         return self.lr
@@ -97,7 +92,8 @@ class Directions:
     noise: Noise = Noise.RADEMACHER
     """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much faster to draw."""
     exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and in-place perturbation. Overrides --noise and --perturb-in-place."""
+    """Take MeZO's steps bit for bit, with its noise and in-place perturbation. Overrides --noise. Rounding
+    errors of restoring the weights stay in them; by default each evaluation starts from the unchanged weights."""
     queries: int = 1
     """Directions per step. Each adds two forward passes, or one with fzoo, but no transfers. The update along each direction
     uses lr / queries."""
@@ -134,11 +130,7 @@ class Directions:
 
     @property
     def perturbation(self) -> Perturbation:
-        """How directions are applied: to the weights, or as low-rank terms beside the activations.
-
-        Raises:
-            OptionError: if rank or period is out of range.
-        """
+        """How directions are applied: to the weights, or as low-rank terms beside the activations."""
         if self.rank is None:
             return DensePerturbation()
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
@@ -148,9 +140,6 @@ class Directions:
 class Optimization(StepSize, Directions):
     """How a step moves the weights."""
 
-    perturb_in_place: bool = False
-    """Perturb the weights in place and restore them as MeZO does, which leaves rounding errors in them. By default each
-    evaluation starts from the unchanged weights."""
     decay: Decay = Decay.CONSTANT
     """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: int = 0
@@ -163,67 +152,35 @@ class Optimization(StepSize, Directions):
     """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
     def require_consistent(self) -> None:
-        """Refuse options that cannot be combined with the estimator."""
+        """Refuse options that cannot be combined with the estimator, or with directions of low rank."""
         name, estimator = self.estimator.value, self.estimator.classes.multi_query
-        if self.estimator is not EstimatorName.MEZO and self.exact_mezo:
-            raise OptionError(
-                "exact_mezo",
-                found=f"it with the estimator {name}",
-                expected="the estimator mezo, whose steps it repeats bit for bit",
-                remedy="leave one of the two out",
-            )
-        if estimator.distribution not in (None, self.noise.distribution):
-            needed = estimator.distribution.value
-            raise OptionError(
+        is_mezo, needed = self.estimator is EstimatorName.MEZO, estimator.distribution
+        known = {option.name for option in fields(estimator)}
+        for option, is_refused, found, expected in (
+            ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo, whose steps it repeats bit for bit"),
+            ("fitness", self.fitness is not Fitness.SCALED and "fitness" not in known, name, "the estimator es"),
+            ("per_row", self.per_row and self.estimator.classes.per_row is None, name, "the estimator mezo"),
+            (
                 "noise",
-                found=repr(self.noise.value),
-                expected=f"{needed!r}, which {name} requires",
-                remedy="leave it out",
-            )
-        if self.perturb_in_place and not _has_field(estimator, "perturb_in_place"):
-            raise OptionError(
-                "perturb_in_place",
-                found=f"it with the estimator {name}",
-                expected=f"no perturbation in place, since each evaluation of {name} starts from the unchanged weights",
-                remedy="leave it out",
-            )
+                needed not in (None, self.noise.distribution),
+                repr(self.noise.value),
+                f"{needed and needed.value!r}, which {name} requires",
+            ),
+            (
+                "noise",
+                self.rank is not None and self.noise is Noise.MEZO,
+                "MeZO's numbers, which are drawn in sequence",
+                "gaussian or rademacher noise with --rank, whose factors are drawn in any order",
+            ),
+        ):
+            if is_refused:
+                raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
         if self.queries < estimator.least_queries:
-            raise OptionError(
-                "queries",
-                found=str(self.queries),
-                expected=f"at least {estimator.least_queries} with {name}",
-                remedy="pass 8, as the authors of FZOO do",
-            )
-        if self.fitness is not Fitness.SCALED and not _has_field(estimator, "fitness"):
-            expected = f"no fitness with {name}, which has its own formula"
-            raise OptionError("fitness", found=self.fitness.value, expected=expected, remedy="pass --estimator es")
-        if self.per_row and self.estimator.classes.per_row is None:
-            raise OptionError("per_row", found=f"--estimator {name}", expected="mezo", remedy="leave one of the two out")
-        if self.rank is None:
-            for option in ("period", "stack"):
-                if (value := getattr(self, option)) != getattr(Optimization, option):
-                    raise OptionError(option, found=str(value), expected="--rank", remedy="pass --rank, or leave it out")
-            return
-        # The engine checks the other options, which have the same names there. It does not see these two.
-        for option, is_set in (("exact_mezo", self.exact_mezo), ("noise", self.noise is Noise.MEZO)):
-            if is_set:
-                raise OptionError(
-                    option,
-                    found="MeZO's numbers, which are drawn in sequence",
-                    expected="gaussian or rademacher noise with --rank, whose factors are drawn in any order",
-                    remedy="leave one of the two out",
-                )
+            expected = f"at least {estimator.least_queries} with {name}"
+            raise OptionError("queries", found=str(self.queries), expected=expected, remedy="pass 8, as FZOO's authors do")
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
-        """The estimator of a run.
-
-        Args:
-            steps: Steps of the run.
-            rows: Rows of a batch.
-
-        Raises:
-            OptionError: if a number is out of range, or options cannot be combined.
-        """
+        """The estimator of a run."""
         require_whole("queries", self.queries, 1, MOST_QUERIES)
         self.require_consistent()
         classes, q = self.estimator.classes, self.queries
@@ -232,8 +189,9 @@ class Optimization(StepSize, Directions):
             kind, q = classes.per_row, rows if q == 1 else q
         elif q == 1 and classes.single_query is not None:
             kind = classes.single_query
-        options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo, "fitness": self.fitness}
-        options = {name: value for name, value in options.items() if _has_field(kind, name)}
+        known = {option.name for option in fields(kind)}  # type: ignore[arg-type]
+        options = {"q": q, "perturb_in_place": self.exact_mezo, "fitness": self.fitness}
+        options = {name: value for name, value in options.items() if name in known}
         # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         self.require_sane()
@@ -245,16 +203,7 @@ class Optimization(StepSize, Directions):
         return LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
-        """The estimator with the clipping and the guard that the options ask for.
-
-        Raises:
-            OptionError: if a number is out of range.
-        """
+        """The estimator with the clipping and the guard that the options ask for."""
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
-
-
-def _has_field(kind: Any, option: str) -> bool:
-    """Whether an estimator's class, a dataclass, has this field."""
-    return any(field.name == option for field in fields(kind))

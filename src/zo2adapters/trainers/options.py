@@ -9,23 +9,20 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, REWARD, function_file, names_model_loss
+from zo2adapters.tasks.registry import AUTO, REWARD, function_file
 from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.batching import MOST_ROWS, Batching
-from zo2adapters.trainers.field_types import require_field_types
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.json_fields import from_json
 from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
-from zo2adapters.trainers.optimization import Noise, Optimization
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.option_table import require_valid
 from zo2core import BlockUpdate, ZOEstimator
 from zo2core.errors import OptionError
-from zo2core.estimators import EstimatorName, Fitness
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.low_bit import Replay
-from zo2core.ranges import LARGEST, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -33,13 +30,7 @@ if TYPE_CHECKING:
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
-    """Number of evaluations still due: before the first step, after every ``every`` steps, and after the last step.
-
-    Args:
-        steps: Steps of the run.
-        every: Steps between two evaluations; None: only the first and the last one.
-        version: Steps taken so far; an evaluation due at this step is counted.
-    """
+    """Number of evaluations still due: before the first step, after every ``every`` steps, and after the last step."""
     if version > steps:
         return 0
     between = 0 if every is None else (steps - 1) // every - max(version - 1, 0) // every
@@ -78,24 +69,6 @@ class Storage(Resources):
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
     process as many batches in a pass over the blocks as fit in it. By default it is what a step needs."""
 
-    def require_valid(self) -> None:
-        """Check numbers of steps and sizes of memory."""
-        if isinstance(self.write_back_every, int):
-            require_whole("write_back_every", self.write_back_every, 1, otherwise=", or auto or never")
-        if self.snapshot_every is not None:
-            require_whole("snapshot_every", self.snapshot_every, 1)
-        for option in ("memory", "device_memory", "activation_memory"):
-            value = getattr(self, option)
-            if value is not None and (value != "auto" or option == "activation_memory"):
-                parse_size(value, option=option)
-
-
-class Order(Enum):
-    """Order of transfers and compute."""
-
-    OVERLAPPED = "overlapped"
-    SERIAL = "serial"
-
 
 class TrainedState(Enum):
     """Where a run keeps what it trains."""
@@ -115,11 +88,6 @@ class Execution:
     and wrote, and how many bytes."""
     verify_base: bool = False
     """Read the whole base checkpoint before the first step, and compare it with the digests in the journal."""
-    replay: Replay = "auto"
-    """Where updates are replayed for a GPU: on the GPU, or on the host, which needs no transfers back. auto uses the GPU
-    where it can."""
-    scheduler: Order = Order.OVERLAPPED
-    """Order of transfers and compute. serial overlaps nothing and keeps no block on the device; use it to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +98,6 @@ class EvaluationOptions:
     """File to evaluate on, before the first step and after the last one."""
     eval_split: float | None = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on, if there is no --evaluation."""
-    eval_seed: int = 0
-    """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
 
@@ -143,23 +109,6 @@ class EvaluationOptions:
     def evaluations(self, steps: int) -> int:
         """Number of evaluations of a run of so many steps."""
         return evaluations_due(steps, self.evaluate_every) if self.evaluates else 0
-
-    def require_valid(self) -> None:
-        """Check the options that do not depend on the data.
-
-        Raises:
-            OptionError: naming the option.
-        """
-        if self.eval_split is not None:
-            if self.evaluation is not None:
-                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-            require_number("eval_split", self.eval_split, above=0, below=1, remedy="pass a share such as 0.1")
-        require_whole("eval_seed", self.eval_seed, -LARGEST, LARGEST)
-        if self.evaluate_every is not None:
-            require_whole("evaluate_every", self.evaluate_every, 1)
-            if not self.evaluates:
-                found, remedy = f"{self.evaluate_every} without the rows", "pass the rows, or leave it out"
-                raise OptionError("evaluate_every", found=found, expected="--evaluation or --eval-split", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,29 +154,6 @@ class RunOptions(EvaluationOptions):
         return self.model_options.head != "causal-lm"
 
     @property
-    def state(self) -> TrainedState:
-        """Where the run keeps what it trains."""
-        if self.first_order.method is None:
-            return TrainedState.JOURNAL
-        if self.model_options.trains_adapter:
-            return TrainedState.ADAPTER
-        return TrainedState.DISK if self.first_order.stream_blocks else TrainedState.MEMORY
-
-    @property
-    def commit_every(self) -> int:
-        """Steps between two commits of blocks that change on disk."""
-        return self.storage.snapshot_every or 1
-
-    def update(self) -> BlockUpdate:
-        """A new optimizer of all parameters."""
-        weight_decay, seed = self.optimization.weight_decay, self.seed % (1 << 62)
-        return self.first_order.block_update(weight_decay=weight_decay, seed=seed)
-
-    def with_rate(self, lr: float | Literal["auto"]) -> Self:
-        """The same run with another peak learning rate."""
-        return replace(self, optimization=replace(self.optimization, lr=lr))
-
-    @property
     def own_functions(self) -> tuple[str, str] | None:
         """The option that names functions of the user's own, and its value; None: there are none."""
         if any(name.file is not None for name in self.rewards.names):
@@ -235,71 +161,26 @@ class RunOptions(EvaluationOptions):
         return None if function_file(self.objective) is None else ("objective", self.objective)
 
     def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data."""
-        super().require_valid()
-        require_whole("steps", self.steps, 1)
-        if self.beta is not None:
-            require_number("beta", self.beta, above=0)
-        if self.keep_best and not self.evaluates:
-            raise OptionError(
-                "keep_best",
-                found="True without rows to evaluate on",
-                expected="--evaluation or --eval-split",
-                remedy="pass --evaluation or --eval-split, or leave it out",
-            )
-        require_whole("samples", self.samples, 0, MOST_ROWS)
-        if self.samples and self.takes_labels:
-            raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
+        """Check the options that depend on neither model nor data: by the table, and by what no table says."""
         self.rewards.require_valid()
-        if self.rewards.reward:
-            self._require_rewards()
-        elif self.objective == REWARD:
-            raise OptionError(
-                "objective", found=REWARD, expected="--reward, which names the rewards", remedy="pass --reward instead"
-            )
+        if self.objective == REWARD and not self.rewards.reward:
+            expected = "--reward, which names the rewards"
+            raise OptionError("objective", found=REWARD, expected=expected, remedy="pass --reward instead")
+        named = self.objective == REWARD  # a run that was settled names the objective of its rewards
+        require_valid(replace(self, objective=AUTO) if named else self)
         self.rows.require_valid(takes_labels=self.takes_labels)
-        if self.optimization.per_row and not names_model_loss(self.objective):
-            raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
-        if self.takes_labels:
-            if not names_model_loss(self.objective):
-                raise _conflict(
-                    "objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss"
-                )
-            if self.beta is not None:
-                raise _conflict("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
-            if self.batching.pack:
-                raise _conflict("pack", f"--head {self.model_options.head}", "a causal language model")
-            if self.optimization.per_row:
-                raise _conflict("per_row", f"--head {self.model_options.head}", "a causal language model")
-        if self.optimization.per_row and self.batching.pack:
-            raise _conflict("per_row", "--pack", "padded rows, whose losses can be told apart")
-        if self.optimization.per_row and self.batching.micro_batch_size is not None:
-            raise _conflict("per_row", "--micro-batch-size", "whole batches")
-        if self.optimization.rank is not None and self.storage.snapshot_every is not None:
-            raise _conflict("rank", "--snapshot-every", "no snapshots, because no weights change")
-        self.first_order.require_valid(self)
-        has_snapshots = not self.model_options.trains_adapter or self.first_order.method is not None
-        if self.storage.snapshot_every is not None and not has_snapshots:
-            raise _conflict(
-                self.model_options.adapter_option,
-                "--snapshot-every",
-                "no snapshots, because only parameters in memory change",
-            )
         self.model_options.require_valid()
-        require_whole("seed", self.seed, -LARGEST, LARGEST)
-        self.batching.require_valid()
-        self.storage.require_valid()
-
-    def _require_rewards(self) -> None:
-        """Refuse options that a run with rewards cannot have."""
-        if self.objective not in (AUTO, REWARD):
-            raise _conflict("reward", f"--objective {self.objective}", "one objective")
-        if self.takes_labels:
-            raise _conflict("reward", f"--head {self.model_options.head}", "a causal language model")
-        if self.batching.micro_batch_size is not None:
-            raise _conflict("micro_batch_size", "--reward", "rows that run at a time as memory allows")
-        if self.first_order.method is not None:
-            raise _conflict("reward", f"--method {self.first_order.method}", "zeroth-order steps; GRPO needs TRL's trainer")
+        trains_adapter, method = self.model_options.trains_adapter, self.first_order.method
+        if self.storage.snapshot_every is not None and trains_adapter and method is None:
+            expected = "no snapshots, because only parameters in memory change"
+            option, found = self.model_options.adapter_option, "--snapshot-every without --method"
+            raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
+        if method is not None:
+            self.first_order.require_valid(self.model_options, self.optimization)
+        if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
+            expected = "none with badam: the end of a turn is committed"
+            found = f"{self.storage.snapshot_every} with --stream-blocks"
+            raise OptionError("snapshot_every", found=found, expected=expected, remedy="leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,10 +197,50 @@ class TrainOptions(RunOptions):
     """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
 
     @property
+    def state(self) -> TrainedState:
+        """Where the run keeps what it trains."""
+        if self.first_order.method is None:
+            return TrainedState.JOURNAL
+        if self.model_options.trains_adapter:
+            return TrainedState.ADAPTER
+        return TrainedState.DISK if self.first_order.stream_blocks else TrainedState.MEMORY
+
+    @property
+    def commit_every(self) -> int:
+        """Steps between two commits of blocks that change on disk."""
+        return self.storage.snapshot_every or 1
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Steps over which the learning rate is scheduled."""
+        return self.steps if self.schedule_steps is None else self.schedule_steps
+
+    @property
     def resume_command(self) -> str:
         """The command that continues the run. The run's own functions are named in it: a directory does not start code."""
         own = self.own_functions
         return f"zo2 train --resume {self.output}" + ("" if own is None else f" --{own[0]} {own[1]}")
+
+    def update(self) -> BlockUpdate:
+        """A new optimizer of all parameters."""
+        weight_decay, seed = self.optimization.weight_decay, self.seed % (1 << 62)
+        return self.first_order.block_update(weight_decay=weight_decay, seed=seed)
+
+    def estimator(self) -> ZOEstimator:
+        """The estimator of the run, with its clipping and guard."""
+        return self.optimization.guarded(self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size))
+
+    def learning_rate(self) -> LearningRate:
+        """The learning rate of each step."""
+        return self.optimization.learning_rate(self.scheduled_steps)
+
+    def with_rate(self, lr: float | Literal["auto"]) -> Self:
+        """The same run with another peak learning rate."""
+        return replace(self, optimization=replace(self.optimization, lr=lr))
+
+    def with_steps(self, steps: int) -> TrainOptions:
+        """The same run with another number of steps and an unchanged learning-rate schedule."""
+        return self if steps == self.steps else replace(self, steps=steps, schedule_steps=self.scheduled_steps)
 
     def precision_asked(self) -> PrecisionName:
         """Precision to open the model in."""
@@ -332,7 +253,7 @@ class TrainOptions(RunOptions):
         """The files of rows, and how they are read."""
         from zo2adapters.tasks.row_files import DataFiles  # a command line is read without transformers
 
-        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed, bool(self.rewards.reward))
+        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, 0, bool(self.rewards.reward))
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
@@ -382,36 +303,11 @@ class TrainOptions(RunOptions):
                 "run with constant lr can be lengthened",
             )
 
-    def estimator(self) -> ZOEstimator:
-        """The estimator of the run, with its clipping and guard.
-
-        Raises:
-            OptionError: if a number is out of range, or options cannot be combined.
-        """
-        return self.optimization.guarded(self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size))
-
-    def learning_rate(self) -> LearningRate:
-        """The learning rate of each step.
-
-        Raises:
-            OptionError: if the warm-up is not shorter than the run.
-        """
-        return self.optimization.learning_rate(self.scheduled_steps)
-
-    @property
-    def scheduled_steps(self) -> int:
-        """Steps over which the learning rate is scheduled."""
-        return self.steps if self.schedule_steps is None else self.schedule_steps
-
-    def with_steps(self, steps: int) -> TrainOptions:
-        """The same run with another number of steps and an unchanged learning-rate schedule."""
-        return self if steps == self.steps else replace(self, steps=steps, schedule_steps=self.scheduled_steps)
-
     def to_json(self) -> dict[str, Any]:
         """The options as JSON values, without the run's own directory and with other paths made absolute."""
         values = dataclasses.asdict(self)
         del values["output"]
-        values |= values.pop("model_options")  # on the top level, as in the first version
+        values |= values.pop("model_options")  # on the top level
         if Path(self.model).exists():
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation"):
@@ -425,72 +321,9 @@ class TrainOptions(RunOptions):
 
     @classmethod
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
-        """Convert the values of ``to_json`` back to options.
-
-        Raises:
-            OptionError, TypeError, ValueError, KeyError: if the values are not the options of a run.
-        """
-        if _EARLIER_TRANSFER_DTYPE in values:
-            values = {**values, "transfer_dtype": values[_EARLIER_TRANSFER_DTYPE]}
-            del values[_EARLIER_TRANSFER_DTYPE]
-        model_names = {option.name for option in dataclasses.fields(RunModelOptions)}
-        values = {**values, "model_options": {name: values[name] for name in model_names & values.keys()}}
-        for kind, group in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
-            # The run may have begun with another value than the default.
-            if missing := {option.name for option in dataclasses.fields(kind)} - group.keys() - _LATER - {"output"}:
-                raise KeyError(f"no {', '.join(sorted(missing))}")
-        values = {name: value for name, value in values.items() if name not in model_names}
-        optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
-        first_order = FirstOrder.from_json(values.pop("first_order", {}))
-        rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
-        rows["labels"] = tuple(rows.get("labels", ()))
-        rewards = dict(values.pop("rewards", {}))
-        rewards["reward"] = tuple(rewards.get("reward", ()))
-        optimization["decay"] = Decay(optimization["decay"])
-        optimization["noise"] = Noise(optimization["noise"])
-        # What runs of earlier versions did where they saved no option.
-        model_options.setdefault("precision", "exact")
-        values.setdefault("objective", MODEL_LOSS)
-        optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))
-        optimization.setdefault("guard", False)
-        optimization["fitness"] = Fitness(optimization.get("fitness", "scaled"))
-        for group, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
-            group[name] = None if group.get(name) is None else Path(group[name])
-        for name in ("adapter_frozen", "lora_targets"):
-            model_options[name] = tuple(model_options.get(name, ()))
-        options = cls(
-            output=output,
-            data=Path(values.pop("data")),
-            rows=RowOptions(**rows),
-            rewards=RewardOptions(**rewards),
-            model_options=RunModelOptions(**model_options),
-            first_order=first_order,
-            optimization=Optimization(**optimization),
-            batching=Batching(**values.pop("batching")),
-            storage=Storage(**values.pop("storage")),
-            **values,
-        )
-        require_field_types(options)
+        """Convert the values of ``to_json`` back to options."""
+        of_model = {option.name: values[option.name] for option in dataclasses.fields(RunModelOptions)}
+        others = {name: value for name, value in values.items() if name not in of_model}
+        options = from_json(cls, {**others, "model_options": of_model, "output": str(output)})
         options.require_valid()
         return options
-
-
-_GROUPS: dict[str, Any] = {
-    "model_options": RunModelOptions,
-    "optimization": Optimization,
-    "batching": Batching,
-    "storage": Storage,
-}
-_EARLIER_TRANSFER_DTYPE = "carried"  # in runs of earlier versions
-_LATER = {
-    *("architecture", "precision", "transfer_dtype", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
-    *("beta", "head", "report_to"),
-    *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
-    *("adapter", "adapter_frozen", "lora_rank", "lora_targets", "lora_alpha", "pack", "first_order"),
-    *("rows", "eval_split", "eval_seed", "samples", "rewards", "fitness"),
-}
-"""Options that runs of earlier versions did not save."""
-
-
-def _conflict(option: str, found: str, expected: str) -> OptionError:
-    return OptionError(option, found=found, expected=expected, remedy="leave one of the two out")

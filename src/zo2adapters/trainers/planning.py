@@ -21,13 +21,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
 
 
 def plan_of_options(options: TrainOptions, *, has_rows: bool, runs: int | None = None) -> RunPlan:
-    """The plan of a run that is not to begin.
-
-    Args:
-        options: The run's options. With a GPU, its memory has to be given.
-        has_rows: Whether there is data; without, every row is as long as ``sequence_length``.
-        runs: Number of equal runs that share their base; None: one run alone.
-    """
+    """The plan of a run that is not to begin."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
     if has_rows:
@@ -41,11 +35,7 @@ def plan_of_options(options: TrainOptions, *, has_rows: bool, runs: int | None =
 
 
 def planned(inputs: RunInputs) -> RunPlan | None:
-    """The plan of a run, whose model must not have an open engine.
-
-    Returns:
-        The plan; None for a run on a GPU, whose time is not predicted, and if no plan fits, which the engine reports.
-    """
+    """The plan of a run, whose model must not have an open engine."""
     if inputs.options.storage.device != "cpu":
         return None
     try:

@@ -35,14 +35,7 @@ _HASHED = 1 << 25  # bytes
 def measured_forward_seconds(
     model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
 ) -> float:
-    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of it.
-
-    Args:
-        model: The model, whose modules are bound to one block's memory; an engine binds them anew.
-        shape: Shape of the batch.
-        running: Rows that run at a time; None: all.
-        all_logits: Whether a model that does not compute logits in chunks computes those of all tokens.
-    """
+    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of it."""
     numel = sum(spec.numel for spec in model.layouts[1].parameters)
     with torch.inference_mode():
         activations, probed = _embedded(model, shape, running)

@@ -18,14 +18,7 @@ _SECONDS = 2.0  # a sweep that takes less has no bar
 
 
 def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool = False) -> Any:
-    """Open a bar of tqdm on standard error, which is shown in a terminal only.
-
-    Args:
-        total: Number of units of the whole work.
-        unit: What is counted; B for bytes, which are shown in MB and GB.
-        desc: What is done, in a word; None: nothing stands before the bar.
-        quiet: Whether to show no bar in a terminal either, as workers other than the first.
-    """
+    """Open a bar of tqdm on standard error, which is shown in a terminal only."""
     hidden = True if quiet else None  # None: hidden unless standard error is a terminal
     return tqdm(
         total=total, unit=unit, unit_scale=unit == "B", desc=desc, file=sys.stderr, disable=hidden, dynamic_ncols=True
@@ -34,16 +27,7 @@ def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool 
 
 @contextmanager
 def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False) -> Iterator[Callable[[int], object]]:
-    """Show a bar of the bytes that an export writes.
-
-    Args:
-        model: The model that is exported.
-        desc: What is done, in a word.
-        quiet: Whether to show none.
-
-    Yields:
-        What the export calls with the bytes of each parameter.
-    """
+    """Show a bar of the bytes that an export writes."""
     exported = model.exported_parameters if isinstance(model, CustomExport) else None
     layouts = [
         layout for layout in model.layouts if exported is None or any(spec.name in exported for spec in layout.parameters)
@@ -55,12 +39,7 @@ def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False
 
 @contextmanager
 def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
-    """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds.
-
-    Args:
-        runner: The runner that sweeps within the context.
-        quiet: Whether to show none.
-    """
+    """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds."""
     bars = _SweepBars()
     runner.watch(None if quiet or not sys.stderr.isatty() else bars)
     try:
@@ -99,11 +78,7 @@ class _SweepBars:
 
 
 class SharedSweeps:
-    """Counts rows whose batches share sweeps: a row counts as far as the sweep that it takes part in is.
-
-    Args:
-        bar: The bar of rows.
-    """
+    """Counts rows whose batches share sweeps: a row counts as far as the sweep that it takes part in is."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar

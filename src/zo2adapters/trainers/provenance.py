@@ -41,17 +41,6 @@ def provenance(
 
     It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
     steps.
-
-    Args:
-        options: The run's options.
-        base: The model's directory, which has the tokenizer's files, or its GGUF file.
-        tokens: Padding token, number and digest of the tokens of each data file. See ``RunDirectory``.
-        sequence_length: Length of the longest row that is not cut.
-        devices: Kinds of devices that compute the run.
-        task: Entries of the task, for what the options leave open.
-
-    Raises:
-        DataError: if a file cannot be read.
     """
     batching = options.batching
     trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
@@ -88,16 +77,7 @@ def provenance(
 
 
 def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
-    """Refuse files other than those that the run began with, before they are parsed or imported.
-
-    Args:
-        options: Options of the resumed run. The files of a user's function and of an architecture are compared.
-        header: Header of the run's journal; None: the journal is empty, and nothing is compared.
-
-    Raises:
-        OptionError: naming the option.
-        DataError: if a file cannot be read.
-    """
+    """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
     for option, path in (
         ("objective", function_file(options.objective)),
@@ -159,11 +139,7 @@ def tokenizer_sha256(base: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
+    """SHA-256 of a file's bytes."""
     try:
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 
-from zo2adapters.trainers.first_order import used_options
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS, used_options
 from zo2adapters.trainers.options import TrainOptions
 from zo2core.errors import OptionError, reason
 from zo2core.io.durable import open_regular
 
 RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory
 
-_FIRST = ("model", "data", "output", "evaluation", "steps", "seed")
 _HEAD = "# All options of this run. To repeat it: zo2 train recipe.yaml --output DIR\n"
 _LARGEST = 1 << 20  # bytes
 
@@ -49,30 +48,22 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|
 
 
 def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) -> str:
-    """The recipe that repeats a run.
-
-    Args:
-        options: The run's options.
-        branch: ``resume`` and ``from_step`` of a run that starts with steps of another one; None: it starts from its base.
-    """
+    """The recipe that repeats a run."""
     values: dict[str, Any] = {}
     for name, value in used_options(options.to_json()).items():
         values |= value if isinstance(value, dict) else {name: value}
     del values["schedule_steps"]  # a lengthened run has a constant rate, which depends on no number of steps
     values |= {"output": str(options.output.resolve()), **(branch or {})}
-    ordered = {name: values[name] for name in (*_FIRST, *values) if values[name] is not None}
-    return _HEAD + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=1000)
+    text = _HEAD
+    for section in SECTIONS:
+        names = [name for name in OPTIONS if OPTIONS[name].section == section and values.get(name) is not None]
+        of_section = {name: values[name] for name in names}
+        text += f"\n# {section}\n{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
+    return text
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
-    """Read a recipe's keys and values as YAML gives them.
-
-    Args:
-        path: YAML file with one mapping.
-
-    Raises:
-        OptionError: naming file and line, if the file cannot be read or is not such YAML.
-    """
+    """Read a recipe's keys and values as YAML gives them."""
     expected, remedy = "a YAML file with a line such as steps: 100 for each option", "correct the file"
     try:
         with open_regular(path) as file:

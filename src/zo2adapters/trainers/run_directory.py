@@ -35,7 +35,6 @@ from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core import BlockModel, Journal, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import DataError, OptionError, OutputError, reason
-from zo2core.estimators import EstimatorName
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
 
@@ -52,18 +51,7 @@ _REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)  # files that are writte
 
 
 class RunDirectory:
-    """A run's directory, locked by this process until closed.
-
-    Args:
-        options: The run's options; the directory is ``options.output``.
-        tokens: Padding token, and number and digest of the tokens of each data file, as JSON values by name.
-        resume: Whether the directory has the run already.
-
-    Raises:
-        OutputError: if another process holds the lock, a new directory is in use, or it cannot be written.
-        OptionError: if the directory of a resumed run has no readable options.
-        DataError: if the data files of a resumed run, or their tokens, have changed.
-    """
+    """A run's directory, locked by this process until closed."""
 
     def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
         self.path = options.output
@@ -108,34 +96,12 @@ class RunDirectory:
 
     @staticmethod
     def options(path: Path) -> TrainOptions:
-        """Options that a run has saved.
-
-        Raises:
-            OptionError: if they cannot be read, or name an estimator that this version does not have.
-        """
-        known = [name.value for name in EstimatorName]
+        """Options that a run has saved."""
         with _refusing_damage(path):
-            values = json.loads(read_regular(path / OPTIONS))["options"]
-            estimator = values["optimization"].get("estimator", "mezo")
-            if estimator in known:
-                return TrainOptions.from_json(values, path)
-        raise OptionError(
-            path / OPTIONS,
-            found=f"the estimator {str(estimator)[:40]!r}",
-            expected=f"one of {', '.join(known)}: this version has no other",
-            remedy="continue the run with the version of zo2core that began it",
-        )
+            return TrainOptions.from_json(json.loads(read_regular(path / OPTIONS))["options"], path)
 
     def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
-        """Refuse a model directory or adapter at a new path if it is not the one that the run began with.
-
-        Args:
-            options: Options of the resumed run.
-            model: Model that was opened with these options.
-
-        Raises:
-            OptionError: naming the option.
-        """
+        """Refuse a model directory or adapter at a new path if it is not the one that the run began with."""
         before, now = self._record["options"], options.to_json()
         moved = [option for option in ("model", "adapter") if now[option] != before.get(option)]
         if not moved:
@@ -161,9 +127,6 @@ class RunDirectory:
 
         A model that was exported after fewer steps is renamed to a name with its step, which makes room for the next export.
         If that name exists, because a process was killed right after it had renamed a model, a number is appended.
-
-        Raises:
-            OutputError: if the directory cannot be written.
         """
         before, now = self._record["options"], options.to_json()
         if now == before:
@@ -196,15 +159,7 @@ class RunDirectory:
             replace_file(path, text)
 
     def metrics(self, journal: Journal) -> list[Row]:
-        """Repair the metrics from the journal.
-
-        Returns:
-            The rows of the repaired file.
-
-        Raises:
-            JournalError: if there are rows of steps that the journal has lost.
-            OutputError: if the file cannot be written.
-        """
+        """Repair the metrics from the journal."""
         path = self.path / METRICS
         try:
             raw: bytes | None = read_regular(path)
@@ -239,22 +194,13 @@ class RunDirectory:
 
 
 def header_of(journal: Path) -> Mapping[str, Any] | None:
-    """Header of a journal; None if the journal is empty.
-
-    Raises:
-        JournalError: if it cannot be read.
-    """
+    """Header of a journal; None if the journal is empty."""
     with contextlib.closing(Journal(journal)) as opened:
         return opened.header
 
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved checksums of a run's data files, by the files' present paths.
-
-    Args:
-        options: Options of the resumed run, with the present paths.
-        record: Content of the run's ``options.json``, with the saved paths.
-    """
+    """Saved checksums of a run's data files, by the files' present paths."""
     now, saved = options.to_json(), record["options"]
     roles = [role for role in ("data", "evaluation") if now[role] is not None]
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
@@ -279,12 +225,7 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_trials(directory: Path) -> list[dict[str, Any]]:
-    """Read the trials with which a run chose its learning rate, the best one first.
-
-    Returns:
-        Values of each trial: ``lr``, ``steps``, ``forwards``, ``seconds``, ``loss`` (None if it diverged) and ``losses``;
-        nothing if there were none, or the file is damaged.
-    """
+    """Read the trials with which a run chose its learning rate, the best one first."""
     try:
         trials = json.loads(read_regular(directory / CHOICE))["trials"]
         for trial in trials:
@@ -304,11 +245,7 @@ def remove_trials(run: Path) -> None:
 
 
 def require_new(path: Path) -> None:
-    """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
-
-    Raises:
-        OutputError: naming the directory.
-    """
+    """Refuse an output directory that is in use; remove the files of a process that was killed before its run started."""
     _require_unstarted(path)
     if _ended_before_start(path):
         with (
@@ -363,12 +300,7 @@ def remove_files(run: Path, directories: Sequence[Path]) -> None:
 
 
 def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
-    """Acquire the lock of a directory. The result is a context that releases it.
-
-    Raises:
-        OutputError: if another process holds it.
-        OSError: if the system refuses.
-    """
+    """Acquire the lock of a directory. The result is a context that releases it."""
     try:
         return lock.acquire()
     except Timeout as error:
@@ -425,17 +357,7 @@ def _damaged(path: Path, found: str) -> OptionError:
 def _require_same_data(
     options: TrainOptions, checksums: Mapping[str, str], saved: Mapping[str, Any], saved_checksums: Mapping[str, Any]
 ) -> None:
-    """Refuse data files with other bytes than the run began with.
-
-    Args:
-        options: Options of the resumed run.
-        checksums: SHA-256 of each data file as it is now, by path.
-        saved: Options that the run has saved, as JSON values.
-        saved_checksums: SHA-256 of each data file when the run began, by the path where the file is now.
-
-    Raises:
-        DataError: naming the option.
-    """
+    """Refuse data files with other bytes than the run began with."""
     for option, path in (("data", options.data), ("evaluation", options.evaluation)):
         if path is None:
             continue
@@ -461,11 +383,7 @@ def _require_same_tokens(model: str, now: dict[str, object], saved: dict[str, ob
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of a file atomically; the new content is durable on return.
-
-    Raises:
-        OutputError: if the file cannot be written.
-    """
+    """Replace the content of a file atomically; the new content is durable on return."""
     try:
         replace_bytes(path, text.encode())
     except OSError as error:
@@ -489,11 +407,7 @@ def name_of(directory: Path) -> str:
 
 
 def holds_model(directory: Path) -> bool:
-    """Whether a model was exported to this directory; False if it does not exist or is empty.
-
-    Raises:
-        OutputError: if the directory has other content.
-    """
+    """Whether a model was exported to this directory; False if it does not exist or is empty."""
     if not (directory.exists() or directory.is_symlink()) or (directory.is_dir() and not any(directory.iterdir())):
         return False
     names = ("config.json", "adapter_config.json")

@@ -36,15 +36,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, options: TrainOptions, workers: Workers | None = None) -> Self:
-        """Open the model, and read and tokenise the rows.
-
-        Args:
-            options: The run's options.
-            workers: Processes that work on the run; None: this process works alone.
-
-        Raises:
-            ZO2Error: of the kind that fits, if model or data cannot be read.
-        """
+        """Open the model, and read and tokenise the rows."""
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: options.opened(directory))
         tokenizer = load_tokenizer(directory)
@@ -66,11 +58,7 @@ class RunInputs:
         )
 
     def reopened(self, options: TrainOptions) -> Self:
-        """The same rows for a run with other options of model and method.
-
-        Args:
-            options: The other run's options.
-        """
+        """The same rows for a run with other options of model and method."""
         model = options.opened(self.directory)
         return replace(self, options=options.settled(model), model=model)
 

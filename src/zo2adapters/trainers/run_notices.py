@@ -24,14 +24,7 @@ _NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
 
 
 def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: EvaluationRows | None) -> list[str]:
-    """Lines about precision and data.
-
-    Args:
-        options: The run's options, with the values that were chosen for this machine.
-        model: Model that was opened in the run's precision.
-        data: The rows to train on.
-        evaluation: The rows to evaluate on; None: there are none.
-    """
+    """Lines about precision and data."""
     rows, batch_size = len(data), options.batching.batch_size
     lines = [_precision(options, model)]
     if options.first_order.method is not None:
@@ -69,14 +62,7 @@ def length_notices(rows: EvaluationRows) -> list[str]:
 
 
 def storage(host: HostPlan, device: DevicePlan | None, limits: Resources, disk_writes: str) -> str:
-    """A line that says where a run's weights are kept and what it writes.
-
-    Args:
-        host: Plan of the run's memory.
-        device: Plan of the device's memory; None where that is host memory.
-        limits: The run's device, and what it may use of it and of this machine.
-        disk_writes: What the run writes of its weights. See ``disk_writes``.
-    """
+    """A line that says where a run's weights are kept and what it writes."""
     streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
     memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} {_kind(limits.memory)}{streaming}."
     if device is not None:
@@ -91,13 +77,7 @@ def _kind(limit: str) -> str:
 
 
 def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
-    """What a zeroth-order run writes of its weights.
-
-    Args:
-        options: The run's options.
-        every: Steps after which a block is written back; None: never.
-        layouts: The model's segments.
-    """
+    """What a zeroth-order run writes of its weights."""
     if every is not None:
         written = terabytes_written(layouts, every)
         what = "negligible" if written < _NEGLIGIBLE else f"each block every {every} steps"

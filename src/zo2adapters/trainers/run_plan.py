@@ -83,6 +83,7 @@ class RunPlan:
 
     host_plan: HostPlan
     device_plan: DevicePlan | None = None
+    model_bytes: int = 0
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     read_bytes: int  # bytes read per step
@@ -211,20 +212,7 @@ def duration(seconds: float) -> str:
 
 
 def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None) -> RunPlan:
-    """Plan a run on the CPU or on a GPU, which need not be in this machine. Nothing is loaded; probes take a few seconds.
-
-    Args:
-        options: The run's options. With a GPU, its memory has to be given.
-        model: The run's model.
-        shapes: Shapes of the run's batches.
-        runs: Number of equal runs that share their base; None: one run alone.
-
-    Raises:
-        MemoryBudgetError: if no plan fits.
-        OptionError: if options cannot be combined, or a size cannot be parsed.
-        ScratchError: if the directory cannot be written.
-        CheckpointError: if the checkpoint cannot be read.
-    """
+    """Plan a run on the CPU or on a GPU, which need not be in this machine. Nothing is loaded; probes take a few seconds."""
     method = method_of(options)
     options, storage = method.options, options.storage
     on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
@@ -248,7 +236,12 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
         return _on_device(options, model, shapes, spec)
     costs = _of_gradients if method.has_gradient else _of_zeroth_order
     planned = costs(options, model, shapes, request, spec, speeds)
-    planned = replace(planned, steps=options.steps, evaluations=options.evaluations(options.steps))
+    planned = replace(
+        planned,
+        model_bytes=sum(layout.nbytes for layout in spec.layouts),
+        steps=options.steps,
+        evaluations=options.evaluations(options.steps),
+    )
     if not planned.evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
     return planned if runs is None else _together(options, planned, model, shapes, request, runs)
@@ -440,15 +433,7 @@ def _most(planned: Callable[[int], object]) -> int:
 def _update_seconds(
     noise: NoiseGenerator, layouts: Sequence[BlockLayout], optimization: Optimization, *, lag: float, keeps_noise: bool
 ) -> float:
-    """Seconds of a step's noise and arithmetic.
-
-    Args:
-        noise: Draws the directions.
-        layouts: The model's segments, with their layout in memory.
-        optimization: How a step is taken.
-        lag: Updates that a segment is behind when it is visited, on average.
-        keeps_noise: Whether z stays in memory between evaluations.
-    """
+    """Seconds of a step's noise and arithmetic."""
     forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
     replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
     if rank is not None:  # weights are only read; factors are drawn for the evaluations and again for the update
@@ -485,15 +470,7 @@ def _step_forward_seconds(
 def _evaluation_seconds(
     model: HFBlockModel, shapes: RowShapes, activations: int, sweep_seconds: float, read_seconds: float
 ) -> float:
-    """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations.
-
-    Args:
-        model: The model.
-        shapes: Shapes of the run's batches; without evaluation rows the result is 0.
-        activations: Bytes reserved for activations.
-        sweep_seconds: Seconds that a sweep computes beside its forwards.
-        read_seconds: Seconds in which a sweep reads the blocks from disk.
-    """
+    """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations."""
     if shapes.evaluation is None:
         return 0.0
     rows, tokens = shapes.evaluation.rows, math.ceil(shapes.evaluation.tokens)

@@ -31,18 +31,7 @@ class Prompt(NamedTuple):
 
 
 class Samples:
-    """The prompts of a run that are answered.
-
-    Args:
-        model: The model that the run trains.
-        rows: The rows to take prompts from; the first ones are taken.
-        count: Number of prompts.
-        tokenizer: The model's tokenizer.
-        pad_token_id: Token id at padded positions.
-
-    Raises:
-        OptionError: if rows have no prompt, or leave no room for an answer.
-    """
+    """The prompts of a run that are answered."""
 
     def __init__(
         self, model: HFBlockModel, rows: EvaluationRows, count: int, tokenizer: PreTrainedTokenizerBase, pad_token_id: int
@@ -62,16 +51,7 @@ class Samples:
         return len(self._prompts), self.longest_prompt + self._most
 
     def write(self, engine: Engine, directory: Path, step: int) -> str | None:
-        """Answer the prompts with a runner's current weights, unless the file has the answers of this step.
-
-        Args:
-            engine: The runner.
-            directory: The run's directory.
-            step: Number of steps that the weights include.
-
-        Returns:
-            The file's new content; None if nothing is new.
-        """
+        """Answer the prompts with a runner's current weights, unless the file has the answers of this step."""
         earlier = read_samples(directory)
         if any(sample["step"] == step for sample in earlier):
             return None

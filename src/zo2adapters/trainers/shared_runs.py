@@ -18,11 +18,7 @@ def can_share(options: TrainOptions) -> bool:
 
 
 def require_shareable(options: TrainOptions) -> None:
-    """Refuse a run that changes its base, or that has a new head.
-
-    Raises:
-        OptionError: naming what it trains.
-    """
+    """Refuse a run that changes its base, or that has a new head."""
     if not can_share(options):
         found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
         raise OptionError(
@@ -34,14 +30,7 @@ def require_shareable(options: TrainOptions) -> None:
 
 
 def shared_base_model(options: TrainOptions) -> HFBlockModel:
-    """Open the model of a base, without an adapter.
-
-    Args:
-        options: Options of one of the runs; all have the same model, dtype, device and memory.
-
-    Raises:
-        ZO2Error: of the kind that fits, if the model cannot be read.
-    """
+    """Open the model of a base, without an adapter."""
     base = replace(
         options.model_options,
         precision=options.precision_asked(),

@@ -10,12 +10,7 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{spent}<{left}, {rate_fmt}{postfix
 
 
 class StepBar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar over the steps of a run, between which evaluations take time.
-
-    Args:
-        evaluations: Number of remaining evaluations.
-        options: Options of tqdm.
-    """
+    """A tqdm bar over the steps of a run, between which evaluations take time."""
 
     def __init__(self, *, evaluations: int = 0, **options: Any) -> None:
         self._evaluations = evaluations
@@ -24,12 +19,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         super().__init__(bar_format=_FORMAT, **options)
 
     def count_evaluation(self, seconds: float, *, left: int) -> None:
-        """Exclude an evaluation from the time of the steps.
-
-        Args:
-            seconds: Seconds of the evaluation.
-            left: Number of remaining evaluations.
-        """
+        """Exclude an evaluation from the time of the steps."""
         self._evaluations, self._evaluated = left, self._evaluated + seconds
         self._longest = max(self._longest, seconds)
         if not self.disable:  # a disabled bar has no clock

@@ -35,15 +35,7 @@ def step_memory(
     *,
     new_tokens: int | None = None,
 ) -> StepMemory:
-    """Expected memory of a zeroth-order step.
-
-    Args:
-        model: The model.
-        longest: Shape of the largest batch.
-        optimization: How a step is taken.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        new_tokens: Most tokens that are generated for each row, with the rows as prompts; None: losses are computed.
-    """
+    """Expected memory of a zeroth-order step."""
     rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
     streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
     loss_rows = optimization.loss_rows(rows)
@@ -78,18 +70,7 @@ def step_memory(
 def reserved_bytes(
     model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None, update: BlockUpdate | None = None
 ) -> StepMemory:
-    """Memory of a first-order step: the inputs of blocks, one segment's graph, and what adapter or tied weights take.
-
-    Args:
-        model: The model, with its adapter if one is trained.
-        rows: Rows of a batch.
-        tokens: Tokens of a row.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        update: The optimizer of all parameters, whose turns decide which have gradients; None: there are no turns.
-
-    Returns:
-        Bytes with the inputs of all blocks in memory, and without them.
-    """
+    """Memory of a first-order step: the inputs of blocks, one segment's graph, and what adapter or tied weights take."""
     micro_rows = rows if micro_rows is None else min(rows, micro_rows)
     blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
     if isinstance(model, PeftBlockModel):

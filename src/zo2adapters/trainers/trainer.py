@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -27,12 +27,9 @@ from zo2adapters.trainers.evaluations import (
     best_step,
     criteria_of,
     criterion,
-    due_steps,
-    evaluations_of,
     is_due,
     row_of_evaluation,
     shown_results,
-    shown_steps,
 )
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods.choice import method_of
@@ -74,22 +71,7 @@ _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # error
 
 
 class Trainer:
-    """One run: opens model and data, takes steps, evaluates, and exports the model.
-
-    Args:
-        options: The run's options.
-        resume: Whether to resume the run in ``options.output`` after the last step of its journal.
-        quiet: Whether to hide the progress bar.
-        label: Text before the progress bar, which then disappears when the run ends; None: no text, and the bar stays.
-        execution: How to execute the run; by default as fast as possible, and without a trace.
-        workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
-        evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
-        plans: Whether to plan the run, for its first line.
-        shared: The base that the run shares with others; None: it reads its base alone.
-
-    Raises:
-        ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
-    """
+    """One run: opens model and data, takes steps, evaluates, and exports the model."""
 
     def __init__(
         self,
@@ -252,24 +234,12 @@ class Trainer:
         return self._method.how_to_continue(self.engine)
 
     def run(self) -> Path:
-        """Train, evaluate and export.
-
-        Returns:
-            The exported model's directory.
-
-        Raises:
-            ZO2Error: as ``train`` says.
-        """
+        """Train, evaluate and export."""
         self.train()
         return self._export()
 
     def train(self) -> None:
-        """Take the remaining steps, with their evaluations.
-
-        Raises:
-            ZO2Error: of the kind that fits. If a new run fails before its first step for another reason than its disk, its
-                directory is removed, so that the corrected command can be given again.
-        """
+        """Take the remaining steps, with their evaluations."""
         try:
             self._take_steps()
         except DivergenceError as error:
@@ -310,12 +280,11 @@ class Trainer:
         batches = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
-        evaluated = {*evaluations_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
+        self._run.metrics(engine.journal)
+        evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
-        due = [] if self._evaluated is None else due_steps(options, engine.journal)
-        lost = [step for step in due if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
@@ -333,8 +302,6 @@ class Trainer:
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
-            if lost:
-                self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
             while True:
                 if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluated, metrics, live, bar)
@@ -360,16 +327,13 @@ class Trainer:
         for leftover in self.options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
             shutil.rmtree(leftover)
         if not holds_model(exported):
-            repeated = self._unrecorded_evaluations() if self.options.keep_best else []
-            for step in repeated:
-                self._repeat_evaluation(step)
             best = best_step(criteria_of(self._evaluations())) if self.options.keep_best else None
-            if best in (None, self.engine.version) and not repeated:
+            if best in (None, self.engine.version):
                 self._write_model(self.engine, exported, self.engine.version)
             else:
-                step = self.engine.version if best is None else best
-                with self._at_step(step) as at_step:
-                    self._write_model(at_step, exported, step)
+                assert best is not None
+                with self._at_step(best) as at_step:
+                    self._write_model(at_step, exported, best)
         return exported
 
     def _write_model(self, runner: Engine, directory: Path, step: int) -> None:
@@ -406,23 +370,10 @@ class Trainer:
         rows = self._run.metrics(self.engine.journal)
         return math.fsum(row.get("seconds", 0.0) for row in rows)
 
-    def _evaluations(self) -> dict[int, Results]:
+    def _evaluations(self) -> Mapping[int, Results]:
         """The results of each evaluation so far, by step."""
-        return evaluations_of(self._run.metrics(self.engine.journal))
-
-    def _unrecorded_evaluations(self) -> list[int]:
-        """Evaluated steps whose results are not in the journal: it lost them, or an earlier version did not record them."""
-        journal = self.engine.journal
-        return sorted({*due_steps(self.options, journal), *self._evaluations()} - journal.evaluations.keys())
-
-    def _repeat_evaluation(self, step: int) -> None:
-        """Evaluate an earlier step again, and record the result in the journal."""
-        assert self._evaluated is not None, "the run evaluates"
-        with self._at_step(step) as at_step:
-            results = self._evaluated(at_step)
-        self.engine.journal.note_evaluation(step, results)
-        self.engine.journal.close()  # the engine is closed already and does not close it again
-        print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {shown_results(results)}", file=sys.stderr)
+        evaluations: Mapping[int, Results] = self.engine.journal.evaluations
+        return evaluations
 
     def _at_step(self, step: int) -> Engine:
         """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""

@@ -97,29 +97,7 @@ def tune(
     quiet: bool = True,
     workers: Workers | None = None,
 ) -> Trial:
-    """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most.
-
-    Args:
-        options: Options of the trials; ``output`` is the directory for all of them. ``steps`` is replaced by what the budget
-            allows.
-        forwards: Forward passes of a batch that all trials together may use.
-        learning_rates: Learning rates to try; none: those that are usual for the method.
-        zo_eps: Perturbation scales to try with each learning rate; none: the scale of the options.
-        continues: Whether the best trial takes steps alone in a last round, because it is to be continued.
-        before: Called with the schedule before the first trial starts.
-        after_round: Called with all trials after each round.
-        quiet: Whether to hide the progress bars of the trials.
-        workers: Processes that share the trials, each of which runs on one of them; None: this process works alone.
-
-    Returns:
-        The best trial. ``zo2 train --resume`` continues the run in its directory, on the host of the worker that ran it.
-
-    Raises:
-        OptionError: if the learning rate decays, evaluations are asked for, or the budget is too small for the trials.
-        OutputError: if the output directory is in use, for example by trials with other options.
-        DivergenceError: if every trial diverged.
-        ZO2Error: of the kind that fits, for options that a run cannot use.
-    """
+    """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
     _require_comparable(options)
     method = method_of(options.with_rate("auto"))  # each trial has its own
     trials = _all_trials(options, method, learning_rates, zo_eps)
@@ -137,32 +115,14 @@ def tune(
 
 
 def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
-    """Expected seconds of all trials on the CPU, one after another. The probes take a few seconds.
-
-    Args:
-        options: Options of the trials.
-        schedule: Steps of the trials.
-
-    Raises:
-        ZO2Error: of the kind that fits, if model or data cannot be read.
-    """
+    """Expected seconds of all trials on the CPU, one after another. The probes take a few seconds."""
     inputs = RunInputs.read(options.with_rate("auto"))
     with closing(inputs.model.weights):
         return schedule.steps * plan_of(inputs).seconds
 
 
 def planned_rounds(trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> list[int]:
-    """Total steps of each remaining trial at the end of each round. All rounds cost about the same.
-
-    Args:
-        trials: Trials of the first round; half of them, rounded up, continue in the next.
-        forwards: Forward passes of all rounds.
-        evaluations: Forward passes per step.
-        continues: Whether the best trial takes steps alone in a last round.
-
-    Raises:
-        OptionError: if the budget allows too few steps per trial.
-    """
+    """Total steps of each remaining trial at the end of each round. All rounds cost about the same."""
     left = _trials_left(trials, continues=continues)
     added = [forwards // (len(left) * evaluations * count) for count in left]
     if added[0] < _FEWEST_STEPS:
@@ -227,11 +187,7 @@ def _all_trials(
 def _open_directory(
     options: TrainOptions, forwards: int, trials: Sequence[Trial], workers: Workers | None
 ) -> dict[str, Any]:
-    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others.
-
-    Returns:
-        Budget, trials and options, as JSON values.
-    """
+    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others."""
     if workers is not None:
         workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
         if not is_first(workers):
@@ -254,9 +210,6 @@ def _run_rounds(
     """Run all rounds, each with the better half of the trials of the round before.
 
     The trials of a round share their base, if they only read it: each pass over its blocks is a pass of all.
-
-    Returns:
-        All trials, the best one first.
     """
     indices = {trial.directory: index for index, trial in enumerate(trials)}
     finished: list[Trial] = []
@@ -350,16 +303,7 @@ def _judged(trial: Trial, method: RunMethod, journal: Journal) -> Trial:
 
 
 def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Create the directory, or check that it has the same trials, which were interrupted.
-
-    Args:
-        options: Options of the trials.
-        forwards: Forward passes of all trials together.
-        trials: All trials.
-
-    Returns:
-        Budget, trials and options, as JSON values.
-    """
+    """Create the directory, or check that it has the same trials, which were interrupted."""
     table = options.output / TABLE
     names = [trial.directory.name for trial in trials]
     settings = {"forwards": forwards, "trials": names, "options": options.to_json()}

@@ -62,20 +62,6 @@ def verify(
     """Take steps with both from one checkpoint, and compare losses, projected gradients and all parameters.
 
     Memory: the whole model twice, and monolithic MeZO's temporaries.
-
-    Args:
-        directory: Model directory.
-        opening: How the checkpoint is opened.
-        size: How far steps move the weights.
-        batches: The batches to compare on. Their seed is also that of the directions.
-        adapter: Adapter that is trained instead of the weights; None: the weights are trained.
-
-    Returns:
-        The comparison.
-
-    Raises:
-        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
@@ -110,12 +96,7 @@ def verify(
 
 
 def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
-    """Refuse batches that exceed free memory or the model's longest row.
-
-    Raises:
-        OptionError: if rows are longer than the model's limit.
-        MemoryBudgetError: if two copies of the model and a batch do not fit.
-    """
+    """Refuse batches that exceed free memory or the model's longest row."""
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
         raise OptionError(
@@ -133,17 +114,7 @@ def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
 
 
 def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
-    """The whole model as transformers loads it, with peft's modules in it if an adapter is trained.
-
-    Args:
-        model: The opened model.
-        directory: Its directory.
-        head: Name of its head.
-        adapter: The adapter; its values are those of the opened model only after ``copy_trained``.
-
-    Raises:
-        OptionError: for an adapter that peft does not inject.
-    """
+    """The whole model as transformers loads it, with peft's modules in it if an adapter is trained."""
     loaded = head_of(head).class_of(model.config)
     if adapter is None:
         stored = model.layouts[0].parameters[0].dtype
@@ -162,16 +133,7 @@ def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapte
 
 
 def copy_trained(model: HFBlockModel, whole: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Give the whole model the values of what is trained; only these parameters then require gradients.
-
-    Args:
-        model: The opened model.
-        whole: From ``whole_model``. Changed.
-        values: Value of each trained parameter, by name; there may be others.
-
-    Returns:
-        The trained parameters of the whole model, by name.
-    """
+    """Give the whole model the values of what is trained; only these parameters then require gradients."""
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in names

@@ -33,12 +33,7 @@ class WorkerOptions:
 
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
-        """Connect this process to the other workers; None if it works alone.
-
-        Raises:
-            OptionError: if an option is out of range, or needs other workers.
-            WorkerError: if the other workers do not connect in time.
-        """
+        """Connect this process to the other workers; None if it works alone."""
         if torchrun_rank() is None:
             if self.split != "auto":
                 raise OptionError(
@@ -92,11 +87,7 @@ def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
 
 
 def require_same_steps(steps: int, workers: Workers | None) -> None:
-    """Refuse a number of steps that differs from the first worker's: workers would wait for each other forever.
-
-    Raises:
-        OptionError: if the numbers differ.
-    """
+    """Refuse a number of steps that differs from the first worker's: workers would wait for each other forever."""
     agreed = steps if workers is None else workers.all_gather(steps)[0]
     if agreed != steps:
         raise OptionError(
@@ -131,16 +122,7 @@ def device_kinds(device: str, workers: Workers | None) -> str:
 def settled_alike(
     options: TrainOptions, workers: Workers | None, opened: Callable[[TrainOptions], HFBlockModel]
 ) -> tuple[HFBlockModel, TrainOptions]:
-    """Open the model, with the first worker's choices of what depends on the machine.
-
-    Args:
-        options: Options of the run.
-        workers: Processes that work on the run; None: this process works alone.
-        opened: Opens the model.
-
-    Returns:
-        The model, and the options with these choices.
-    """
+    """Open the model, with the first worker's choices of what depends on the machine."""
     if workers is not None and workers.rank > 0:
         [dtype, loss_chunk, start], *_ = workers.all_gather(None)
         model_options = replace(options.model_options, dtype=dtype)

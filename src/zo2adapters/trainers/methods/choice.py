@@ -11,11 +11,7 @@ from zo2core import SharedBase
 
 
 def method_of(options: TrainOptions, shared: SharedBase | None = None) -> RunMethod:
-    """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate.
-
-    Raises:
-        OptionError: if a number is out of range, or options cannot be combined.
-    """
+    """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate."""
     if shared is not None:
         require_shareable(options)
     options = options.with_rate(1.0) if options.optimization.lr == "auto" else options

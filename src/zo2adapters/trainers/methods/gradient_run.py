@@ -79,8 +79,6 @@ class GradientRun(RunMethod):
 
     def engine(self, opening: Opening) -> Any:
         """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
-        if opening.execution.replay != "auto":
-            raise self._refusal("replay", opening.execution.replay, "none: nothing is replayed")
         if self.options.state is not TrainedState.ADAPTER:
             self._require_alone(opening)
         if self._streams:

@@ -25,13 +25,7 @@ class HealthMonitor:
         self._warned_of_rounding = False
 
     def warnings(self, result: StepResult, updates: Sequence[Update], options: TrainOptions) -> list[str]:
-        """Warnings after a step.
-
-        Args:
-            result: Result of the step.
-            updates: Updates of the run, this step's the last.
-            options: Options of the run.
-        """
+        """Warnings after a step."""
         warnings = []
         rounding = None if self._warned_of_rounding else rounded_away(result, options)
         if rounding is not None:
@@ -59,13 +53,7 @@ def destroyed(updates: Sequence[Update]) -> str | None:
 
 
 def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
-    """Warning that a step's update changed fewer than half of the weights; None if it changed more, or was not measured.
-
-    Args:
-        result: Result of the step.
-        options: Options of the run. They decide the remedy: a run whose weights are rounded as they travel back from a
-            device is in mixed precision already.
-    """
+    """Warning that a step's update changed fewer than half of the weights; None if it changed more, or was not measured."""
     if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
         return None
     name, _, back = options.model_options.transfer_dtype.partition("-")

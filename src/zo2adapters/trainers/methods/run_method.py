@@ -15,12 +15,7 @@ from zo2core import Engine, HostPlan, Journal, SharedBase, StepResult, ZO2Error
 
 
 class RunMethod(ABC):
-    """How the steps of a run are taken: memory, snapshots and messages.
-
-    Args:
-        options: The run's options.
-        shared: The base that the run shares with others; None: it reads its base alone.
-    """
+    """How the steps of a run are taken: memory, snapshots and messages."""
 
     has_gradient: bool  # whether steps differentiate the objective
     forwards: int  # cost of a step, in forward passes of its batch

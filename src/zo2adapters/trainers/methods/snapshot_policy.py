@@ -10,13 +10,7 @@ LARGEST_SHARE = 0.02  # cost of a snapshot, at most, as a share of the time sinc
 
 
 class SnapshotPolicy:
-    """Says when a snapshot is due.
-
-    Args:
-        every: Steps between two snapshots. None: a snapshot is due after ``interval``; the first is due after the first
-            step, to measure its cost.
-        clock: Returns seconds, as ``time.perf_counter`` does.
-    """
+    """Says when a snapshot is due."""
 
     def __init__(self, every: int | None, clock: Callable[[], float]) -> None:
         self.every = every
@@ -45,8 +39,5 @@ def interval(cost: float) -> float:
     """Seconds between two snapshots, each of which takes so many: a resumed run repeats no more than that.
 
     Fewer seconds would write more to the disk: without this limit small snapshots were taken at almost every step.
-
-    Args:
-        cost: Seconds that a snapshot takes.
     """
     return max(RESUME_SECONDS, cost / LARGEST_SHARE)
