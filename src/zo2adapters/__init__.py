@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
     from zo2adapters.frameworks.backprop_grpo_mixin import BackpropGRPOMixin as BackpropGRPOMixin
-    from zo2adapters.frameworks.backprop_lightning_module import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
-    from zo2adapters.frameworks.full_lightning_module import FullBackpropLightningModule as FullBackpropLightningModule
     from zo2adapters.frameworks.full_trainer_mixin import FullBackpropTrainerMixin as FullBackpropTrainerMixin
-    from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
+    from zo2adapters.frameworks.lightning_modules import BackpropLightningModule as BackpropLightningModule
+    from zo2adapters.frameworks.lightning_modules import FullBackpropLightningModule as FullBackpropLightningModule
+    from zo2adapters.frameworks.lightning_modules import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
     from zo2adapters.models.called_forward import CalledForward as CalledForward
@@ -48,13 +48,13 @@ _MODULES = {
     "ProgramState": "zo2adapters.edge.running",
     "ProgramStep": "zo2adapters.edge.running",
     "TrainingProgram": "zo2adapters.edge.running",
-    "BackpropLightningModule": "zo2adapters.frameworks.backprop_lightning_module",
+    "BackpropLightningModule": "zo2adapters.frameworks.lightning_modules",
     "BackpropGRPOMixin": "zo2adapters.frameworks.backprop_grpo_mixin",
     "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
     "ZOArguments": "zo2adapters.frameworks.arguments",
-    "FullBackpropLightningModule": "zo2adapters.frameworks.full_lightning_module",
+    "FullBackpropLightningModule": "zo2adapters.frameworks.lightning_modules",
     "FullBackpropTrainerMixin": "zo2adapters.frameworks.full_trainer_mixin",
-    "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
+    "ZOLightningModule": "zo2adapters.frameworks.lightning_modules",
     "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",
     "Architecture": "zo2adapters.models.architecture",
     "CalledForward": "zo2adapters.models.called_forward",
