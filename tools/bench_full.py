@@ -47,7 +47,7 @@ from zo2core import (
 )
 from zo2core.methods.first_order import gradient_bytes as bytes_of_gradients
 from zo2core.optimizers import state_bytes
-from zo2core.optimizers.every_segment import EverySegment
+from zo2core.optimizers.lomo import EverySegment
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.types import StateSpec

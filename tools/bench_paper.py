@@ -43,8 +43,7 @@ from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import activation_bytes
 from zo2core import ZO2Error
-from zo2core.planning.device_plan import plan_device_memory
-from zo2core.planning.host_budget import free_memory, parse_size
+from zo2core.planning.memory import free_memory, parse_size, plan_device_memory
 from zo2core.types import Batch, BlockLayout
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU

@@ -24,7 +24,7 @@ from typing import Any
 from zo2adapters import open_checkpoint
 from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.io.direct_file import byte_view
-from zo2core.planning.host_budget import resident_memory
+from zo2core.planning.memory import resident_memory
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
 

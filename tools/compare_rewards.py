@@ -33,11 +33,10 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from zo2adapters import Adapter, BackpropGRPOMixin, open_checkpoint
-from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.reward_program import arithmetic
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardOptions, TaskOptions
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder

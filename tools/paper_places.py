@@ -34,7 +34,7 @@ from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Scratch
 from zo2core.types import Lane
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale

@@ -33,8 +33,8 @@ from zo2core.optimizers import Delayed as Delayed
 from zo2core.optimizers import TorchOptimizer as TorchOptimizer
 from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
-from zo2core.planning.device_plan import DevicePlan as DevicePlan
-from zo2core.planning.host_plan import HostPlan as HostPlan
+from zo2core.planning.memory import DevicePlan as DevicePlan
+from zo2core.planning.memory import HostPlan as HostPlan
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
 from zo2core.profiling.chrome_trace import Trace as Trace

@@ -35,10 +35,8 @@ from zo2core.perturbation import (
     choose_perturbation,
     open_factors,
 )
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.low_bit import Replay, require_drawable
-from zo2core.planning.machine import Machine
+from zo2core.planning.memory import DevicePlan, HostPlan, Machine
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
@@ -52,10 +50,9 @@ from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.generations import Generations
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.exclusive_use import SoleUse
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
@@ -65,7 +62,7 @@ from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visits import Visits, WeightVisits
+from zo2core.sweep.visitor import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Distribution
 from zo2core.updates import Trajectory, seeds_of

@@ -15,16 +15,14 @@ from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.generations import Generations
+from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.evaluation_loop import fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visitor import Groups
-from zo2core.sweep.visits import SweepVisitor, Visits
-from zo2core.sweep.watched_visitor import WatchedVisitor
+from zo2core.sweep.visitor import Groups, SweepVisitor, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, BlockLayout, Lane, LaneUse, ParameterSpec, require_tensors
 from zo2core.workers import Workers

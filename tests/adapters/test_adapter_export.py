@@ -21,7 +21,7 @@ from transformers import (
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.adapter_export import export_adapter
+from zo2adapters.models.export import export_adapter
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import DensePerturbation, Engine, LowRankPerturbation, MultiQueryRGE

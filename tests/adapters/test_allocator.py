@@ -21,8 +21,7 @@ from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import HostPlan
-from zo2core.planning.host_budget import free_memory
-from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.memory import MemoryPart, free_memory
 
 MIB = 1 << 20
 glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zo2adapters import open_checkpoint, score
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.prepared_batch import PreparedBatch
+from zo2adapters.models.packing import PreparedBatch
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.errors import UnsupportedModelError
 

@@ -24,7 +24,7 @@ from zo2core import Engine, MemoryPolicy, MeZOSGD, ParameterSpec, WriteBackPolic
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
 from zo2core.checkpoint.reader import parse_header
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 from zo2core.types import SavedForm, SavedPart
 
 CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]

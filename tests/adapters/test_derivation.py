@@ -23,7 +23,7 @@ from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MemoryPolicy, MeZOSGD, ZerothOrder
 from zo2core.errors import UnsupportedModelError
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
 UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma3n_text", "gemma4_text", "zamba2"]

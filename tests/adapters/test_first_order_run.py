@@ -28,9 +28,7 @@ from zo2core import Journal
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.record_log import from_line, to_line
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
-from zo2core.planning.host_plan import HostPlan, plan_host
-from zo2core.planning.machine import Machine
-from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.memory import HostPlan, Machine, MemoryPart, plan_host
 from zo2core.sources.loader import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -702,7 +700,7 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 
 
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2core.planning.host_plan.memory_in_use", lambda: 0)
+    monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: 0)
     make_place(here, layers=8)
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}

@@ -326,7 +326,7 @@ def test_tune_finds_a_rate_and_its_run_goes_on(here: Path) -> None:
 
 
 STREAMED = ("--stream-blocks",)
-GENERATIONS, MANIFEST = "zo2core.sources.generations", "zo2core.io.record_log"
+GENERATIONS, MANIFEST = "zo2core.sources.slot_file", "zo2core.io.record_log"
 TURN_PLACES = {
     "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
     "a commit is durable, and the turn is not written": (JOURNAL, "Journal", "append", 4, "after"),

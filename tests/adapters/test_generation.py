@@ -22,10 +22,9 @@ from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import Sampling, generate
 from zo2adapters.tasks.next_token import STREAM, NextToken
-from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardOptions, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, OptionError, UnsupportedModelError

@@ -27,7 +27,7 @@ from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.memory import DevicePlan
 
 MIXED = {
     "token_embd": "Q8_0",

@@ -40,7 +40,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import CheckpointError, JournalError, OptionError, OutputError, ZO2Warning
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.packing import pack
-from zo2adapters.models.peft_kinds.prefix_model import LayerPrefix
+from zo2adapters.models.peft_kinds.prefix import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
 from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder

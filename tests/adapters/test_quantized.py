@@ -45,7 +45,7 @@ from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
 from zo2core.kernels.encoding import encode
 from zo2core.perturbation import factor_bytes
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.memory import DevicePlan
 from zo2core.types import Encoding, Float8Blocks, Int8Rows, Lane, NF4Blocks
 
 QUANTISATION: Any = BitsAndBytesConfig

@@ -25,11 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import limited_process, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.tasks import reward_program
-from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, Rewards
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardOptions, TaskOptions
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
 from zo2core.estimators import Fitness

@@ -18,8 +18,8 @@ from runs import small_run
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.chunked_loss import KeptLosses
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.losses import KeptLosses
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.trainers import run_plan
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
@@ -30,8 +30,7 @@ from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.run_plan import RunPlan, Together, duration
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.memory import MemoryPart, parse_size
 from zo2core.types import shown_bytes
 
 CONFIGURATIONS = {

@@ -21,7 +21,7 @@ from zo2adapters.trainers.tuning import Trial, tune
 from zo2adapters.trainers.worker_options import device_kinds, require_same_steps, storage_of_one, worker_trace
 from zo2core import Workers
 from zo2core.errors import OptionError, WorkerError
-from zo2core.planning.host_budget import free_memory, resident_memory
+from zo2core.planning.memory import free_memory, resident_memory
 
 
 def told_by(crew: Crew, *arguments: object, succeeds: bool = True) -> str:

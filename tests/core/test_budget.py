@@ -14,8 +14,7 @@ from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
-from zo2core.planning.host_budget import free_memory, parse_size
-from zo2core.planning.host_plan import plan_host
+from zo2core.planning.memory import free_memory, parse_size, plan_host
 from zo2core.planning.speeds import evaluation_seconds
 from zo2core.sources.loader import READERS
 from zo2core.types import Program, shown_bytes

@@ -43,7 +43,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import BatchError, BusyError, ClosedError, JournalError, NonFiniteLossError, OptionError, OutputError
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Scratch
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 

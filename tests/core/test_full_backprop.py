@@ -44,7 +44,7 @@ from zo2core.methods.fused import _Updating
 from zo2core.methods.loss_scale import LossScale
 from zo2core.optimizers import copied_state, make_block_update, state_bytes
 from zo2core.optimizers.optimizer_states import _Zeros
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.memory import DevicePlan
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind

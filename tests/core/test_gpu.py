@@ -38,8 +38,8 @@ from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, philox
 from zo2core.kernels.low_bit import FP8
 from zo2core.perturbation import factor_store
-from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.low_bit import Replay
+from zo2core.planning.memory import DevicePlan
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 

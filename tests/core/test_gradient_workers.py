@@ -21,7 +21,7 @@ from zo2adapters.tasks.objectives import PreferenceLoss, preference_batch
 from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import row_shards
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 
 peft: Any = pytest.importorskip("peft")
 

@@ -26,8 +26,8 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.errors import DivergenceError, OptionError, ZO2Warning
-from zo2core.estimators.run_health import best_step
-from zo2core.journal.step_records import decode, encode
+from zo2core.estimators.guard import best_step
+from zo2core.journal.records import decode, encode
 
 EPS = 1e-3
 PLAIN = MeZOSGD(lr=1e-5, zo_eps=EPS, weight_decay=0.1)

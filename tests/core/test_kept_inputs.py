@@ -24,17 +24,14 @@ from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy, PhiloxNoise
 from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE
 from zo2core.methods.first_order import TRAINED_COPIES
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.machine import Machine
+from zo2core.planning.memory import DevicePlan, Machine
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
 from zo2core.runner import Runner
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
-from zo2core.sweep.input_file import InputFile
-from zo2core.sweep.input_offload import InputOffload
-from zo2core.sweep.kept_inputs import AHEAD, InputKey, KeptInputs
+from zo2core.sweep.kept_inputs import AHEAD, InputFile, InputKey, InputOffload, KeptInputs
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")

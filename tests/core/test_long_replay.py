@@ -24,7 +24,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.noise.sequential import GENERATOR, STREAM
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.updates import seeds_of, split_updates
 

@@ -48,8 +48,7 @@ from zo2core import (
 from zo2core.errors import JournalError, OptionError
 from zo2core.kernels import fill, native
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber

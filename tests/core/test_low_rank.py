@@ -58,7 +58,7 @@ from zo2core import (
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
 from zo2core.perturbation import Factors, PerturbedParameter, factor_store
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 

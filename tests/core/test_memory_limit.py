@@ -15,7 +15,7 @@ import ctypes
 import os
 import torch
 from zo2core.io.process_memory import resident_memory
-from zo2core.sweep.memory_limit import MemoryLimit
+from zo2core.sweep.gradient_memory import MemoryLimit
 
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
@@ -44,7 +44,7 @@ PLANNING = f"""
 import ctypes
 import torch
 from zo2core import BlockLayout, SegmentKind
-from zo2core.planning.host_plan import plan_host
+from zo2core.planning.memory import plan_host
 
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept

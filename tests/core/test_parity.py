@@ -23,7 +23,7 @@ import zo2core.noise.sequential
 import zo2core.sweep.perturber
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Scratch
 
 THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
 

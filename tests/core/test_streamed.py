@@ -20,7 +20,7 @@ from zo2core.errors import OptionError, ScratchError
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
 from zo2core.sources.loader import READERS, SegmentLoader
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Scratch
 
 
 def settled(condition: Callable[[], bool], seconds: float = 10) -> bool:

@@ -33,8 +33,7 @@ from zo2core import (
 from zo2core.errors import ClosedError, JournalError, OptionError, ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.methods.states import read_bytes
-from zo2core.sources.generations import Generations
-from zo2core.sources.slot_file import DATA, MANIFEST
+from zo2core.sources.slot_file import DATA, MANIFEST, Generations
 from zo2core.types import Lane
 
 EVERY, STEPS = 2, 17  # more than an epoch of eight segments' turns

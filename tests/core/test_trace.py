@@ -19,8 +19,7 @@ from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
 from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder
 from zo2core.errors import OutputError
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Gathered, PastEvent, Span, Timeline, lane_uses
 from zo2core.protocols import Device

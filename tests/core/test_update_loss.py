@@ -22,7 +22,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 from zo2core.sweep.update_loss import EVERY, SAMPLED, UpdateLoss
 from zo2core.types import Evaluation, Update
 

@@ -38,13 +38,10 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
-from zo2core.journal.damage import ImpossibleRecordError
-from zo2core.journal.step_records import decode, encode
-from zo2core.planning.host_budget import free_memory, resident_memory
-from zo2core.planning.host_plan import HostPlan
+from zo2core.journal.records import ImpossibleRecordError, decode, encode
+from zo2core.planning.memory import HostPlan, free_memory, resident_memory
 from zo2core.workers import Split
-from zo2core.workers.losses import Report, combined
-from zo2core.workers.shards import choose_split
+from zo2core.workers.workers import Report, choose_split, combined
 
 STEPS = 4
 RGE = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)

@@ -38,7 +38,7 @@ from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZO2Error
 from zo2core.errors import CheckpointError, JournalError, OutputError, ScratchError
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 from zo2core.planning.speeds import write_bytes_per_second
 
 STEPS = 4

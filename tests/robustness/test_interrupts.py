@@ -17,7 +17,7 @@ import zo2core
 from zo2core import Evaluation, Journal, Update
 from zo2core.io.record_log import RecordFile
 from zo2core.perturbation.factor_file import FactorFile
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.slot_file import Scratch
 from zo2core.types import BlockLayout, ParameterSpec, SegmentKind
 
 HEADER = {"base": "b", "parameters": "p", "noise": "n", "estimator": {"name": "e"}, "seed": 0}

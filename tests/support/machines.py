@@ -17,7 +17,7 @@ from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
 from zo2core.errors import WorkerError
 from zo2core.kernels import native
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import HostPlan
 
 KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
 STEPS = 4

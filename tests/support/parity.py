@@ -30,8 +30,7 @@ from zo2core import (
 from zo2core.errors import NonFiniteLossError
 from zo2core.estimators import direction_seeds
 from zo2core.kernels import fill
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import BlockModel, Device, ZOEstimator
 from zo2core.types import Batch
 

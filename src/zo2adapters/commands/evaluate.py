@@ -20,7 +20,7 @@ from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import Engine, SharedBase, Workers
 from zo2core.errors import NonFiniteLossError, OptionError
-from zo2core.planning.host_budget import parse_size
+from zo2core.planning.memory import parse_size
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ class Export(WritesDirectory):
 
     def run(self) -> None:
         """Replay the run and write the model."""
-        from zo2adapters.models.adapter_export import export_adapter
+        from zo2adapters.models.export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
         from zo2adapters.trainers.progress_bar import export_bar
 

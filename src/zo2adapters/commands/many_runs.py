@@ -17,7 +17,7 @@ from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, acquire, directory_lock, replace_file
 from zo2core import Journal, ZO2Error
 from zo2core.errors import OptionError, OutputError, reason
-from zo2core.planning.shared_runs import MOST_RUNS
+from zo2core.planning.run_spec import MOST_RUNS
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions  # a command line is read without transformers

@@ -22,7 +22,7 @@ class Merge(WritesDirectory):
 
     def run(self) -> None:
         """Merge, and write the model."""
-        from zo2adapters.models.merged_export import export_merged
+        from zo2adapters.models.export import export_merged
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
         from zo2adapters.trainers.model_card import CARD, merged_card, model_card

@@ -15,7 +15,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.wrapped_layers import read_weight
-from zo2adapters.models.stubs import Stub
+from zo2adapters.models.skeleton import Stub
 from zo2core import ParameterSpec
 from zo2core.errors import OptionError, UnsupportedModelError
 

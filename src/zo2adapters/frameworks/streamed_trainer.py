@@ -19,17 +19,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from zo2adapters.frameworks.opening import open_for
 from zo2adapters.frameworks.saved_run import save_files, write_token_ids
 from zo2adapters.frameworks.supported import (
     TRL_SUPPORTED,
     autocast_of,
     head_for,
+    open_for,
     require_supported,
     require_supported_trainer,
 )
-from zo2adapters.frameworks.swept_batches import SweptBatches
-from zo2adapters.frameworks.trainer_loss import TrainerLoss
+from zo2adapters.frameworks.swept_batches import SweptBatches, TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter

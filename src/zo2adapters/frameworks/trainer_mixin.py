@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
 from zo2adapters.frameworks.streamed_trainer import EngineStepsMixin
-from zo2adapters.frameworks.trainer_loss import TrainerLoss
+from zo2adapters.frameworks.swept_batches import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Engine, Journal
 from zo2core.errors import OptionError

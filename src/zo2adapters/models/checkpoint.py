@@ -16,8 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, ParameterFormats
-from zo2adapters.models.architecture_file import read_architecture
+from zo2adapters.models.architecture import Architecture, ParameterFormats, read_architecture
 from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.companions import (
     SUFFIXES,
@@ -27,7 +26,7 @@ from zo2adapters.models.companions import (
     remote_code_note,
     without_remote_code,
 )
-from zo2adapters.models.config_bounds import refuse_oversized
+from zo2adapters.models.configs import refuse_oversized
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.gguf.model import GGUFModel
 from zo2adapters.models.head_model import HFHeadModel

@@ -10,7 +10,7 @@ import torch
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.prepared_batch import check_inputs
+from zo2adapters.models.packing import check_inputs
 from zo2core import Batch
 from zo2core.errors import BatchError, UnsupportedModelError
 

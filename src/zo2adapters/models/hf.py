@@ -28,13 +28,11 @@ from zo2adapters.models.architecture import (
     segment_layouts,
 )
 from zo2adapters.models.branch_cache import BranchCache
-from zo2adapters.models.chunked_loss import chunked_loss
-from zo2adapters.models.decisive_config import decisive_config
+from zo2adapters.models.configs import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.layer_calls import LayerCalls
+from zo2adapters.models.losses import chunked_loss, stacked_losses, whole_losses
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
-from zo2adapters.models.packing import require_separating_masks
-from zo2adapters.models.prepared_batch import (
+from zo2adapters.models.packing import (
     PreparedBatch,
     branches_of,
     check_batch,
@@ -42,10 +40,10 @@ from zo2adapters.models.prepared_batch import (
     is_padded,
     longest_row,
     predictions,
+    require_separating_masks,
     stack_rows,
 )
-from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
-from zo2adapters.models.stubs import CallRecorder, CutError, Stub
+from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCalls, Stub
 from zo2core import Batch
 from zo2core.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader

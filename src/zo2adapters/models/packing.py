@@ -1,4 +1,6 @@
-"""Packing: rows of different lengths joined into one row without padding, each with positions from 0.
+"""Batches of Hugging Face models: checked before they run, with cached properties.
+
+Packing: rows of different lengths joined into one row without padding, each with positions from 0.
 
 Hugging Face's forwards detect packed rows by their positions, and mask attention between them. Some models' forwards do not,
 so each layer's attention mask is checked before anything is computed.
@@ -6,14 +8,122 @@ so each layer's attention mask is checked before anything is computed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from zo2adapters.models.branch_cache import BranchCache
 from zo2core import Batch
 from zo2core.errors import BatchError, UnsupportedModelError
-from zo2core.sweep.microbatch import IGNORE_INDEX
+from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
+
+
+class PreparedBatch(dict[str, torch.Tensor]):
+    """A checked batch with cached properties, so that no sweep has to wait for the device."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.branches = BranchCache()
+        labels = batch.get("labels")
+        self.predictions = None if labels is None or labels.dim() != 2 else predictions(batch)
+        self.is_padded = is_padded(batch)
+        self.is_packed = is_packed(batch)
+
+
+def longest_row(model: PreTrainedModel) -> int | None:
+    """The largest number of tokens in a row; None if the config has no limit.
+
+    Where positions start after the padding index, as in RoBERTa, those up to it are not usable.
+    """
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
+        if longest is not None and is_table and module.num_embeddings == longest and module.padding_idx is not None:
+            return longest - int(module.padding_idx) - 1
+    return longest
+
+
+def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
+    """Refuse a batch that the model cannot train on."""
+    if "labels" not in batch:
+        raise _refusal("labels", "no labels", "a (batch, tokens) tensor", "pass input_ids and labels")
+    check_inputs(batch, config, longest)
+    if not bool(predicted(batch["labels"]).any()):
+        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+
+
+def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
+    """Refuse a batch that the model cannot run; labels are optional."""
+    if "input_ids" not in batch:
+        raise _refusal("input_ids", "no input_ids", "a (batch, tokens) tensor", "pass input_ids")
+    ids = batch["input_ids"]
+    labels = batch.get("labels", ids[:0])
+    if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
+        raise _refusal(
+            "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
+        )
+    for key in ("labels", "attention_mask"):
+        if key in batch and batch[key].shape != ids.shape:
+            raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
+    positions = batch.get("position_ids")  # each sequence of a packed row has its own
+    tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
+    if longest is not None and tokens > longest:
+        raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
+    vocabulary = config.get_text_config().vocab_size
+    for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
+            found = f"token {int(values.min())} to {int(values.max())}"
+            raise _refusal(key, found, f"0 to {vocabulary - 1}", "use this model's own tokenizer")
+
+
+def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and columns of the tokens whose next token is labelled: int64, (labelled tokens,) each."""
+    if isinstance(batch, PreparedBatch) and batch.predictions is not None:
+        return batch.predictions
+    rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
+    return rows, columns
+
+
+def stack_rows(batches: Sequence[Batch]) -> Batch | None:
+    """Join batches along their rows; None if their entries differ in names or shapes.
+
+    Entries that all rows of a batch share (positions, say) are kept once if they are equal in all batches.
+    """
+    first = batches[0]
+    shapes = [{key: value.shape for key, value in batch.items()} for batch in batches]
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    joined: dict[str, torch.Tensor] = {}
+    for key, value in first.items():
+        if value.dim() > 0 and len(value) == len(first["input_ids"]):
+            joined[key] = torch.cat([batch[key] for batch in batches])
+        elif all(batch[key] is value or torch.equal(batch[key], value) for batch in batches):
+            joined[key] = value
+        else:
+            return None
+    return joined
+
+
+def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
+    """The batch's cache of values that Hugging Face's forward branches on, as a context; empty if not prepared."""
+    return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
+
+
+def is_padded(batch: Batch) -> bool:
+    """Whether a batch masks any token, or packs rows, so that attention needs a mask."""
+    if isinstance(batch, PreparedBatch):
+        return batch.is_padded or batch.is_packed
+    mask = batch.get("attention_mask")
+    return mask is not None and not bool(mask.all())
+
+
+def _refusal(key: str, found: str, expected: str, remedy: str) -> BatchError:
+    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy=remedy)
+
 
 _MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can be large
 

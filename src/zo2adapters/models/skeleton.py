@@ -1,10 +1,16 @@
-"""Build a model from its config alone: parameters without memory, buffers with transformers' values."""
+"""Stubs that stand in for a decoder's layers while Hugging Face's own forward runs.
+
+The arguments that a model's forward passes to its layers besides the hidden state: masks, positions, caches.
+
+Build a model from its config alone: parameters without memory, buffers with transformers' values.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +21,119 @@ from transformers.core_model_loading import build_glob_alternation
 
 from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2core.errors import UnsupportedModelError
+
+
+class CutError(UnsupportedModelError):
+    """Interrupts HF's forward at the last stub. Callers see it if they call the skeleton outside of a sweep."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's skeleton",
+            found="a call outside of a sweep",
+            expected="a call of the model that is passed to compute_loss",
+            remedy="call that model; to generate, export it first",
+        )
+
+
+class CallRecorder:
+    """State that the stubs of one model share."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear the records."""
+        self.calls: list[LayerCall] = []
+        self.hidden: torch.Tensor | None = None  # the last layer's input
+        self.final: torch.Tensor | None = None  # set during the epilogue
+
+
+class StandIn(nn.Module):
+    """Replaces a layer inside HF's forward, with its attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
+
+    def __getattr__(self, name: str) -> Any:
+        # HF's loops may read a layer's attributes, such as its kind of attention.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+
+class Stub(StandIn):
+    """Replaces a layer: records its call, or returns the final hidden state."""
+
+    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
+        super().__init__(layer)
+        self.recorder = recorder
+        self.last = last
+        self.returned = returned
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """Run in place of the layer's forward."""
+        recorder = self.recorder
+        if recorder.final is not None:
+            hidden_states = recorder.final
+        else:
+            recorder.calls.append((args, kwargs))
+            if self.last:
+                recorder.hidden = hidden_states
+                raise CutError
+        return (hidden_states, *[None] * (self.returned - 1)) if self.returned else hidden_states
+
+
+LayerCall: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and keyword arguments
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Which call each layer has. No container, so that those who take nested activations apart pass it on as it is."""
+
+    calls: tuple[int, ...]
+
+
+class LayerCalls(NamedTuple):
+    """The calls of all layers. Most layers of most models get the very same objects, and share one entry."""
+
+    distinct: Sequence[LayerCall]
+    layers: _Layers
+
+    @classmethod
+    def of(cls, calls: Iterable[LayerCall]) -> LayerCalls:
+        """Join the calls of all layers, in order."""
+        distinct: list[LayerCall] = []
+        layers = []
+        for call in calls:
+            same = (number for number, known in enumerate(distinct) if _same_objects(known, call))
+            number = next(same, len(distinct))
+            if number == len(distinct):
+                distinct.append(call)
+            layers.append(number)
+        return cls(distinct, _Layers(tuple(layers)))
+
+    def layer(self, index: int) -> LayerCall:
+        """The call of one layer."""
+        return self.distinct[self.layers.calls[index]]
+
+    def by_layer(self) -> Iterator[LayerCall]:
+        """The calls of all layers, in order."""
+        return (self.distinct[number] for number in self.layers.calls)
+
+
+def _same_objects(one: LayerCall, other: LayerCall) -> bool:
+    (args, kwargs), (other_args, other_kwargs) = one, other
+    return (
+        len(args) == len(other_args)
+        and kwargs.keys() == other_kwargs.keys()
+        and all(a is b for a, b in zip(args, other_args, strict=True))
+        and all(value is other_kwargs[name] for name, value in kwargs.items())
+    )
+
 
 _FACTORIES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
 _MIN_PARAMETERS = 1 << 12  # every model may have so many, whatever its checkpoint holds

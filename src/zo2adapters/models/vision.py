@@ -7,7 +7,7 @@ import torch
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.footprint import expected_held_bytes, vision_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.prepared_batch import is_padded
+from zo2adapters.models.packing import is_padded
 from zo2core import Batch, ZO2Error
 from zo2core.errors import BatchError
 

@@ -20,7 +20,7 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location
 from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_dropped, require_kept, require_known
-from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
+from zo2adapters.tasks.task import gather_in_order, is_own_shard
 from zo2core import Engine
 from zo2core.errors import DataError
 

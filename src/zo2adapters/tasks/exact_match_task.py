@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zo2adapters.tasks.generated_task import Continued, GeneratedTask
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import gather_in_order
+from zo2adapters.tasks.task import gather_in_order
 from zo2core import Engine
 
 

@@ -12,8 +12,7 @@ from zo2adapters.tasks.generation import Generation
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.next_token import Sampling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import is_own_shard
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import TaskOptions, is_own_shard
 from zo2core import Batch, Engine, Evaluation, StepResult
 from zo2core.errors import OptionError
 

@@ -11,8 +11,7 @@ import torch
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
-from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
-from zo2adapters.tasks.task import Task, TaskOptions
+from zo2adapters.tasks.task import Task, TaskOptions, gather_in_order, is_own_shard
 from zo2core import Batch, Engine, StepResult
 
 

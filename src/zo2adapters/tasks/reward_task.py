@@ -16,15 +16,13 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.generated_task import Continued, GeneratedTask
 from zo2adapters.tasks.next_token import Sampling, sampling_of
-from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.rewards import Completion, Rewards
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
-from zo2adapters.tasks.sharding import gather_in_order
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardOptions, TaskOptions, gather_in_order
 from zo2core import Batch, Engine, StepResult
 from zo2core.errors import DivergenceError, OptionError
-from zo2core.planning.host_budget import parse_size
+from zo2core.planning.memory import parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements

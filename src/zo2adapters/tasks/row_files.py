@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from zo2adapters.tasks.answers import Questions, read_questions
 from zo2adapters.tasks.candidates import Choices, read_choices
 from zo2adapters.tasks.labelled import LabelledRows, read_labelled_rows
-from zo2adapters.tasks.preferences import read_preferences
+from zo2adapters.tasks.preference_task import read_preferences
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.tasks.rows import Dataset, converted_rows, read_dataset

@@ -16,10 +16,10 @@ import torch
 
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.prepared_batch import predictions
+from zo2adapters.models.packing import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
+from zo2adapters.tasks.task import gather_in_order, is_own_shard
 from zo2core import Batch, Engine
 from zo2core.errors import BatchError
 

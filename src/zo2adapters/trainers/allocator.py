@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from zo2core import HostPlan
-from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.memory import MemoryPart
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = -1  # glibc converts it to the largest size

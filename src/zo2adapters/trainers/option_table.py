@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
-from zo2core.planning.host_budget import parse_size
+from zo2core.planning.memory import parse_size
 from zo2core.ranges import LARGEST, require_number, require_whole
 
 OptionsT = TypeVar("OptionsT")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from zo2adapters.tasks.registry import AUTO, REWARD, function_file
-from zo2adapters.tasks.reward_options import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
+from zo2adapters.tasks.task import RewardOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.json_fields import from_json

@@ -31,11 +31,8 @@ from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.methods.states import read_bytes
 from zo2core.perturbation import kept_bytes_a_step, require_perturbation
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.machine import Machine
-from zo2core.planning.memory_plan import MemoryPart
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
-from zo2core.planning.shared_runs import MOST_RUNS, RunNeeds, shared_request
+from zo2core.planning.memory import Machine, MemoryPart, parse_size
+from zo2core.planning.run_spec import MOST_RUNS, RunNeeds, RunRequest, RunSpec, plan, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
 from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise

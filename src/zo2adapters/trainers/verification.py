@@ -26,7 +26,7 @@ from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import StepSize
 from zo2core import Batch, Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.planning.host_budget import free_memory
+from zo2core.planning.memory import free_memory
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zo2adapters.trainers.run_directory import OPTIONS
 from zo2core import Workers
 from zo2core.errors import OptionError
-from zo2core.planning.host_budget import free_memory, resident_memory
+from zo2core.planning.memory import free_memory, resident_memory
 
 _SHARE = 0.9  # share of the free memory that the workers of a host use together
 

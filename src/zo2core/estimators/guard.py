@@ -1,4 +1,12 @@
-"""A guard against divergence: it skips steps far outside the run's range, and stops a run that has become worse."""
+"""Run health: steps far outside the past losses, runs that have become permanently worse, and the best step of a run.
+
+All functions depend only on the losses in the journal's records, whatever an estimator, clipping or a guard computed from
+them. The *level* of a step is the mean of its losses. Its *contrast* is the range of its losses divided by ``zo_eps``: twice
+the projected gradient of a two-point estimator. Directions are independent with unit variance, so after some steps each
+weight has moved by the root of the sum of ``(lr * projected_grad)^2``.
+
+A guard against divergence: it skips steps far outside the run's range, and stops a run that has become worse.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,148 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from zo2core.errors import DivergenceError, ZO2Warning
-from zo2core.estimators.run_health import MOST_MOVED, RECENT, RunHealth, best_step, drift, is_refused, outlier, squared_move
 from zo2core.estimators.wrapper import EstimatorWrapper
 from zo2core.ranges import require_number, require_whole
 from zo2core.types import Evaluation, Update
+
+RECENT = 10  # the last steps, of which refused ones do not count
+LEAST = 20  # steps at the start of a run, none of which is refused
+
+# Note: How far is far. Noise must never stop a run, and should hardly ever refuse a step. Losses of small batches are not
+# normally distributed: most rows are easy, and one in a hundred is not. So a single step is compared with the extremes of
+# the last 200, not with their quartiles: rows that come once in 50 steps are within the range. With normal noise, five
+# times the distance from the median to the extreme is nine standard deviations at the 20th step and fourteen at the 200th.
+
+BLOCK = 10  # steps with one median loss; the run is checked after each such block
+MOST_MOVED = 1.0  # weights of trained models are below 1: if each moved by more, the model is destroyed
+
+# Note: How much worse is permanently worse. The noise of single losses must never stop a run, so each margin is at least
+# half a nat, half of the loss itself, and twice the distance from the median to the extreme of the losses it is compared
+# with: with batches of one row, of which one in ten is hard, medians of ten steps jump. Progress counts as lost when more
+# than half of it is. A destroyed model may also have a low loss, that of a coin toss, which no longer changes; the distance
+# that its weights have moved shows it.
+
+
+def level(update: Update) -> float:
+    """Return the mean of a step's losses."""
+    return sum(update.losses) / len(update.losses)
+
+
+def is_refused(update: Update) -> bool:
+    """Whether a step with different losses was not applied."""
+    return not any(update.projected_grads) and min(update.losses) != max(update.losses)
+
+
+def outlier(update: Update, past: Sequence[Update], *, window: int, factor: float) -> str | None:
+    """Describe how a step lies far outside the run's range; None if it does not.
+
+    Recently refused steps do not count, so that all steps after a lasting jump are refused until the run stops.
+    """
+    if len(past) < LEAST:
+        return None
+    counted = [*past[-4 * window : -RECENT], *(earlier for earlier in past[-RECENT:] if not is_refused(earlier))]
+    now, contrast, last = level(update), _contrast(update), counted[-LEAST:]
+    if now <= max(map(level, last)) and contrast <= max(map(_contrast, last)):
+        return None  # a step within the range of the last steps, as most are, is within that of all
+    levels = [level(earlier) for earlier in counted]
+    middle, extreme = median(levels[-window:]), max(levels)
+    if now > middle + factor * max(extreme - middle, 0.1 * abs(middle)):
+        return f"loss {now:.4g}, where the last {len(levels)} steps had {min(levels):.4g} to {extreme:.4g}"
+    largest = max(map(_contrast, counted))
+    if contrast > factor * largest > 0:
+        return f"losses {contrast:.4g} zo_eps apart, where the last {len(levels)} steps had {largest:.4g} at most"
+    return None
+
+
+def _contrast(update: Update) -> float:
+    return (max(update.losses) - min(update.losses)) / update.zo_eps
+
+
+class RunHealth(NamedTuple):
+    """A summary of a run's updates, in blocks of ``BLOCK`` steps."""
+
+    version: int = 0  # number of updates in the summary
+    last: Update | None = None  # last of these updates
+    squares: float = 0.0  # square of the distance that each weight has moved
+    best: float = math.inf  # lowest median loss of a block
+    best_end: int = 0  # version after that block
+
+    def extended(self, past: Sequence[Update]) -> RunHealth:
+        """Return the summary of these updates: this one extended if they continue it, else a new one."""
+        continues = self.version <= len(past) and (self.version == 0 or past[self.version - 1] is self.last)
+        health = self if continues else RunHealth()
+        for start in range(health.version, len(past) - BLOCK + 1, BLOCK):
+            health = health._after(past[start : start + BLOCK])
+        return health
+
+    def _after(self, block: Sequence[Update]) -> RunHealth:
+        end, now = self.version + BLOCK, median(map(level, block))
+        best, best_end = (now, end) if now < self.best else (self.best, self.best_end)
+        return RunHealth(end, block[-1], sum(map(squared_move, block), self.squares), best, best_end)
+
+
+def squared_move(update: Update) -> float:
+    """Return the square of the distance that an update moves each weight."""
+    return sum((update.lr * grad) ** 2 for grad in update.projected_grads)
+
+
+def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[str, str] | None:
+    """Check whether a run has become permanently worse; runs are checked at the end of a block."""
+    if not past or health.version != len(past):
+        return None
+    moved = math.sqrt(health.squares)
+    if moved > MOST_MOVED:
+        return f"each weight moved by {moved:.2g} in all", f"at most {MOST_MOVED:g}, since most weights are below it"
+    now = median(map(level, past[-BLOCK:]))
+    found = f"a median loss of {now:.4g} in the last {BLOCK} steps"
+    first_levels = _first_levels(past[:window])
+    start, worst = median(first_levels), max(first_levels)
+    limit = worst + max(0.5, 0.5 * abs(worst), 2 * (worst - start))
+    if now > limit:
+        return found, f"at most {limit:.4g}, since the run began with {start:.4g}"
+    around = max(map(level, past[max(0, health.best_end - window) : health.best_end]))
+    limit = health.best + max(0.5, 0.5 * abs(health.best), 0.5 * (start - health.best), 2 * (around - health.best))
+    if now > limit:
+        return found, f"at most {limit:.4g}, since the best ten steps had {health.best:.4g}"
+    return None
+
+
+def best_step(past: Sequence[Update]) -> int:
+    """Return the version of a run's best weights.
+
+    Of the ten consecutive steps (fewer at the start) with the lowest median loss, it is the one with the lowest loss. So
+    neither a single lucky batch wins, nor a step after a jump at the end of these ten, nor the weights of a destroyed model.
+    """
+    levels = _levels_while(past, MOST_MOVED)
+    if not levels:
+        return 0
+    medians = [median(levels[max(0, step + 1 - BLOCK) : step + 1]) for step in range(len(levels))]
+    end = medians.index(min(medians)) + 1
+    start = max(0, end - BLOCK)
+    return levels.index(min(levels[start:end]), start)
+
+
+def _first_levels(past: Sequence[Update]) -> list[float]:
+    """Return the levels of the first steps, until the weights have moved by ten times ``zo_eps``."""
+    return _levels_while(past, 10 * past[0].zo_eps)
+
+
+def _levels_while(past: Sequence[Update], most_moved: float) -> list[float]:
+    """Return the levels of the first steps, at least one, until the weights have moved further than ``most_moved``."""
+    levels: list[float] = []
+    squares = 0.0
+    for update in past:
+        if levels and squares > most_moved**2:
+            break
+        levels.append(level(update))
+        squares += squared_move(update)
+    return levels
 
 
 @dataclass(frozen=True, kw_only=True)

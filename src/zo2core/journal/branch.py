@@ -10,10 +10,8 @@ from typing import Any
 from zo2core.errors import JournalError, OutputError, reason
 from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import Record, to_line
-from zo2core.journal.header import json_object
 from zo2core.journal.journal import Journal
-from zo2core.journal.side_records import DIGESTS
-from zo2core.journal.step_records import encode
+from zo2core.journal.records import DIGESTS, encode, json_object
 
 
 def branch_journal(

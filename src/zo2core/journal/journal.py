@@ -16,10 +16,30 @@ from types import MappingProxyType
 
 from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
-from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
-from zo2core.journal.header import DRAWN, FORMAT, METHOD, Header, completed, differences, may_be_torn_header, require_header
-from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, SideRecords, evaluation_record
-from zo2core.journal.step_records import COMMIT, decode, decode_commit, encode, encode_commit
+from zo2core.journal.records import (
+    COMMIT,
+    DIGEST,
+    DIGESTS,
+    DRAWN,
+    EVALUATION,
+    FORMAT,
+    METHOD,
+    Header,
+    ImpossibleRecordError,
+    SideRecords,
+    completed,
+    damaged,
+    decode,
+    decode_commit,
+    differences,
+    encode,
+    encode_commit,
+    evaluation_record,
+    may_be_torn_header,
+    require_header,
+    shown,
+    unwritable,
+)
 from zo2core.types import Commit, Update
 
 

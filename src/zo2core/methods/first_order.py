@@ -20,13 +20,10 @@ from zo2core.optimizers import OptimizerFactory, state_bytes
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
 from zo2core.runner import Runner
-from zo2core.sweep.gradient_memory import GradientMemory
+from zo2core.sweep.gradient_memory import GradientMemory, MemoryLimit
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.input_file import InputFile
-from zo2core.sweep.input_offload import InputOffload
-from zo2core.sweep.kept_inputs import KeptInputs
-from zo2core.sweep.memory_limit import MemoryLimit
-from zo2core.sweep.objective import batches_of
+from zo2core.sweep.kept_inputs import InputFile, InputOffload, KeptInputs
+from zo2core.sweep.microbatch import batches_of
 from zo2core.sweep.trained_parameters import PresentWeights
 from zo2core.types import Batch, BlockLayout, Commit, StateSpec, StepResult
 

@@ -24,7 +24,7 @@ from zo2core.protocols import BlockUpdate, Forward, Objective, Store, UpdateInpu
 from zo2core.runner import Runner
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import batches_of, split_batches
+from zo2core.sweep.microbatch import batches_of, split_batches
 from zo2core.sweep.stored_parameters import SegmentStep
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
 

@@ -28,7 +28,7 @@ from zo2core.optimizers import (
     require_optimizer_state,
     unusable_state,
 )
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.planning.memory import MOST_USEFUL_BUCKETS
 from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner
 from zo2core.sources import SegmentStore

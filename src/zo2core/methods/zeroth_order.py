@@ -19,8 +19,16 @@ from zo2core.perturbation import Perturbation
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, NoiseGenerator, Objective, ZOEstimator
 from zo2core.runner import Runner
-from zo2core.sweep.microbatch import labelled_tokens, rows_of, rows_of_group, rows_to_shard
-from zo2core.sweep.objective import MicroBatches, batches_of, losses_as_tensors, split_batches
+from zo2core.sweep.microbatch import (
+    MicroBatches,
+    batches_of,
+    labelled_tokens,
+    losses_as_tensors,
+    rows_of,
+    rows_of_group,
+    rows_to_shard,
+    split_batches,
+)
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
 from zo2core.workers import Plan

@@ -1,9 +1,9 @@
 """Optimizers that change one segment at a time, as soon as the gradients of that segment are computed."""
 
-from zo2core.optimizers.adalomo import AdaLOMO as AdaLOMO
 from zo2core.optimizers.badam import BAdam as BAdam
 from zo2core.optimizers.delayed import Delayed as Delayed
 from zo2core.optimizers.lomo import LOMO as LOMO
+from zo2core.optimizers.lomo import AdaLOMO as AdaLOMO
 from zo2core.optimizers.optimizer_states import OptimizerStates as OptimizerStates
 from zo2core.optimizers.optimizer_states import StateMemory as StateMemory
 from zo2core.optimizers.optimizer_states import StatesInStores as StatesInStores

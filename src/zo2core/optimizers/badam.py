@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zo2core.optimizers.every_segment import EverySegment
+from zo2core.optimizers.lomo import EverySegment
 from zo2core.optimizers.torch_optimizer import OptimizerFactory, TorchOptimizer
 from zo2core.protocols import UpdateInputs
 from zo2core.ranges import require_whole

@@ -9,9 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.optimizers.adalomo import AdaLOMO
 from zo2core.optimizers.badam import BAdam
-from zo2core.optimizers.lomo import LOMO
+from zo2core.optimizers.lomo import LOMO, AdaLOMO
 from zo2core.optimizers.torch_optimizer import TorchOptimizer
 from zo2core.protocols import BlockUpdate
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zo2core.errors import OptionError
-from zo2core.optimizers.every_segment import EverySegment
+from zo2core.optimizers.lomo import EverySegment
 from zo2core.protocols import UpdateInputs
 from zo2core.types import BlockLayout, ParameterSpec, StateSpec
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.memory import DevicePlan, HostPlan, parse_size
 from zo2core.ranges import require_number, require_whole
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations by default

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.planning.memory import MOST_USEFUL_BUCKETS
 from zo2core.planning.policies import WriteBackPolicy
 from zo2core.planning.speeds import Speeds
 from zo2core.protocols import NoiseGenerator

@@ -18,12 +18,9 @@ import torch
 from zo2core.devices import choose_device
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.perturbation import DensePerturbation
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
-from zo2core.planning.machine import Machine
+from zo2core.planning.memory import DevicePlan, HostPlan, Machine
 from zo2core.planning.policies import MemoryPolicy
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
-from zo2core.planning.shared_runs import RunNeeds, decoded_bytes, shared_request
+from zo2core.planning.run_spec import RunNeeds, RunRequest, RunSpec, decoded_bytes, plan, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor

@@ -1,4 +1,8 @@
-"""Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
+"""The order in which the scheduler needs segments, and how far a source prefetches along it.
+
+Write segments back in the background.
+
+Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
 
 A segment stays in a bucket of its own, as embedding and head always do. Blocks that share a few buckets are prefetched in
 the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets beyond those that prefetching
@@ -11,23 +15,133 @@ Optimizer states that are stored with a block are read with it only while update
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.errors import ClosedError
+from zo2core.errors import ClosedError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, SegmentLoader, portions
-from zo2core.sources.reading_order import NEVER, ReadingOrder
 from zo2core.sources.slot_file import SlotFile
-from zo2core.sources.writeback import WriteBack
-from zo2core.types import BlockLayout, Bucket
+from zo2core.types import BlockLayout, Bucket, Lane
+
+READ_AHEAD = 2  # blocks: one is ready while the next one is read. More would evict blocks that are kept for later
+NEVER = sys.maxsize  # rank of a segment that is not needed
+
+
+class ReadingOrder:
+    """A cyclic order of segments, from the one that is needed next to the one that is needed last."""
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._layouts = layouts
+        self._ranks: dict[int, int] = {}  # segment to rank, in ascending order of ranks
+        self._end = 0  # the rank after the last one
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Replace the order."""
+        self._ranks = dict(zip(order, range(len(order)), strict=True))
+        self._end = len(order)
+
+    def acquired(self, segment: int) -> None:
+        """Move a segment to the end of the order: it is needed again after all others."""
+        if self._ranks.pop(segment, None) is not None:
+            self._ranks[segment] = self._end
+            self._end += 1
+
+    def rank(self, segment: int) -> int:
+        """A number that is higher the later a segment is needed, or ``NEVER``."""
+        return self._ranks.get(segment, NEVER)
+
+    def ahead(self) -> Iterator[int]:
+        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand among them."""
+        blocks = 0
+        for segment in self._ranks:
+            blocks += not self._layouts[segment].resident
+            if blocks > READ_AHEAD:
+                return
+            yield segment
+
+
+class WriteBack:
+    """A thread that writes segments every few versions."""
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        scratch: SlotFile | None,
+        every: int | None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        if every is not None and (every < 1 or scratch is None):
+            raise OptionError(
+                "write_back_every",
+                found=f"{every!r}, {'no ' if scratch is None else ''}scratch directory",
+                expected="at least 1 and a directory to write to, or None to write nothing",
+                remedy="pass scratch=DIRECTORY, or leave `write_back_every` out",
+            )
+        self._layouts = layouts
+        self._scratch = scratch
+        self.every = every
+        self._timeline = Timeline() if timeline is None else timeline
+        self._writes: dict[int, Future[None]] = {}
+        self._failure: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
+
+    def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
+        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
+        if self.every is None or version - self.version(segment) < self.every:
+            return
+        self.start(segment, pages, version, then)
+
+    def version(self, segment: int) -> int:
+        """Version of a segment's bytes on disk; 0 if it was not written."""
+        return 0 if self._scratch is None else self._scratch.version(segment)
+
+    def start(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
+        """Start writing a segment, and return at once. See ``start_if_due``."""
+        assert self._scratch is not None, "there are files to write to"
+        future = self._pool.submit(self._write, self._scratch, segment, pages, version)
+        self._writes[segment] = future
+        future.add_done_callback(lambda _: then())
+
+    def _write(self, scratch: SlotFile, segment: int, pages: torch.Tensor, version: int) -> None:
+        with self._timeline.noted(Lane.WRITE, self._layouts[segment].name, pages.nbytes):
+            scratch.write(segment, pages, version)
+
+    def busy(self, segment: int) -> bool:
+        """Whether a segment is being written."""
+        future = self._writes.get(segment)
+        return future is not None and not future.done()
+
+    def wait(self, segment: int) -> None:
+        """Wait until a segment is no longer being written, so that its memory may change."""
+        future = self._writes.get(segment)
+        if future is not None:
+            self._failure = future.exception() or self._failure
+            self._writes.pop(segment, None)  # only now: until here ``busy`` has to be true for other threads
+
+    def check(self) -> None:
+        """Report a write that failed, once."""
+        for segment in [segment for segment, future in self._writes.items() if future.done()]:
+            self.wait(segment)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for writes in flight. May be called twice."""
+        self._pool.shutdown()
+        if self._scratch is not None:
+            self._scratch.close()
+
 
 _NO_READS = Loading((), version=0)
 

@@ -10,8 +10,7 @@ import torch
 
 from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
-from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
-from zo2core.sweep.objective import require_number
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_number, split_rows
 from zo2core.types import Batch, EvaluationResult
 from zo2core.workers import Workers
 

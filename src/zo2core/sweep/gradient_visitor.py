@@ -24,10 +24,8 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
-from zo2core.sweep.gradient_memory import gradient_bytes
-from zo2core.sweep.graph_room import GraphRoom
+from zo2core.sweep.gradient_memory import GraphRoom, MemoryLimit, gradient_bytes
 from zo2core.sweep.kept_inputs import InputKey, KeptInputs
-from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Lane
 

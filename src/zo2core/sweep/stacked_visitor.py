@@ -15,8 +15,7 @@ from zo2core.perturbation import FactorStore, PerturbedParameter, StackedForward
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.stream import run_stream
-from zo2core.sweep.visitor import Groups
+from zo2core.sweep.visitor import Groups, run_stream
 from zo2core.sweep.work_buffer import WorkBuffer, can_be_read, is_encoded
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory

@@ -13,7 +13,7 @@ import torch
 
 from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import Store
-from zo2core.sweep.visits import SweepVisitor
+from zo2core.sweep.visitor import SweepVisitor
 from zo2core.types import BlockLayout, ParameterSpec
 
 

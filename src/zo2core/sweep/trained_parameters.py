@@ -15,8 +15,7 @@ from torch import nn
 
 from zo2core.errors import OptionError
 from zo2core.protocols import Forward, Store, Stores, TensorReader
-from zo2core.sweep.visitor import Groups, SegmentVisitor, SegmentVisits
-from zo2core.sweep.visits import SweepVisitor
+from zo2core.sweep.visitor import Groups, SegmentVisitor, SegmentVisits, SweepVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Evaluation
 

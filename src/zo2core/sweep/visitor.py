@@ -1,7 +1,13 @@
-"""A visit: bring a segment to the present version, and run its forwards at the perturbed weights.
+"""The forward of one stream through a segment, with its activations taken from their memory and put back.
+
+A visit: bring a segment to the present version, and run its forwards at the perturbed weights.
 
 Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer, whose views are the model's
 parameters. A ``Perturber`` does both; the visitor runs the forwards.
+
+Factories of visitors: a run's is chosen once, when the run is built.
+
+A visitor that reports how far its sweep is: a sweep over a large model takes minutes.
 """
 
 from __future__ import annotations
@@ -10,17 +16,48 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import Forward, Store, Streams
+from zo2core.protocols import Activations, Forward, Store, Streams, Visitor
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.perturber import Perturber
-from zo2core.sweep.stream import run_stream
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
+from zo2core.updates import Trajectory
+
+Output = TypeVar("Output")
+
+
+def run_stream(
+    memory: ActivationOffload,
+    forward: Forward,
+    kind: SegmentKind,
+    index: int,
+    stream: int,
+    batch: Batch,
+    head: Callable[[Activations], Output],
+    *,
+    last: bool,
+) -> Output | None:
+    """Run a segment's forward of one stream."""
+    if kind is SegmentKind.EMBEDDING:
+        memory.add(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
+        if last:
+            memory.prefetch(0)
+        return None
+    activations = memory.take(stream)
+    if not last or kind is SegmentKind.BLOCK:
+        memory.prefetch(0 if last else stream + 1)
+    if kind is SegmentKind.BLOCK:
+        memory.put(stream, forward.block(index - 1, activations))
+        return None
+    output = head(activations)
+    memory.drop(stream)
+    return output
+
 
 Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
 
@@ -112,3 +149,56 @@ class SegmentVisitor:
         output = run_stream(self._activations, self._forward, kind, index, stream, batch, head, last=last)
         if output is not None:
             self.outputs[group].append(output)
+
+
+class SweepVisitor(Visitor, Protocol):
+    """The visitor of one sweep, with the sweep's results."""
+
+    @property
+    def outputs(self) -> list[list[torch.Tensor]]:
+        """The head's outputs, one list for each evaluation, once the head was visited."""
+
+    @property
+    def seeds(self) -> Collection[int]:
+        """Seeds of the directions that the sweep draws."""
+
+    def finish(self) -> None:
+        """Wait until nothing uses the sweep's memory any more, however the sweep ended."""
+
+
+class Visits(Protocol):
+    """Makes the visitor of a sweep."""
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> SweepVisitor:
+        """Make the visitor of one sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVisits(SegmentVisits):
+    """Makes visitors that perturb weights in the work buffer."""
+
+    trajectory: Callable[[int, Sequence[Evaluation | None]], Trajectory]  # to a version and through evaluations
+    perturber: Callable[[Trajectory], Perturber]
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
+        """Make the visitor of one sweep. See the contract."""
+        trajectory = self.trajectory(version, [evaluation for evaluation, _ in groups])
+        return SegmentVisitor(self, forward, self.perturber(trajectory), groups)
+
+
+class WatchedVisitor:
+    """Does what another visitor does, and reports each visit."""
+
+    def __init__(self, visitor: Visitor, visits: int, watch: Callable[[int, int], object]) -> None:
+        self._visitor, self._visits, self._watch = visitor, visits, watch
+        self._done = 0
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Visit the segment, and report. See the contract."""
+        self._visitor.visit(index, store, version, commit)
+        self._done += 1
+        self._watch(self._done, self._visits)
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the present version. See the contract."""
+        return self._visitor.replay(index, store, version)

@@ -8,11 +8,6 @@ from zo2core.types.encodings import GGUFRows as GGUFRows
 from zo2core.types.encodings import Int8Rows as Int8Rows
 from zo2core.types.encodings import NF4Blocks as NF4Blocks
 from zo2core.types.encodings import encoded_bytes as encoded_bytes
-from zo2core.types.lanes import COMPUTE as COMPUTE
-from zo2core.types.lanes import Event as Event
-from zo2core.types.lanes import Lane as Lane
-from zo2core.types.lanes import LaneUse as LaneUse
-from zo2core.types.lanes import bound_seconds as bound_seconds
 from zo2core.types.layouts import ALIGNMENT as ALIGNMENT
 from zo2core.types.layouts import HALVES as HALVES
 from zo2core.types.layouts import BlockLayout as BlockLayout
@@ -28,6 +23,7 @@ from zo2core.types.layouts import flat_views as flat_views
 from zo2core.types.layouts import keeps_unrounded as keeps_unrounded
 from zo2core.types.layouts import packed_bytes as packed_bytes
 from zo2core.types.layouts import saved_form as saved_form
+from zo2core.types.layouts import shown_bytes as shown_bytes
 from zo2core.types.layouts import trained as trained
 from zo2core.types.layouts import unrounded_bytes as unrounded_bytes
 from zo2core.types.layouts import widened as widened
@@ -37,9 +33,13 @@ from zo2core.types.programs import Distribution as Distribution
 from zo2core.types.programs import Perturb as Perturb
 from zo2core.types.programs import Program as Program
 from zo2core.types.programs import Table as Table
+from zo2core.types.results import COMPUTE as COMPUTE
 from zo2core.types.results import EvaluationResult as EvaluationResult
+from zo2core.types.results import Event as Event
+from zo2core.types.results import Lane as Lane
+from zo2core.types.results import LaneUse as LaneUse
 from zo2core.types.results import StepResult as StepResult
-from zo2core.types.sizes import shown_bytes as shown_bytes
+from zo2core.types.results import bound_seconds as bound_seconds
 from zo2core.types.steps import LARGEST as LARGEST
 from zo2core.types.steps import MAX_SEED as MAX_SEED
 from zo2core.types.steps import Batch as Batch

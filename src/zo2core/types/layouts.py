@@ -1,4 +1,7 @@
-"""Parameters, the layout of a segment's parameters in memory, and buckets, which hold their bytes at a version."""
+"""Readable sizes in bytes.
+
+Parameters, the layout of a segment's parameters in memory, and buckets, which hold their bytes at a version.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,28 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from zo2core.types.encodings import Encoding, encoded_bytes
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+_LARGEST = 999.5  # a number that rounds to 1000 is written as 1 of the next unit
+
+
+def shown_bytes(nbytes: float) -> str:
+    """Write a size in a decimal unit, with three digits: ``0``, ``812 bytes``, ``1.45 GB``.
+
+    Args:
+        nbytes: Number of bytes, at least 0; may be a fraction.
+    """
+    if nbytes <= 0:
+        return "0"
+    for unit in _UNITS:
+        if nbytes < _LARGEST or unit == _UNITS[-1]:
+            break
+        nbytes /= 1000
+    if unit == "bytes":
+        return f"{nbytes:.3g} bytes"
+    digits = 2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0
+    return f"{nbytes:.{digits}f} {unit}"
+
 
 # Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer, as in memory that torch
 # allocates: matrix kernels may choose another path, with other roundings, for unaligned weights.

@@ -13,8 +13,7 @@ from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
-from zo2core.workers.losses import mismatch
-from zo2core.workers.workers import Workers
+from zo2core.workers.workers import Workers, mismatch
 
 
 def sync_journals(journal: Journal, workers: Workers) -> None:

@@ -1,9 +1,17 @@
-"""The workers of a run, from the view of one of them."""
+"""A worker's shard of a step: part of the evaluations, on part of the rows.
+
+A worker's losses of a step, with a checksum of what they were computed from, and how all workers combine them.
+
+The workers of a run, from the view of one of them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Thread
@@ -11,12 +19,142 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
+import xxhash
 from torch import distributed
 
 from zo2core.errors import ClosedError, OptionError, WorkerError
-from zo2core.types import Batch, Evaluation
-from zo2core.workers.losses import Report, batch_digest, combined, context_of, mismatch
-from zo2core.workers.shards import Shard, Split, choose_split, require_split
+from zo2core.io.direct_file import byte_view
+from zo2core.types import Batch, Evaluation, require_tensors
+
+
+class Shard(NamedTuple):
+    """A worker's part of a step."""
+
+    evaluations: range  # indices of the worker's evaluations in the step
+    part: int = 0  # index of the worker's part of the rows
+    parts: int = 1  # number of parts of the rows
+
+    def rows(self, count: int) -> slice:
+        """The worker's rows of a batch of ``count`` rows: parts differ by one row at most."""
+        return slice(self.part * count // self.parts, (self.part + 1) * count // self.parts)
+
+
+class Split(NamedTuple):
+    """Groups of workers shard the evaluations of a step; the workers of a group shard the rows.
+
+    Worker ``rank`` is in group ``rank // parts`` and has the rows of part ``rank % parts``.
+    """
+
+    groups: int
+    parts: int
+
+    def shard(self, rank: int, evaluations: int) -> Shard:
+        """The shard of the worker of this rank, in a step of so many evaluations."""
+        group, part = divmod(rank, self.parts)
+        return Shard(range(group * evaluations // self.groups, (group + 1) * evaluations // self.groups), part, self.parts)
+
+
+def require_split(name: str) -> None:
+    """Refuse a name that is not the name of a split."""
+    if name not in ("auto", "rows", "directions") and not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", name):
+        raise OptionError(
+            "split",
+            found=repr(name),
+            expected="auto, rows, directions, or both as 2x3: two groups for directions, three workers each for rows",
+            remedy="pass one of these",
+        )
+
+
+def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Split:
+    """The named split of a step among workers; for "auto", the one in which the busiest worker has the least to compute.
+
+    Of equally good splits "auto" takes the one with the most groups: sharding directions leaves every bit of the result as
+    it is, while losses over parts of the rows are summed in another order.
+    """
+    require_split(name)
+    most_parts = 1 if rows is None else rows
+    if name == "auto":
+        splits = [Split(groups, size // groups) for groups in range(size, 0, -1) if size % groups == 0]
+    elif "x" in name:
+        splits = [Split(*map(int, name.split("x")))]
+    else:
+        splits = [Split(size, 1) if name == "directions" else Split(1, size)]
+    fitting = [split for split in splits if split.groups <= evaluations and split.parts <= most_parts]
+    if not fitting or fitting[0].groups * fitting[0].parts != size:
+        row_count = "rows that cannot be sharded" if rows is None else f"{rows} rows"
+        raise OptionError(
+            "split",
+            found=f"{name}, {size} workers for {evaluations} evaluations and {row_count}",
+            expected="an evaluation and a row for every worker",
+            remedy="start fewer workers, or use more queries or rows per step",
+        )
+    return min(fitting, key=lambda split: -(-evaluations // split.groups) * -(-most_parts // split.parts))
+
+
+class Report(NamedTuple):
+    """A worker's losses, as JSON values."""
+
+    context: int  # checksum over what all workers have to agree on
+    tokens: int  # labelled tokens of the worker's rows: the weight of its losses in means over rows
+    dtype: str  # in which the model computed the losses; doubles hold all of their bits
+    losses: list[float]  # one per evaluation of the worker's shard
+
+    @classmethod
+    def of(cls, losses: Sequence[torch.Tensor], *, tokens: int, context: int) -> Report:
+        """The report of 0-d losses."""
+        dtype = losses[0].dtype if losses else torch.float64
+        return cls(context, tokens, str(dtype).removeprefix("torch."), [float(loss.item()) for loss in losses])
+
+
+def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | None, split: Split) -> int:
+    """A checksum over what all workers have to agree on: journal, evaluations, digest of the batch, and split."""
+    return zlib.crc32(repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(split))).encode())
+
+
+def batch_digest(batches: Sequence[Batch]) -> int:
+    """A digest of the batches' tensors: names, shapes, dtypes, bytes."""
+    digest = xxhash.xxh3_64()
+    for batch in batches:
+        require_tensors(batch)
+        for name, tensor in sorted(batch.items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            on_host = tensor.detach().cpu().contiguous()
+            digest.update(byte_view(on_host))
+    return digest.intdigest()
+
+
+def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[torch.Tensor]:
+    """The losses of a step, 0-d, on the CPU."""
+    parts: list[list[tuple[float, int]]] = [[] for _ in range(evaluations)]
+    for rank, report in enumerate(reports):
+        shard = split.shard(rank, evaluations).evaluations
+        if report.context != reports[0].context:
+            raise mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
+        if len(report.losses) != len(shard):
+            raise mismatch(rank, f"{len(report.losses)} losses", f"{len(shard)}, one per evaluation of its shard")
+        if split.parts == 1 and report.dtype != reports[0].dtype:
+            raise mismatch(rank, f"losses in {report.dtype}", f"{reports[0].dtype}, as worker 0's")
+        for index, loss in zip(shard, report.losses, strict=True):
+            parts[index].append((loss, report.tokens))
+    if split.parts == 1:
+        return [torch.tensor(loss, dtype=getattr(torch, reports[0].dtype)) for [(loss, _)] in parts]
+    return [torch.tensor(_mean(of_evaluation), dtype=torch.float64) for of_evaluation in parts]
+
+
+def _mean(parts: Sequence[tuple[float, int]]) -> float:
+    """The mean of (loss, labelled tokens) over tokens, in double precision and in this order."""
+    total, tokens = 0.0, 0
+    for loss, weight in parts:
+        total, tokens = total + loss * weight, tokens + weight
+    return total / tokens if tokens else math.nan
+
+
+def mismatch(rank: int, found: str, expected: str) -> WorkerError:
+    """The error for a worker that does something else than the others."""
+    return WorkerError(
+        f"worker {rank}", found=found, expected=expected, remedy="start all workers with the same command, model and rows"
+    )
+
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import StepResult, Update, ZO2Error
 from zo2core.errors import DivergenceError
-from zo2core.estimators.run_health import best_step
+from zo2core.estimators.guard import best_step
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change
 LEAST_FALL = 0.1  # share of the loss by which all steps together should lower it
