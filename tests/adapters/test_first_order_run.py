@@ -280,7 +280,7 @@ def interrupted(here: Path, apart: Apart) -> list[Path]:
     return snapshots
 
 
-told_warnings = pytest.mark.filterwarnings("always::zo2core.ZO2Warning")  # on the command line they are lines
+told_warnings = pytest.mark.filterwarnings("always::zo2core.errors.ZO2Warning")  # on the command line they are lines
 
 
 def damage(path: Path, at: int) -> None:
