@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
+from zo2core.methods.choice import Method
 from zo2core.methods.first_order import FirstOrder, Needs, needs_of
 from zo2core.methods.states import AtSnapshot
 from zo2core.methods.zeroth_order import ZerothOrder
@@ -68,7 +69,6 @@ from zo2core.types import BlockLayout, Distribution
 from zo2core.updates import Trajectory, seeds_of
 from zo2core.workers import Workers, require_agreement, sync_journals
 
-Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
 JOURNAL = "journal.jsonl"  # name of the journal in the directory of a run
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -15,23 +14,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zo2core.build import JOURNAL, Method, RunOptions, build
+from zo2core.build import JOURNAL, RunOptions, build
 from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
 from zo2core.errors import OptionError
-from zo2core.journal import Journal, json_object
+from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
-from zo2core.methods.first_order import AdapterSteps, FirstOrder, gradient_visits
-from zo2core.methods.fused import FusedSteps
-from zo2core.methods.loss_scale import LossScale
-from zo2core.methods.states import (
-    AdapterState,
-    AtSnapshot,
-    GenerationState,
-    JournalState,
-    KeptSnapshots,
-    StoredState,
-    TrainedState,
-)
+from zo2core.methods.choice import Method, open_steps
+from zo2core.methods.first_order import AdapterSteps, FirstOrder
+from zo2core.methods.states import AdapterState, AtSnapshot, GenerationState, KeptSnapshots
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.optimizers import Delayed
 from zo2core.perturbation import Learned
@@ -51,8 +41,6 @@ from zo2core.protocols import (
 from zo2core.runner import counted
 from zo2core.shared import SharedBase
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective
-from zo2core.sweep.stored_parameters import StoredParameters
-from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
@@ -150,65 +138,13 @@ class Engine:
             timeline=timeline,
         )
         _require_consistent(model, method, options)
-        self._method = method
         self._runner = build(model, method, options)
-        self._snapshots: KeptSnapshots | None = None
         try:
-            if isinstance(method, FirstOrder):
-                self._open_first_order(method, options, spill)
-            elif isinstance(method, ZerothOrder):
-                state = self._state = JournalState(self._runner)
-                self._steps = None if method.estimator is None else ZerothOrderSteps(self._runner, method.seed, state)
-            else:
-                self._open_snapshot(method)
+            self._state, self._steps, self._snapshots = open_steps(self._runner, method, run, commit_every, spill)
         except BaseException:
             self._runner.use.close()
             self._runner.opened.__exit__(*sys.exc_info())  # a journal that was just created is removed
             raise
-
-    _state: JournalState | TrainedState
-    _steps: ZerothOrderSteps | AdapterSteps | FusedSteps | None
-
-    def _open_first_order(self, method: FirstOrder, options: RunOptions, spill: Path | str | None) -> None:
-        """Make the state and the steps of a first-order method, and resume its run."""
-        runner, model, trained = self._runner, self._runner.model, self._runner.trained
-        assert isinstance(model, DifferentiableModel), "it was required"
-        is_kept = options.run is not None
-        directory = Path(spill if spill is not None else tempfile.gettempdir() if options.run is None else options.run)
-        leaves: list[Mapping[str, torch.Tensor]] = [model.leaves(index) for index in range(len(model.layouts))]
-        if (update := method.update) is None:
-            assert isinstance(trained, TrainedParameters), "it was built"
-            leaves = [
-                {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
-                for of_segment in leaves
-            ]
-            adapter = self._state = AdapterState(runner, trained, self.factory, is_kept=is_kept)
-            self._steps = AdapterSteps(runner, method, adapter, gradient_visits(runner, leaves, directory))
-        else:
-            assert isinstance(trained, StoredParameters), "it was built"
-            scale, recorded = LossScale(method.scaling), json_object("update", method.journal_options)
-            stored: StoredState
-            if options.commit_every is None:
-                stored = StoredState(runner, trained, update, scale, recorded, is_kept=is_kept)
-            else:
-                every = options.commit_every
-                stored = GenerationState(runner, trained, update, scale, recorded, commit_every=every)
-            self._state = stored
-            self._steps = FusedSteps(runner, method, stored, gradient_visits(runner, leaves, directory))
-        if options.run is not None and options.commit_every is None:
-            self._snapshots = KeptSnapshots(Path(options.run), runner, self._state)
-
-    def _open_snapshot(self, method: AtSnapshot) -> None:
-        self._steps = None
-        assert self._runner.trained is not None, "it was built"
-        state = self._state = TrainedState(self._runner, self._runner.trained, version=method.step)
-        if method.parameters is not None:
-            state.load(method.parameters)
-
-    @property
-    def factory(self) -> Any:
-        """The function that makes the optimizer of an adapter; None if there is none."""
-        return self._method.optimizer if isinstance(self._method, FirstOrder) else None
 
     @property
     def workers(self) -> Workers:
