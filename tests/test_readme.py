@@ -95,7 +95,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
     )
     save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
-    [runs] = [text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"]
+    [runs, *_] = [text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"]
     (folder / "runs.yaml").write_text(runs)
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
     for name in ("reviews", "held-out"):
@@ -110,7 +110,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_rows(
             folder / "sst2" / f"{name}.jsonl", *({"sentence": f"the {word}", "label": i % 2} for i, word in enumerate(WORDS))
         )
-    [reward] = [text for language, text in fences(ROOT / "docs" / "rewards.md") if language == "python"]
+    [reward] = [text for language, text in fences(ROOT / "docs" / "tasks.md") if "def short_and_right" in text]
     (folder / "rewards.py").write_text(reward)
     save_rows(folder / "choices.jsonl", {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"})
     with pytest.MonkeyPatch.context() as patch:

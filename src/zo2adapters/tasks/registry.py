@@ -59,7 +59,7 @@ TASKS = (
     TaskEntry("dpo", RowFormat.PREFERENCES, "preference_task:PreferenceTask", options=("beta",)),
     TaskEntry("exact-match", RowFormat.TEXT, "exact_match_task:ExactMatch", has_gradient=False),
     TaskEntry(REWARD, RowFormat.TEXT, "reward_task:RewardTask", options=("rewards",), has_gradient=False),
-    TaskEntry(FUNCTION, RowFormat.TEXT, "function_task:FunctionTask"),
+    TaskEntry(FUNCTION, RowFormat.TEXT, "language_modelling_task:FunctionTask"),
 )
 
 

@@ -1,6 +1,6 @@
 """Reader of GGUF files, the checkpoints of llama.cpp: headers are read and checked, tensors are read by range.
 
-Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian: ``GGUF``, a version, the numbers of
+Format (https://github.com/ggml-org/ggml/blob/master/docs/models.md), little endian: ``GGUF``, a version, the numbers of
 tensors and of metadata values; the values, each with a key and a type; for each tensor its name, its sizes (of a row first),
 its type and its offset in the data, which begin at the next multiple of the alignment. A model may be split into files
 named ``NAME-00001-of-0000N.gguf``, each with a header of its own; the first has the metadata.
