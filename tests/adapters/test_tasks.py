@@ -408,7 +408,7 @@ def test_what_does_not_fit_is_one_line(
 
 def test_other_options_that_do_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, said in (
-        (["--keep-best"], "--keep-best: found True without rows to evaluate on"),
+        (["--keep-best"], "--keep-best: found True; expected --evaluation or --eval-split"),
         (["--evaluation", "pairs.jsonl"], "--evaluation: found rows with text"),
     ):
         with pytest.raises(SystemExit):
