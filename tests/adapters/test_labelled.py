@@ -168,7 +168,7 @@ def test_a_row_without_a_label_for_the_model_is_refused_by_its_line(
     ("more", "said"),
     [
         ((*HEAD, "--objective", "accuracy"), "--objective: found accuracy with --head"),
-        ((*HEAD, "--rank", 2, "--per-row"), "--per-row: found --head"),
+        ((*HEAD, "--rank", 2, "--per-row"), "--per-row: found True with --head"),
         ((*HEAD, "--loss-chunk", 3), "loss-chunk"),
         (("--head", "question-answering"), "sequence-classification"),
         ((*HEAD, "--beta", 0.5), "--beta: found 0.5 with --head"),

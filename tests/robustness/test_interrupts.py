@@ -27,7 +27,7 @@ WRITERS = (
     "journal/journal.py",
     "io/record_log.py",
     "io/durable.py",
-    "sources/scratch.py",
+    "sources/slot_file.py",
     "perturbation/factor_file.py",
 )
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
