@@ -165,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
         try:
             status = _status(sys.argv[1:], signals)
+        except KeyboardInterrupt as stopped:  # while an error was told
+            status = status_of(stopped)
         finally:
             signals.end()
     if status != 0:

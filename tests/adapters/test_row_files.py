@@ -26,6 +26,7 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
@@ -523,7 +524,7 @@ def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["messages", "preferences"])
 def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
-    options = small_run(tmp_path)
+    options = small_run(tmp_path, optimization=Optimization(lr=1e-5))  # whatever the time makes of the rows
     settings = Path(options.model) / "tokenizer_config.json"
     digits = f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor %}}"
     template = digits + "{% for m in messages %}{{ m.content }} {% endfor %}"

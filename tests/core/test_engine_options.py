@@ -129,7 +129,7 @@ def test_a_run_is_a_directory_that_resumes(kind: str, base: Path, tmp_path: Path
 
     def engine_of(run: Path) -> Engine:
         model = adapted(base) if kind == "adapter" else open_checkpoint(base)
-        return Engine(model, methods[kind], run=run, memory="1GiB")
+        return Engine(model, methods[kind], run=run, memory="4GiB")
 
     with engine_of(tmp_path / "whole") as engine:
         expected = [engine.step(BATCH).losses for _ in range(4)]
