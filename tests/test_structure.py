@@ -156,7 +156,7 @@ MOST_LINES = {
     "zo2adapters/models": 4894,
     "zo2adapters/tasks": 3470,
     "zo2adapters/trainers": 5066,
-    "zo2core": 1320,
+    "zo2core": 1272,
     "zo2core/checkpoint": 938,
     "zo2core/devices": 168,
     "zo2core/estimators": 535,

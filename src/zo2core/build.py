@@ -6,16 +6,13 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
@@ -29,7 +26,6 @@ from zo2core.methods.zeroth_order import ZerothOrder
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
-    FactorStore,
     LowRankPerturbation,
     Perturbation,
     StackedModel,
@@ -37,15 +33,15 @@ from zo2core.perturbation import (
     open_factors,
 )
 from zo2core.planning.low_bit import Replay, require_drawable
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine
+from zo2core.planning.memory import Machine
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import TraceRecorder
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
-from zo2core.runner import Runner
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Scheduler, ZOEstimator
+from zo2core.runner import Runner, RunParts, SegmentParts
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
@@ -94,22 +90,13 @@ class RunOptions:
     timeline: Timeline | None = None
 
 
-class _Run(NamedTuple):
-    """The parts of a run that do not depend on its plan."""
+@dataclass(kw_only=True)
+class _Run(RunParts):
+    """A run that is being built."""
 
-    model: BlockModel
     method: Method
     options: RunOptions
-    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
-    journal: Journal
-    trace: Trace | None
-    timeline: Timeline
-    device: Device
-    noise: NoiseGenerator
-    workers: Workers
     perturbation: Perturbation
-    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-    update_loss: UpdateLoss
 
     @property
     def is_kept(self) -> bool:
@@ -120,25 +107,6 @@ class _Run(NamedTuple):
     def perturb_in_place(self) -> bool:
         """Whether weights are perturbed in place from one evaluation to the next."""
         return self.estimator is not None and bool(self.estimator.perturb_in_place)
-
-
-class _Segments(NamedTuple):
-    """Where a run's segments and activations are: planned here, passed by the caller, or shared with other runs."""
-
-    source: BlockSource | None
-    scheduler: Scheduler
-    layouts: Sequence[BlockLayout]  # as they are stored
-    base_digests: BaseDigests
-    activations: ActivationOffload
-    activation_bytes: int
-    spare_bytes: Callable[[], int] = lambda: 0
-    waiting_bytes: int = sys.maxsize
-    write_back_every: int | None = None
-    generations: Generations | None = None
-    keeps_noise: bool = True  # where the device computes in host memory
-    work_memory: Callable[[int], torch.Tensor] | None = None  # allocates the work buffer; None: the device does
-    host_plan: HostPlan | None = None
-    device_plan: DevicePlan | None = None
 
 
 def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
@@ -155,7 +123,7 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
         elif options.shared is not None:
             segments = _shared(run, options.shared, opened)
         else:
-            run, segments = _planned(run, opened)
+            segments = _planned(run, opened)
         in_place = run.device.in_place
         buffer = WorkBuffer(
             model.layouts,
@@ -171,37 +139,9 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
         trained = _trained(run, segments.layouts)
         visits = _visits(run, trained, segments.activations, buffer, worker)
         buffer.bind(model.bind)
-        recorder = TraceRecorder(run.timeline, run.trace)
-        opened.callback(recorder.flush)
-        return Runner(
-            model=model,
-            estimator=run.estimator,
-            micro_batch_size=options.micro_batch_size,
-            opened=opened.pop_all(),
-            journal=run.journal,
-            workers=run.workers,
-            device=run.device,
-            noise=run.noise,
-            timeline=run.timeline,
-            recorder=recorder,
-            update_loss=run.update_loss,
-            factors=run.factors,
-            source=segments.source,
-            scheduler=segments.scheduler,
-            write_back_every=segments.write_back_every,
-            layouts=segments.layouts,
-            generations=segments.generations,
-            base_digests=segments.base_digests,
-            activations=segments.activations,
-            activation_bytes=segments.activation_bytes,
-            spare_bytes=segments.spare_bytes,
-            waiting_bytes=segments.waiting_bytes,
-            work_buffer=buffer,
-            visits=visits,
-            trained=trained,
-            host_plan=segments.host_plan,
-            device_plan=segments.device_plan,
-        )
+        opened.callback(run.recorder.flush)
+        parts = {part.name: getattr(run, part.name) for part in fields(RunParts)}
+        return Runner(**parts, **vars(segments), opened=opened.pop_all(), work_buffer=buffer, visits=visits, trained=trained)
 
 
 def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
@@ -298,19 +238,20 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
         require_distribution(estimator, noise)
     timeline = Timeline() if options.timeline is None else options.timeline
     return _Run(
-        model,
-        method,
-        options,
-        estimator,
-        journal,
-        trace,
-        timeline,
-        device,
-        noise,
-        workers,
-        perturbation,
-        factors,
-        UpdateLoss(noise),
+        model=model,
+        method=method,
+        options=options,
+        estimator=estimator,
+        micro_batch_size=options.micro_batch_size,
+        journal=journal,
+        workers=workers,
+        device=device,
+        noise=noise,
+        timeline=timeline,
+        recorder=TraceRecorder(timeline, trace),
+        perturbation=perturbation,
+        factors=factors,
+        update_loss=UpdateLoss(noise),
     )
 
 
@@ -337,7 +278,7 @@ def _request(run: _Run) -> RunRequest:
     )
 
 
-def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
+def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
     device, model, options, timeline = run.device, run.model, run.options, run.timeline
     machine = Machine(
@@ -351,7 +292,7 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
     if not own_noise and not isinstance(run.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         spare = max(spec.host_plan.spare, 0)
-        run = run._replace(noise=choose_noise(run.journal.noise, model.layouts, device.torch_device, memory=spare))
+        run.noise = choose_noise(run.journal.noise, model.layouts, device.torch_device, memory=spare)
     _begin(run, opened)
     digests = BaseDigests(run.journal.base_digests, learns=run.is_kept)
     scratch, generations, journal = None, None, run.journal
@@ -377,7 +318,7 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
     )
     opened.callback(source.close)
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
-    return run, _Segments(
+    return SegmentParts(
         source=source,
         scheduler=_scheduler(spec, run, source, opened),
         layouts=spec.layouts,
@@ -394,7 +335,7 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
     )
 
 
-def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
+def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
     """Use a source that the caller passed."""
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in run.model.layouts]
     found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
@@ -427,7 +368,7 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
         kind = OverlappedScheduler if options.overlap else SerialScheduler
         scheduler = kind(source, run.device, timeline=run.timeline)
     opened.callback(scheduler.release_all)  # the source stays open
-    return _Segments(
+    return SegmentParts(
         source=source,
         scheduler=scheduler,
         layouts=run.model.layouts,
@@ -438,7 +379,7 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
     )
 
 
-def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> _Segments:
+def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> SegmentParts:
     """Join the runs of a base."""
     if run.workers.size > 1:
         raise OptionError(
@@ -448,8 +389,7 @@ def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> _Segments:
     joined = base.join(run.model, _request(run), run.timeline, digests)
     opened.callback(joined.leave)
     _begin(run, opened)
-    return _Segments(
-        source=None,
+    return SegmentParts(
         scheduler=joined.scheduler,
         layouts=run.model.layouts,
         base_digests=digests,
