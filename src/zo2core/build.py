@@ -20,7 +20,7 @@ from zo2core.estimators import direction_seeds, require_distribution, with_pertu
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.choice import Method
-from zo2core.methods.first_order import FirstOrder, Needs, needs_of
+from zo2core.methods.first_order import FirstOrder, needs_of
 from zo2core.methods.states import AtSnapshot
 from zo2core.methods.zeroth_order import ZerothOrder
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
@@ -35,7 +35,7 @@ from zo2core.perturbation import (
 from zo2core.planning.low_bit import Replay, require_drawable
 from zo2core.planning.memory import Machine
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import MethodNeeds, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import TraceRecorder
 from zo2core.profiling.chrome_trace import Trace
@@ -155,26 +155,19 @@ def request_of(model: BlockModel, method: Method, options: RunOptions, *, worker
     return RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(layouts, model.weights),
-        noise=PhiloxNoise(),  # none is drawn
-        perturb_in_place=False,
-        takes_steps=False,
         memory=options.memory,
         write_back=write_back,
         replay=options.replay,
         overlap=options.overlap,
-        trained_copies=needs.trained_copies,
-        gradient_bytes=needs.gradient_bytes,
-        optimizer_bytes=needs.optimizer_bytes,
-        stays_in_memory=needs.stays_in_memory,
-        streams=needs.states is not None,
+        needs=needs,
     )
 
 
-def _needs(model: BlockModel, method: Method, options: RunOptions, workers: int) -> Needs:
+def _needs(model: BlockModel, method: Method, options: RunOptions, workers: int) -> MethodNeeds:
     if isinstance(method, FirstOrder):
         return needs_of(method, model, streams=options.commit_every is not None, workers=workers)
     is_loaded = isinstance(method, AtSnapshot) and method.parameters is not None
-    return Needs(stays_in_memory=is_loaded and trains_all(model))
+    return MethodNeeds(stays_in_memory=is_loaded and trains_all(model))
 
 
 def trains_all(model: BlockModel) -> bool:
@@ -287,7 +280,8 @@ def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
         device_free=device.free_memory,
         neighbours=run.workers.neighbours,
     )
-    spec = plan(_request(run), machine, MeasuredSpeeds(model.weights))
+    request = _request(run)
+    spec, needs = plan(request, machine, MeasuredSpeeds(model.weights)), request.needs
     own_noise = isinstance(run.method, ZerothOrder) and run.method.noise is not None
     if not own_noise and not isinstance(run.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
@@ -296,8 +290,7 @@ def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
     _begin(run, opened)
     digests = BaseDigests(run.journal.base_digests, learns=run.is_kept)
     scratch, generations, journal = None, None, run.journal
-    needs = _needs(model, run.method, options, run.workers.size)
-    if needs.states is not None:
+    if needs.streams:
         assert options.run is not None, "it is required for commits"
         generations = Generations(
             Path(options.run), spec.layouts, journal.chain, journal.require_version, spare=needs.changing
@@ -412,7 +405,7 @@ def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack)
         spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
         run.device.host_memory,
         host.replay,
-        comes_back=spec.low_bit.comes_back,
+        comes_back=spec.low_bit == "device",
         timeline=run.timeline,
     )
     opened.callback(low_bit.close)

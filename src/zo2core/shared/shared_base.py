@@ -193,7 +193,7 @@ class SharedBase:
         """
         self._use.require_open()
         _require_shareable(request)
-        takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
+        takes_steps = request.takes_steps or request.updates > 0 or request.needs.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
         run = _Run(self, segments, timeline)
