@@ -42,7 +42,7 @@ from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Scheduler, ZOEstimator
 from zo2core.runner import Runner, RunParts, SegmentParts
-from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.schedulers import open_scheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
@@ -97,11 +97,7 @@ class _Run(RunParts):
     method: Method
     options: RunOptions
     perturbation: Perturbation
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether steps are recorded in the journal."""
-        return _is_kept(self.method, self.options)
+    is_kept: bool  # whether steps are recorded in the journal
 
     @property
     def perturb_in_place(self) -> bool:
@@ -124,12 +120,11 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
             segments = _shared(run, options.shared, opened)
         else:
             segments = _planned(run, opened)
-        in_place = run.device.in_place
         buffer = WorkBuffer(
             model.layouts,
             run.device,
             run.noise,
-            keep_noise=in_place and segments.keeps_noise,
+            keep_noise=run.device.in_place and (segments.host_plan is None or segments.host_plan.keep_noise),
             perturbs_in_place=run.perturb_in_place,
             allocate=segments.work_memory,
         )
@@ -175,27 +170,22 @@ def trains_all(model: BlockModel) -> bool:
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _is_kept(method: Method, options: RunOptions) -> bool:
-    if isinstance(method, FirstOrder):
-        return options.run is not None
-    return isinstance(method, ZerothOrder) and method.estimator is not None
-
-
 def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Run:
     """Open the journal, synchronise it with the other workers, and choose device, noise and perturbation."""
     require_rows(options.micro_batch_size)
     trace = options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
-    steps = _is_kept(method, options)
+    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
+    is_kept = options.run is not None if isinstance(method, FirstOrder) else zeroth.estimator is not None
     path = options.journal if options.journal is not None or options.run is None else Path(options.run) / JOURNAL
     journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
-    if steps:  # a run that only replays may do so while another process trains
+    if is_kept:  # a run that only replays may do so while another process trains
         opened.push(journal.withdraw_if_refused)
         journal.lock()
     _require_kind(journal, method)
     workers = Workers() if options.workers is None else options.workers
-    if steps:
+    if is_kept:
         sync_journals(journal, workers)
     elif path is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
@@ -203,7 +193,6 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
     if isinstance(device, str):
         device = choose_device(device)
         opened.callback(device.close)
-    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
     perturbation, noise, estimator = choose_perturbation(zeroth.perturbation, journal), zeroth.noise, zeroth.estimator
     if estimator is not None:
         estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
@@ -243,6 +232,7 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
         timeline=timeline,
         recorder=TraceRecorder(timeline, trace),
         perturbation=perturbation,
+        is_kept=is_kept,
         factors=factors,
         update_loss=UpdateLoss(noise),
     )
@@ -274,13 +264,8 @@ def _request(run: _Run) -> RunRequest:
 def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
     device, model, options, timeline = run.device, run.model, run.options, run.timeline
-    machine = Machine(
-        in_place=device.in_place,
-        on_host=device.torch_device.type == "cpu",
-        device_free=device.free_memory,
-        neighbours=run.workers.neighbours,
-    )
     request = _request(run)
+    machine = Machine.of(device, run.workers.neighbours)
     spec, needs = plan(request, machine, MeasuredSpeeds(model.weights)), request.needs
     own_noise = isinstance(run.method, ZerothOrder) and run.method.noise is not None
     if not own_noise and not isinstance(run.noise, CounterNoise):
@@ -322,7 +307,6 @@ def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
         waiting_bytes=spec.waiting_bytes + max(spec.host_plan.spare, 0),
         write_back_every=source.write_back_every,
         generations=generations,
-        keeps_noise=spec.host_plan.keep_noise,
         host_plan=spec.host_plan,
         device_plan=spec.device_plan,
     )
@@ -358,8 +342,7 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
     _begin(run, opened)
     scheduler = options.scheduler
     if scheduler is None:
-        kind = OverlappedScheduler if options.overlap else SerialScheduler
-        scheduler = kind(source, run.device, timeline=run.timeline)
+        scheduler = open_scheduler(source, run.device, run.timeline, overlap=options.overlap)
     opened.callback(scheduler.release_all)  # the source stays open
     return SegmentParts(
         source=source,
@@ -395,8 +378,11 @@ def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> SegmentParts:
 
 def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack) -> Scheduler:
     """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
+    open_plain = partial(
+        open_scheduler, device=run.device, timeline=run.timeline, overlap=run.options.overlap, kept=spec.kept
+    )
     if spec.low_bit is None:
-        return _plain_scheduler(spec, run, source, across_sweeps=True)
+        return open_plain(source)
     assert isinstance(run.noise, CounterNoise), "other noise was refused"
     host = HostReplay(spec.layouts, run.noise, run.journal.updates, run.update_loss)
     opened.callback(host.close)
@@ -409,13 +395,7 @@ def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack)
         timeline=run.timeline,
     )
     opened.callback(low_bit.close)
-    return LowBitScheduler(_plain_scheduler(spec, run, low_bit, across_sweeps=False), low_bit, host)
-
-
-def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, across_sweeps: bool) -> Scheduler:
-    if not run.options.overlap:
-        return SerialScheduler(source, run.device, timeline=run.timeline)
-    return OverlappedScheduler(source, run.device, kept=spec.kept, across_sweeps=across_sweeps, timeline=run.timeline)
+    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit, host)
 
 
 def _trained(run: _Run, layouts: Sequence[BlockLayout]) -> TrainedParameters | StoredParameters | None:

@@ -60,7 +60,6 @@ class SegmentParts:
     waiting_bytes: int = sys.maxsize  # host memory for what has no room there, on a device with its own memory
     write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
     generations: Generations | None = None  # segments on disk that change at each step
-    keeps_noise: bool = True  # where the device computes in host memory
     work_memory: Callable[[int], torch.Tensor] | None = None  # allocates the work buffer; None: the device does
     host_plan: HostPlan | None = None  # None if the caller passed the source, or it is shared
     device_plan: DevicePlan | None = None  # None if the device computes in host memory, too

@@ -10,11 +10,13 @@ import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.process_memory import resident_memory as resident_memory
+from zo2core.protocols import Device
 from zo2core.sources.segment_store import READ_AHEAD
 from zo2core.types import shown_bytes
 
@@ -82,6 +84,12 @@ class Machine:
     on_host: bool = True
     device_free: Callable[[], int] = lambda: 0
     neighbours: int = 1
+
+    @classmethod
+    def of(cls, device: Device, neighbours: int = 1) -> Self:
+        """The machine of a device."""
+        on_host, free = device.torch_device.type == "cpu", device.free_memory
+        return cls(in_place=device.in_place, on_host=on_host, device_free=free, neighbours=neighbours)
 
 
 @dataclass(frozen=True)
