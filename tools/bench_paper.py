@@ -42,8 +42,9 @@ from transformers import PretrainedConfig
 from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import activation_bytes
-from zo2core import ZO2Error
-from zo2core.planning.memory import free_memory, parse_size, plan_device_memory
+from zo2core import MemoryPolicy, ZO2Error
+from zo2core.planning.memory import Machine, free_memory, parse_size
+from zo2core.planning.run_spec import RunRequest, plan_device_memory
 from zo2core.types import Batch, BlockLayout
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU
@@ -172,7 +173,9 @@ class Bench:
         """The number of blocks that could stay on the device, and its free bytes. Raises if the two slots do not fit."""
         free = self._place.free_memory()
         noise = self._noise(layouts, self._place.torch_device)
-        return plan_device_memory(layouts, noise, memory=free, free=free, activation_bytes=activations).kept, free
+        memory = MemoryPolicy(device=free, activations=activations)
+        request = RunRequest(layouts=layouts, on_disk=layouts, noise=noise, perturb_in_place=True, memory=memory)
+        return plan_device_memory(request, Machine(in_place=False, on_host=False)).kept, free
 
     def _measured(
         self,

@@ -6,16 +6,13 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
@@ -23,13 +20,12 @@ from zo2core.estimators import direction_seeds, require_distribution, with_pertu
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.choice import Method
-from zo2core.methods.first_order import FirstOrder, Needs, needs_of
+from zo2core.methods.first_order import FirstOrder, needs_of
 from zo2core.methods.states import AtSnapshot
 from zo2core.methods.zeroth_order import ZerothOrder
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
-    FactorStore,
     LowRankPerturbation,
     Perturbation,
     StackedModel,
@@ -37,16 +33,16 @@ from zo2core.perturbation import (
     open_factors,
 )
 from zo2core.planning.low_bit import Replay, require_drawable
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine
+from zo2core.planning.memory import Machine
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import MethodNeeds, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import TraceRecorder
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
-from zo2core.runner import Runner
-from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Scheduler, ZOEstimator
+from zo2core.runner import Runner, RunParts, SegmentParts
+from zo2core.schedulers import open_scheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
@@ -94,51 +90,19 @@ class RunOptions:
     timeline: Timeline | None = None
 
 
-class _Run(NamedTuple):
-    """The parts of a run that do not depend on its plan."""
+@dataclass(kw_only=True)
+class _Run(RunParts):
+    """A run that is being built."""
 
-    model: BlockModel
     method: Method
     options: RunOptions
-    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
-    journal: Journal
-    trace: Trace | None
-    timeline: Timeline
-    device: Device
-    noise: NoiseGenerator
-    workers: Workers
     perturbation: Perturbation
-    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-    update_loss: UpdateLoss
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether steps are recorded in the journal."""
-        return _is_kept(self.method, self.options)
+    is_kept: bool  # whether steps are recorded in the journal
 
     @property
     def perturb_in_place(self) -> bool:
         """Whether weights are perturbed in place from one evaluation to the next."""
         return self.estimator is not None and bool(self.estimator.perturb_in_place)
-
-
-class _Segments(NamedTuple):
-    """Where a run's segments and activations are: planned here, passed by the caller, or shared with other runs."""
-
-    source: BlockSource | None
-    scheduler: Scheduler
-    layouts: Sequence[BlockLayout]  # as they are stored
-    base_digests: BaseDigests
-    activations: ActivationOffload
-    activation_bytes: int
-    spare_bytes: Callable[[], int] = lambda: 0
-    waiting_bytes: int = sys.maxsize
-    write_back_every: int | None = None
-    generations: Generations | None = None
-    keeps_noise: bool = True  # where the device computes in host memory
-    work_memory: Callable[[int], torch.Tensor] | None = None  # allocates the work buffer; None: the device does
-    host_plan: HostPlan | None = None
-    device_plan: DevicePlan | None = None
 
 
 def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
@@ -155,13 +119,12 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
         elif options.shared is not None:
             segments = _shared(run, options.shared, opened)
         else:
-            run, segments = _planned(run, opened)
-        in_place = run.device.in_place
+            segments = _planned(run, opened)
         buffer = WorkBuffer(
             model.layouts,
             run.device,
             run.noise,
-            keep_noise=in_place and segments.keeps_noise,
+            keep_noise=run.device.in_place and (segments.host_plan is None or segments.host_plan.keep_noise),
             perturbs_in_place=run.perturb_in_place,
             allocate=segments.work_memory,
         )
@@ -171,37 +134,9 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
         trained = _trained(run, segments.layouts)
         visits = _visits(run, trained, segments.activations, buffer, worker)
         buffer.bind(model.bind)
-        recorder = TraceRecorder(run.timeline, run.trace)
-        opened.callback(recorder.flush)
-        return Runner(
-            model=model,
-            estimator=run.estimator,
-            micro_batch_size=options.micro_batch_size,
-            opened=opened.pop_all(),
-            journal=run.journal,
-            workers=run.workers,
-            device=run.device,
-            noise=run.noise,
-            timeline=run.timeline,
-            recorder=recorder,
-            update_loss=run.update_loss,
-            factors=run.factors,
-            source=segments.source,
-            scheduler=segments.scheduler,
-            write_back_every=segments.write_back_every,
-            layouts=segments.layouts,
-            generations=segments.generations,
-            base_digests=segments.base_digests,
-            activations=segments.activations,
-            activation_bytes=segments.activation_bytes,
-            spare_bytes=segments.spare_bytes,
-            waiting_bytes=segments.waiting_bytes,
-            work_buffer=buffer,
-            visits=visits,
-            trained=trained,
-            host_plan=segments.host_plan,
-            device_plan=segments.device_plan,
-        )
+        opened.callback(run.recorder.flush)
+        parts = {part.name: getattr(run, part.name) for part in fields(RunParts)}
+        return Runner(**parts, **vars(segments), opened=opened.pop_all(), work_buffer=buffer, visits=visits, trained=trained)
 
 
 def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
@@ -215,37 +150,24 @@ def request_of(model: BlockModel, method: Method, options: RunOptions, *, worker
     return RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(layouts, model.weights),
-        noise=PhiloxNoise(),  # none is drawn
-        perturb_in_place=False,
-        takes_steps=False,
         memory=options.memory,
         write_back=write_back,
         replay=options.replay,
         overlap=options.overlap,
-        trained_copies=needs.trained_copies,
-        gradient_bytes=needs.gradient_bytes,
-        optimizer_bytes=needs.optimizer_bytes,
-        stays_in_memory=needs.stays_in_memory,
-        streams=needs.states is not None,
+        needs=needs,
     )
 
 
-def _needs(model: BlockModel, method: Method, options: RunOptions, workers: int) -> Needs:
+def _needs(model: BlockModel, method: Method, options: RunOptions, workers: int) -> MethodNeeds:
     if isinstance(method, FirstOrder):
         return needs_of(method, model, streams=options.commit_every is not None, workers=workers)
     is_loaded = isinstance(method, AtSnapshot) and method.parameters is not None
-    return Needs(stays_in_memory=is_loaded and trains_all(model))
+    return MethodNeeds(stays_in_memory=is_loaded and trains_all(model))
 
 
 def trains_all(model: BlockModel) -> bool:
     """Whether no parameter is frozen."""
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
-
-
-def _is_kept(method: Method, options: RunOptions) -> bool:
-    if isinstance(method, FirstOrder):
-        return options.run is not None
-    return isinstance(method, ZerothOrder) and method.estimator is not None
 
 
 def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Run:
@@ -254,15 +176,16 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
     trace = options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
-    steps = _is_kept(method, options)
+    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
+    is_kept = options.run is not None if isinstance(method, FirstOrder) else zeroth.estimator is not None
     path = options.journal if options.journal is not None or options.run is None else Path(options.run) / JOURNAL
     journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
-    if steps:  # a run that only replays may do so while another process trains
+    if is_kept:  # a run that only replays may do so while another process trains
         opened.push(journal.withdraw_if_refused)
         journal.lock()
     _require_kind(journal, method)
     workers = Workers() if options.workers is None else options.workers
-    if steps:
+    if is_kept:
         sync_journals(journal, workers)
     elif path is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
@@ -270,7 +193,6 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
     if isinstance(device, str):
         device = choose_device(device)
         opened.callback(device.close)
-    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
     perturbation, noise, estimator = choose_perturbation(zeroth.perturbation, journal), zeroth.noise, zeroth.estimator
     if estimator is not None:
         estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
@@ -298,19 +220,21 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
         require_distribution(estimator, noise)
     timeline = Timeline() if options.timeline is None else options.timeline
     return _Run(
-        model,
-        method,
-        options,
-        estimator,
-        journal,
-        trace,
-        timeline,
-        device,
-        noise,
-        workers,
-        perturbation,
-        factors,
-        UpdateLoss(noise),
+        model=model,
+        method=method,
+        options=options,
+        estimator=estimator,
+        micro_batch_size=options.micro_batch_size,
+        journal=journal,
+        workers=workers,
+        device=device,
+        noise=noise,
+        timeline=timeline,
+        recorder=TraceRecorder(timeline, trace),
+        perturbation=perturbation,
+        is_kept=is_kept,
+        factors=factors,
+        update_loss=UpdateLoss(noise),
     )
 
 
@@ -337,26 +261,21 @@ def _request(run: _Run) -> RunRequest:
     )
 
 
-def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
+def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
     device, model, options, timeline = run.device, run.model, run.options, run.timeline
-    machine = Machine(
-        in_place=device.in_place,
-        on_host=device.torch_device.type == "cpu",
-        device_free=device.free_memory,
-        neighbours=run.workers.neighbours,
-    )
-    spec = plan(_request(run), machine, MeasuredSpeeds(model.weights))
+    request = _request(run)
+    machine = Machine.of(device, run.workers.neighbours)
+    spec, needs = plan(request, machine, MeasuredSpeeds(model.weights)), request.needs
     own_noise = isinstance(run.method, ZerothOrder) and run.method.noise is not None
     if not own_noise and not isinstance(run.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         spare = max(spec.host_plan.spare, 0)
-        run = run._replace(noise=choose_noise(run.journal.noise, model.layouts, device.torch_device, memory=spare))
+        run.noise = choose_noise(run.journal.noise, model.layouts, device.torch_device, memory=spare)
     _begin(run, opened)
     digests = BaseDigests(run.journal.base_digests, learns=run.is_kept)
     scratch, generations, journal = None, None, run.journal
-    needs = _needs(model, run.method, options, run.workers.size)
-    if needs.states is not None:
+    if needs.streams:
         assert options.run is not None, "it is required for commits"
         generations = Generations(
             Path(options.run), spec.layouts, journal.chain, journal.require_version, spare=needs.changing
@@ -377,7 +296,7 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
     )
     opened.callback(source.close)
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
-    return run, _Segments(
+    return SegmentParts(
         source=source,
         scheduler=_scheduler(spec, run, source, opened),
         layouts=spec.layouts,
@@ -388,13 +307,12 @@ def _planned(run: _Run, opened: ExitStack) -> tuple[_Run, _Segments]:
         waiting_bytes=spec.waiting_bytes + max(spec.host_plan.spare, 0),
         write_back_every=source.write_back_every,
         generations=generations,
-        keeps_noise=spec.host_plan.keep_noise,
         host_plan=spec.host_plan,
         device_plan=spec.device_plan,
     )
 
 
-def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
+def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
     """Use a source that the caller passed."""
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in run.model.layouts]
     found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
@@ -424,10 +342,9 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
     _begin(run, opened)
     scheduler = options.scheduler
     if scheduler is None:
-        kind = OverlappedScheduler if options.overlap else SerialScheduler
-        scheduler = kind(source, run.device, timeline=run.timeline)
+        scheduler = open_scheduler(source, run.device, run.timeline, overlap=options.overlap)
     opened.callback(scheduler.release_all)  # the source stays open
-    return _Segments(
+    return SegmentParts(
         source=source,
         scheduler=scheduler,
         layouts=run.model.layouts,
@@ -438,7 +355,7 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> _Segments:
     )
 
 
-def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> _Segments:
+def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> SegmentParts:
     """Join the runs of a base."""
     if run.workers.size > 1:
         raise OptionError(
@@ -448,8 +365,7 @@ def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> _Segments:
     joined = base.join(run.model, _request(run), run.timeline, digests)
     opened.callback(joined.leave)
     _begin(run, opened)
-    return _Segments(
-        source=None,
+    return SegmentParts(
         scheduler=joined.scheduler,
         layouts=run.model.layouts,
         base_digests=digests,
@@ -462,8 +378,11 @@ def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> _Segments:
 
 def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack) -> Scheduler:
     """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
+    open_plain = partial(
+        open_scheduler, device=run.device, timeline=run.timeline, overlap=run.options.overlap, kept=spec.kept
+    )
     if spec.low_bit is None:
-        return _plain_scheduler(spec, run, source, across_sweeps=True)
+        return open_plain(source)
     assert isinstance(run.noise, CounterNoise), "other noise was refused"
     host = HostReplay(spec.layouts, run.noise, run.journal.updates, run.update_loss)
     opened.callback(host.close)
@@ -472,17 +391,11 @@ def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack)
         spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
         run.device.host_memory,
         host.replay,
-        comes_back=spec.low_bit.comes_back,
+        comes_back=spec.low_bit == "device",
         timeline=run.timeline,
     )
     opened.callback(low_bit.close)
-    return LowBitScheduler(_plain_scheduler(spec, run, low_bit, across_sweeps=False), low_bit, host)
-
-
-def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, across_sweeps: bool) -> Scheduler:
-    if not run.options.overlap:
-        return SerialScheduler(source, run.device, timeline=run.timeline)
-    return OverlappedScheduler(source, run.device, kept=spec.kept, across_sweeps=across_sweeps, timeline=run.timeline)
+    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit, host)
 
 
 def _trained(run: _Run, layouts: Sequence[BlockLayout]) -> TrainedParameters | StoredParameters | None:

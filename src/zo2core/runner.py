@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -29,13 +30,12 @@ from zo2core.workers import Workers
 
 
 @dataclass(kw_only=True)
-class Runner:
-    """The parts of a run. It knows no method: a method makes sweeps with it."""
+class RunParts:
+    """The parts of a run that do not depend on its plan."""
 
     model: BlockModel
-    estimator: ZOEstimator | None  # of zeroth-order steps; its ``perturb_in_place`` is not None
+    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
     micro_batch_size: int | None  # rows; None does not split batches
-    opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
     journal: Journal
     workers: Workers
     device: Device
@@ -44,21 +44,35 @@ class Runner:
     recorder: TraceRecorder
     update_loss: UpdateLoss
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-    source: BlockSource | None  # None if it is shared with other runs
+
+
+@dataclass(kw_only=True)
+class SegmentParts:
+    """Where a run's segments and activations are: planned, passed by the caller, or shared with other runs."""
+
+    source: BlockSource | None = None  # None if it is shared with other runs
     scheduler: Scheduler
-    write_back_every: int | None  # versions that a segment may be ahead of its bytes on disk; None: it is never written
-    layouts: Sequence[BlockLayout]  # segments as they are stored
-    generations: Generations | None  # segments on disk that change at each step; None: there are none
-    base_digests: BaseDigests  # of the base; empty if the caller passed the source
+    layouts: Sequence[BlockLayout]  # as they are stored
+    base_digests: BaseDigests  # empty if the caller passed the source
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
-    spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
-    waiting_bytes: int  # host memory for what has no room there, on a device with its own memory
+    spare_bytes: Callable[[], int] = lambda: 0  # further bytes there that the present plan leaves over
+    waiting_bytes: int = sys.maxsize  # host memory for what has no room there, on a device with its own memory
+    write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
+    generations: Generations | None = None  # segments on disk that change at each step
+    work_memory: Callable[[int], torch.Tensor] | None = None  # allocates the work buffer; None: the device does
+    host_plan: HostPlan | None = None  # None if the caller passed the source, or it is shared
+    device_plan: DevicePlan | None = None  # None if the device computes in host memory, too
+
+
+@dataclass(kw_only=True)
+class Runner(RunParts, SegmentParts):
+    """All parts of a run. It knows no method: a method makes sweeps with it."""
+
+    opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
     work_buffer: WorkBuffer
     visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
     trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are those of the journal
-    host_plan: HostPlan | None  # None if the caller passed the source, or it is shared
-    device_plan: DevicePlan | None  # None if the device computes in host memory, too
     use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
     watch: Callable[[int, int], object] | None = None  # called after each visit, with the number of visits so far and of all
     _offloaded: int = 0  # version at which the blocks that stay on the device were last offloaded

@@ -24,11 +24,12 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
-from zo2core import Journal
+from zo2core import Journal, MemoryPolicy
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.record_log import from_line, to_line
 from zo2core.optimizers import OPTIMIZERS, OptimizerName
-from zo2core.planning.memory import HostPlan, Machine, MemoryPart, plan_host
+from zo2core.planning.memory import HostPlan, Machine, MemoryPart
+from zo2core.planning.run_spec import RunRequest, plan_host
 from zo2core.sources.loader import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -700,23 +701,17 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 
 
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: 0)
+    monkeypatch.setattr("zo2core.planning.run_spec.memory_in_use", lambda: 0)
     make_place(here, layers=8)
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
     reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
-    smallest, memory = 0, 1 << 30
+    further = [MemoryPart("trained", parts["trained parameters, gradients, optimizer"])]
+    on_disk, smallest, memory = laid_out_as_on_disk(model.layouts, model.weights), 0, 1 << 30
     with suppress(MemoryBudgetError):
         while True:
-            smallest = plan_host(
-                model.layouts,
-                laid_out_as_on_disk(model.layouts, model.weights),
-                Machine(),
-                memory=memory,
-                activation_bytes=reserved,
-                may_keep_noise=False,
-                further=[MemoryPart("trained", parts["trained parameters, gradients, optimizer"])],
-            ).nbytes
+            request = RunRequest(layouts=model.layouts, on_disk=on_disk, memory=MemoryPolicy(host=memory))
+            smallest = plan_host(request, Machine(), reserved, further).nbytes
             memory = smallest - 1
     assert smallest
     for missing in (100, 2000):

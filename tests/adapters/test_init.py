@@ -27,7 +27,8 @@ from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan
 from zo2core.errors import DataError, MemoryBudgetError
-from zo2core.planning.memory import HostPlan, plan_host
+from zo2core.planning.memory import HostPlan
+from zo2core.planning.run_spec import plan_host
 
 peft: Any = pytest.importorskip("peft")
 

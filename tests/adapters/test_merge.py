@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from zo2core.planning.memory import HostPlan, plan_host
+from zo2core.planning.memory import HostPlan
+from zo2core.planning.run_spec import plan_host
 
 peft: Any = pytest.importorskip("peft")
 

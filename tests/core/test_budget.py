@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import zo2core.planning.speeds
-from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind
+from zo2core import BlockLayout, MemoryPolicy, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
-from zo2core.planning.memory import free_memory, parse_size, plan_host
+from zo2core.noise import SequentialNoise
+from zo2core.planning.memory import HostPlan, Machine, free_memory, parse_size
+from zo2core.planning.run_spec import RunRequest, plan_host
 from zo2core.planning.speeds import evaluation_seconds
+from zo2core.protocols import NoiseGenerator
 from zo2core.sources.loader import READERS
 from zo2core.types import Program, shown_bytes
 
@@ -100,6 +103,17 @@ def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
     return tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
 
 
+def host_plan(memory: int | str, activation_bytes: int, noise: NoiseGenerator | None = None) -> HostPlan:
+    request = RunRequest(
+        layouts=layouts(),
+        on_disk=layouts(),
+        noise=SequentialNoise(layouts(), "cpu") if noise is None else noise,
+        perturb_in_place=True,
+        memory=MemoryPolicy(host=memory),
+    )
+    return plan_host(request, Machine(), activation_bytes)
+
+
 @pytest.mark.parametrize(
     ("room", "buckets", "keep_noise"),
     [
@@ -117,7 +131,7 @@ def test_the_fastest_arrangement_that_fits_is_taken(
 ) -> None:
     reading = READERS * STAGING
     memory = process_memory + reading + 4 * MiB + room * MiB
-    found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB)
+    found = host_plan(memory, 2 * MiB)
     assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
     assert found.nbytes <= found.budget
 
@@ -125,20 +139,20 @@ def test_the_fastest_arrangement_that_fits_is_taken(
 @pytest.mark.parametrize(("room", "buckets"), [(16 + 160 + 16, None), (16 + 9 * 16 + 16, 9), (16 + 2 * 16 + 16 + 7, 2)])
 def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None, process_memory: int) -> None:
     memory = process_memory + READERS * STAGING + 4 * MiB + room * MiB
-    found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB, may_keep_noise=False)
+    found = host_plan(memory, 2 * MiB, PhiloxNoise())
     assert (found.buckets, found.keep_noise) == (buckets, False)
     assert found.nbytes <= found.budget
 
 
 def test_what_does_not_fit_is_added_up_part_by_part(process_memory: int) -> None:
     with pytest.raises(MemoryBudgetError) as info:
-        plan_host(layouts(), layouts(), memory=process_memory + 20 * MiB, activation_bytes=5 * MiB)
+        host_plan(process_memory + 20 * MiB, 5 * MiB)
     for part in ("this process", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
         assert part in info.value.expected
 
 
 def test_auto_takes_what_is_free() -> None:
-    found = plan_host(layouts(), layouts(), activation_bytes=0)
+    found = host_plan("auto", 0)
     assert found.buckets is None
     assert found.keep_noise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +20,21 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, Engine, MemoryPolicy, MeZOSGD, MultiQueryRGE, OverlappedScheduler, PhiloxNoise, ZerothOrder
 from zo2core.errors import MemoryBudgetError
-from zo2core.planning.memory import plan_device_memory
+from zo2core.planning.memory import DevicePlan, Machine
+from zo2core.planning.run_spec import RunRequest, plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
 
 GB = 10**9
+
+
+def device_plan(
+    layouts: Sequence[BlockLayout], noise: NoiseGenerator, memory: int, activations: int, least: int | None = None
+) -> DevicePlan:
+    policy = MemoryPolicy(device=memory, activations=activations, least_activations=least)
+    request = RunRequest(layouts=layouts, on_disk=layouts, noise=noise, perturb_in_place=True, memory=policy)
+    return plan_device_memory(request, Machine(in_place=False, on_host=False))
 
 
 class CountingDevice(ThreadedDevice):
@@ -53,7 +63,7 @@ def test_opt_175b_takes_less_than_14_gb_of_the_device() -> None:
     layouts = segment_layouts(build_skeleton(config, torch.float16), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     activations = activation_bytes(config, 1, 2048)
-    planned = plan_device_memory(layouts, noise, memory=14 * GB, free=0, activation_bytes=activations)
+    planned = device_plan(layouts, noise, 14 * GB, activations)
     device = CountingDevice()
     source: BlockSource = LaidOut(layouts)  # type: ignore[assignment]
     OverlappedScheduler(source, device, kept=planned.kept)
@@ -70,7 +80,7 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
     blocks = [layout.nbytes for layout in model.layouts if not layout.resident]
     noise = PhiloxNoise(Distribution.RADEMACHER)
     activations = 2**20  # allocated by forwards, as they run
-    choose = partial(plan_device_memory, model.layouts, noise, free=0, activation_bytes=activations)
+    choose = partial(device_plan, model.layouts, noise, activations=activations)
     least = choose(memory=2**30).nbytes - len(blocks) * max(blocks)
     moving = min(2, len(blocks) - kept)
     memory = least + (kept + moving) * max(blocks)
@@ -98,14 +108,14 @@ def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
     layouts = segment_layouts(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
     noise = PhiloxNoise(Distribution.GAUSSIAN)
     with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
-        plan_device_memory(layouts, noise, memory=1000, free=0, activation_bytes=5)
+        device_plan(layouts, noise, 1000, 5)
 
 
 def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
     layouts = segment_layouts(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     block = max(layout.nbytes for layout in layouts if not layout.resident)
-    choose = partial(plan_device_memory, layouts, noise, free=0, activation_bytes=10_000, least_activation_bytes=4_000)
+    choose = partial(device_plan, layouts, noise, activations=10_000, least=4_000)
     all_stay = choose(memory=2**30)
     assert (all_stay.kept, all_stay.activation_bytes) == (4, 10_000)
     least = all_stay.nbytes - 4 * block + 2 * block - 6_000  # two slots, no block stays, all waits that can
@@ -117,7 +127,7 @@ def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
     with pytest.raises(MemoryBudgetError):
         choose(memory=least - 1)
     with pytest.raises(MemoryBudgetError):
-        choose(memory=least, least_activation_bytes=None)
+        choose(memory=least, least=None)
 
 
 def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
@@ -134,7 +144,7 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
             noise=noise,
             device=device,
             memory=MemoryPolicy(
-                device=plan_device_memory(model.layouts, noise, free=0, memory=2**30, activation_bytes=1).nbytes,
+                device=device_plan(model.layouts, noise, 2**30, 1).nbytes,
                 activations=1 if least is None else 2**20,
                 least_activations=least,
             ),

@@ -20,12 +20,12 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy, PhiloxNoise
+from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy
 from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import MethodNeeds, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
@@ -436,17 +436,15 @@ def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(bas
     machine = Machine(on_host=False, in_place=False, device_free=lambda: free)
     layouts, least = model.layouts, 1 << 20
 
-    def planned(host: int | str, activations: int, **more: Any) -> RunSpec:
+    def planned(host: int | str, activations: int, copies: int = 0) -> RunSpec:
         memory = MemoryPolicy(host=host, device="8MB", activations=activations, least_activations=least)
-        request = RunRequest(
-            layouts=layouts, on_disk=layouts, noise=PhiloxNoise(), perturb_in_place=False, memory=memory, **more
-        )
+        request = RunRequest(layouts=layouts, on_disk=layouts, memory=memory, needs=MethodNeeds(copies))
         return plan(request, machine, MeasuredSpeeds(model.weights))
 
-    enough = planned("auto", 1 << 30, trained_copies=TRAINED_COPIES)
+    enough = planned("auto", 1 << 30, TRAINED_COPIES)
     assert enough.waiting_bytes == 1 << 30
     budget = process_memory + (64 << 20)
-    little = planned(budget, 1 << 30, trained_copies=TRAINED_COPIES)
+    little = planned(budget, 1 << 30, TRAINED_COPIES)
     assert little.waiting_bytes == least
     assert little.host_plan.nbytes <= budget
     with pytest.raises(MemoryBudgetError, match="memory"):

@@ -44,15 +44,17 @@ PLANNING = f"""
 import ctypes
 import torch
 from zo2core import BlockLayout, SegmentKind
-from zo2core.planning.memory import plan_host
+from zo2core.planning.memory import Machine
+from zo2core.planning.run_spec import RunRequest, plan_host
 
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
 layouts = [BlockLayout(kind.value, kind, ()) for kind in SegmentKind]
-before = plan_host(layouts, layouts, activation_bytes=0).nbytes
+request = RunRequest(layouts=layouts, on_disk=layouts)
+before = plan_host(request, Machine(), 0).nbytes
 blocks = [torch.ones(1 << 18) for _ in range({BYTES} >> 20)]
 del blocks[1::2], blocks[:-1]
-print(plan_host(layouts, layouts, activation_bytes=0).nbytes - before)
+print(plan_host(request, Machine(), 0).nbytes - before)
 """
 
 

@@ -17,14 +17,14 @@ import zo2core.planning.write_interval
 from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
 from zo2core.errors import OptionError
 from zo2core.kernels import apply_drawing
-from zo2core.planning.speeds import replay_seconds
+from zo2core.planning.speeds import MeasuredSpeeds, replay_seconds
 from zo2core.planning.write_interval import (
-    choose_interval,
     interval_within,
     require_within,
     streamed_bytes,
     terabytes_written,
     write_back_interval,
+    write_interval,
 )
 from zo2core.protocols import NoiseGenerator
 
@@ -97,7 +97,10 @@ def test_what_streams_is_what_neither_buckets_nor_a_device_keep(buckets: int | N
     assert streamed_bytes(layouts(), buckets, kept=kept) == pytest.approx(share * blocks)
 
 
-class KnownSpeeds:
+class KnownSpeeds(MeasuredSpeeds):
+    def __init__(self) -> None:
+        pass
+
     def replay(self, noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool) -> float:
         return 1.1
 
@@ -110,15 +113,10 @@ class KnownSpeeds:
 
 def test_auto_weighs_the_machines_speeds_and_keeps_to_the_limit() -> None:
     def chosen(buckets: int | None, limit: float | None = None) -> int:
-        return choose_interval(
-            layouts(),
-            PhiloxNoise(),
-            KnownSpeeds(),
-            Path(),
-            in_place=False,
-            buckets=buckets,
-            terabytes_per_1000_steps=limit,
-        )
+        policy = WriteBackPolicy(directory="", terabytes_per_1000_steps=limit)
+        every = write_interval(policy, layouts(), PhiloxNoise(), KnownSpeeds(), in_place=False, buckets=buckets)
+        assert every is not None
+        return every
 
     assert chosen(3) == 1 + math.floor(0.2 * 10 / 12 * OPT_13B / 2e9 / 1.1)
     assert chosen(None) == 54, "a minute of replay"

@@ -39,7 +39,8 @@ from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core.io.direct_file import PAGE
-from zo2core.planning.memory import HostPlan, plan_host
+from zo2core.planning.memory import HostPlan
+from zo2core.planning.run_spec import plan_host
 
 STEPS = 6
 SECONDS = 60  # an attempt takes a fraction of one

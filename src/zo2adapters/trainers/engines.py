@@ -106,12 +106,12 @@ def request_of_run(options: TrainOptions, model: HFBlockModel, longest: BatchSha
         asked = EngineOptions(memory=memory, run=options.output, commit_every=commits)
         return request_of(model, method_of_run(options, model), asked)
     optimization, on_cpu = options.optimization, options.storage.device == "cpu"
-    drawn = optimization.generator(model.layouts) or SequentialNoise(model.layouts, "cpu" if on_cpu else "cuda")
     return RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        noise=drawn,
+        noise=optimization.generator(model.layouts) or SequentialNoise(model.layouts, "cpu" if on_cpu else "cuda"),
         perturbation=optimization.perturbation,
+        takes_steps=True,
         perturb_in_place=bool(optimization.estimator_of(options.steps).perturb_in_place),
         directions=longest.rows if optimization.per_row and optimization.queries == 1 else optimization.queries,
         memory=memory,

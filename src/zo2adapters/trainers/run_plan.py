@@ -350,7 +350,7 @@ def _on_device(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, sp
     uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
     moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
     limit, is_changed = options.storage.write_limit_tb, optimization.rank is None  # otherwise weights are only read
-    returned = moved if is_changed and (low_bit is None or low_bit.comes_back) else 0
+    returned = moved if is_changed and (low_bit is None or low_bit == "device") else 0
     written = kept_bytes_a_step(optimization.perturbation, layouts, None if limit is None else limit * 1e9)
     if is_changed:
         written = 1e9 * terabytes_written(layouts, 1 if limit is None else interval_within(layouts, limit))

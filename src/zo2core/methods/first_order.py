@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zo2core.methods.loss_scale import LossScaling
 from zo2core.methods.row_shards import RowShards
 from zo2core.methods.states import AdapterState
 from zo2core.optimizers import OptimizerFactory, state_bytes
+from zo2core.planning.run_spec import MethodNeeds
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
 from zo2core.runner import Runner
@@ -25,7 +26,7 @@ from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.kept_inputs import InputFile, InputOffload, KeptInputs
 from zo2core.sweep.microbatch import batches_of
 from zo2core.sweep.trained_parameters import PresentWeights
-from zo2core.types import Batch, BlockLayout, Commit, StateSpec, StepResult
+from zo2core.types import Batch, BlockLayout, Commit, StepResult
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 
@@ -118,29 +119,18 @@ def _described(factory: Any) -> dict[str, Any]:
     return {"name": getattr(made, "__name__", type(made).__name__), **options}
 
 
-class Needs(NamedTuple):
-    """The memory of what a method trains, for the plan."""
-
-    trained_copies: int = 0  # copies of trained parameters that are kept, with gradients and optimizer state
-    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
-    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
-    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
-    states: Sequence[Sequence[StateSpec]] | None = None  # for each segment, what is stored with it on disk; None: nothing
-    changing: int = 0  # blocks that change from one generation on disk to the next
-
-
-def needs_of(method: FirstOrder, model: BlockModel, *, streams: bool, workers: int = 1) -> Needs:
+def needs_of(method: FirstOrder, model: BlockModel, *, streams: bool, workers: int = 1) -> MethodNeeds:
     """What first-order steps need."""
     update, layouts = method.update, model.layouts
     if update is None:
-        return Needs(trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
+        return MethodNeeds(trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
     gradients, in_memory = trained_bytes(update, layouts)
     if not streams:
-        return Needs(gradient_bytes=gradients, optimizer_bytes=in_memory, stays_in_memory=True)
+        return MethodNeeds(gradient_bytes=gradients, optimizer_bytes=in_memory, stays_in_memory=True)
     states = [() if update.turn is not None else tuple(update.states(layout)) for layout in layouts]
     # A first step makes the states of one segment before they are in its bucket.
     made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
-    return Needs(
+    return MethodNeeds(
         gradient_bytes=gradients,
         optimizer_bytes=made if update.turn is None else in_memory,
         states=states,

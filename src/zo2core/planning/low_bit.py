@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from zo2core.errors import OptionError
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.types import BlockLayout
 
 Replay: TypeAlias = Literal["auto", "host", "device"]
-
-
-class LowBitTransfer(NamedTuple):
-    """How blocks are copied if not as they are stored."""
-
-    comes_back: bool  # True: the device replays, and blocks are copied back; False: the host replays, and nothing is
+LowBitTransfer: TypeAlias = Literal["device", "host"]  # if the device replays, blocks are copied back
 
 
 def choose_low_bit_transfer(
     replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
 ) -> LowBitTransfer | None:
-    """Choose whether the host or the device replays."""
+    """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they are copied as stored."""
     if replay not in ("auto", "host", "device"):
         raise OptionError(
             "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
@@ -46,8 +41,8 @@ def choose_low_bit_transfer(
             remedy="leave it out",
         )
     if replay == "host" or not comes_back:
-        return LowBitTransfer(comes_back=False)
-    return LowBitTransfer(comes_back=True) if low_bit else None
+        return "host"
+    return "device" if low_bit else None
 
 
 def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:

@@ -1,6 +1,8 @@
 """The plan of a run, derived once from the caller's request and the machine, before anything is opened.
 
-``build`` makes the parts of a ``RunSpec``, and ``zo2 plan`` prints their sizes.
+``build`` makes the parts of a ``RunSpec``, and ``zo2 plan`` prints their sizes. A plan of memory is decided before anything
+is allocated. On a device activations come first: a block that stays saves one upload and offload a sweep, activations that
+stay save them at each block. Then as many blocks stay as fit.
 
 The plan of a base that several runs share: what each run needs beside it, and all of them together.
 """
@@ -9,87 +11,78 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.io.process_memory import memory_in_use
+from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
 from zo2core.noise import PhiloxNoise
+from zo2core.noise.choice import SCRATCH, drawn_bytes, noise_bytes
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
-from zo2core.planning.memory import (
-    MOST_USEFUL_BUCKETS,
-    DevicePlan,
-    HostPlan,
-    Machine,
-    MemoryPart,
-    plan_device_memory,
-    plan_host,
-)
+from zo2core.planning.memory import MOST_USEFUL_BUCKETS, DevicePlan, HostPlan, Machine, MemoryPart, free_memory, parse_size
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.speeds import Speeds
-from zo2core.planning.write_interval import interval_of
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.write_interval import write_interval
 from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.schedulers.overlapped import SLOTS
+from zo2core.sources.loader import READERS
 from zo2core.sources.low_bit import staging_bytes
-from zo2core.types import BlockLayout, SegmentKind, aligned, trained
+from zo2core.types import BlockLayout, SegmentKind, StateSpec, aligned, trained, unrounded_bytes, work_bytes
+
+# Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
+# some meanwhile.
+AUTO_SHARE = 0.9  # of the free memory
+DEVICE_SHARE = 0.95  # of the free memory; the rest is left to the allocator
+_SCRATCHES = 3  # buffers: replay, weight decay, perturbation
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """The model and the caller's options on which a plan depends.
+class MethodNeeds(NamedTuple):
+    """The memory of what a first-order method trains."""
 
-    Args:
-        layouts: Segments in visiting order.
-        on_disk: The same segments, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``).
-        noise: Draws z.
-        perturbation: Kind of the perturbations.
-        perturb_in_place: Whether weights are perturbed in place from one evaluation to the next; False for a run that takes
-            no steps.
-        takes_steps: Whether there is an estimator.
-        directions: Most directions of a step, new or replayed.
-        updates: Number of steps taken so far.
-        memory: Memory sizes or plans.
-        write_back: When segments are written to disk; None: never.
-        replay: Whether the host or the device replays, for a device with its own memory.
-        overlap: Whether transfers and disk reads overlap with compute.
-        trained_copies: Further copies of the trained parameters that a first-order method keeps: parameters, gradients and
-            optimizer state.
-        gradient_bytes: Gradients of one segment, of a first-order method that changes weights where they are stored.
-        optimizer_bytes: Its optimizer's state, in host memory.
-        stays_in_memory: Whether all blocks have to stay in memory.
-        streams: Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep.
-        is_read_only: Whether stored weights never change, though none is frozen.
-        further: Further parts in the memory in which forwards run.
-    """
+    trained_copies: int = 0  # copies of trained parameters that are kept, with gradients and optimizer state
+    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    states: Sequence[Sequence[StateSpec]] | None = None  # for each segment, what is stored with it on disk; None: nothing
+    changing: int = 0  # blocks that change from one generation on disk to the next
 
-    layouts: Sequence[BlockLayout]
-    on_disk: Sequence[BlockLayout]
-    noise: NoiseGenerator
-    perturbation: Perturbation = DensePerturbation()  # noqa: RUF009 - frozen
-    perturb_in_place: bool = True
-    takes_steps: bool = True
-    directions: int = 1
-    updates: int = 0
-    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
-    write_back: WriteBackPolicy | None = None
-    replay: Replay = "auto"
-    overlap: bool = True
-    trained_copies: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    stays_in_memory: bool = False
-    streams: bool = False
-    is_read_only: bool = False
-    further: Sequence[MemoryPart] = ()
+    @property
+    def streams(self) -> bool:
+        """Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep."""
+        return self.states is not None
 
     @property
     def spills(self) -> bool:
         """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
         return self.trained_copies > 0 or self.stays_in_memory or self.streams
 
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The model and the caller's options on which a plan depends."""
+
+    layouts: Sequence[BlockLayout]  # in visiting order
+    on_disk: Sequence[BlockLayout]  # the same, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``)
+    noise: NoiseGenerator = PhiloxNoise()  # noqa: RUF009 - frozen
+    perturbation: Perturbation = DensePerturbation()  # noqa: RUF009 - frozen
+    perturb_in_place: bool = False  # from one evaluation to the next
+    takes_steps: bool = False  # whether there is an estimator
+    directions: int = 1  # most of a step, new or replayed
+    updates: int = 0  # steps taken so far
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    write_back: WriteBackPolicy | None = None
+    replay: Replay = "auto"
+    overlap: bool = True
+    needs: MethodNeeds = MethodNeeds()  # noqa: RUF009 - frozen
+    is_read_only: bool = False  # whether stored weights never change, though none is frozen
+    further: Sequence[MemoryPart] = ()  # in the memory in which forwards run
+
     @property
     def trained_bytes(self) -> int:
         """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
-        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
+        return self.needs.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.needs.gradient_bytes
 
     @property
     def changes_weights(self) -> bool:
@@ -102,19 +95,25 @@ class RunRequest:
         """Whether the caller asked for segments to be written at certain steps."""
         return self.changes_weights and self.write_back is not None and not self.write_back.is_automatic
 
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the work buffer."""
+        unrounded = unrounded_bytes(self.layouts, perturbs_in_place=self.perturb_in_place)
+        return work_bytes(self.layouts) + unrounded + low_bit_bytes(self.layouts)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class RunSpec:
     """The parts of a run. The sums of ``host_plan`` and ``device_plan`` are its expected memory."""
 
     layouts: Sequence[BlockLayout]  # of the buckets
     host_plan: HostPlan
     device_plan: DevicePlan | None  # None if it computes in host memory, or transfers do not overlap
-    low_bit: LowBitTransfer | None  # how blocks are copied; None: as they are stored
+    low_bit: LowBitTransfer | None  # who replays blocks that are copied in fewer bits; None: they are copied as stored
     activation_bytes: int  # for activations in the memory in which forwards run
     waiting_bytes: int  # host memory for activations that do not fit there
     write_back: WriteBackPolicy | None  # None: no segment is written back
-    write_back_every: int | None  # versions that a segment may be ahead of its bytes on disk; None: it is never written
+    write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
 
     @property
     def kept(self) -> int:
@@ -127,80 +126,103 @@ class RunSpec:
         return 0 if plan is None else max(plan.spare, 0)
 
 
-def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
-    """Plan a run.
-
-    Args:
-        request: The model and the caller's options.
-        machine: The machine.
-        speeds: Speeds of the machine, measured only if a choice depends on them.
+def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSpec:
+    """Plan a run. Speeds of the machine are measured only if a choice depends on them.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits.
         OptionError: if options exclude each other, or do not fit the machine.
         CheckpointError, ScratchError: if a speed cannot be measured.
     """
-    memory, layouts, noise = request.memory, request.layouts, request.noise
+    memory, layouts, noise, needs = request.memory, request.layouts, request.noise, request.needs
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
     factors = MemoryPart("factors of directions", factor_bytes(request.perturbation, layouts, request.updates))
-    trained_copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
-    encoded = MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts))
-    further = [trained_copies] if machine.on_host else [factors, trained_copies, *request.further]
-    device_plan = _device_plan(request, machine, further, is_low_bit=low_bit is not None)
+    copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
+    on_device = [copies] if machine.on_host else [factors, copies, *request.further]
+    device_plan = _device_plan(request, machine, on_device, is_low_bit=low_bit is not None)
     activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
     if not isinstance(host_plan, HostPlan):
-        plan_with = partial(
-            plan_host,
-            layouts,
-            request.on_disk,
-            machine,
-            memory=host_plan,
-            may_keep_noise=not isinstance(noise, CounterNoise),
-            perturbs_in_place=request.perturb_in_place,
-            further=[
-                encoded,
-                *([factors, *request.further] if machine.on_host else []),
-                MemoryPart(
-                    trained_copies.name, request.optimizer_bytes + (trained_copies.nbytes if machine.in_place else 0)
-                ),
-            ],
-            stays_in_memory=request.stays_in_memory,
-            streams=request.streams,
-        )
+        further = [
+            MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)),
+            *([factors, *request.further] if machine.on_host else []),
+            MemoryPart(copies.name, needs.optimizer_bytes + (copies.nbytes if machine.in_place else 0)),
+        ]
         least = memory.least_activation_bytes
         try:
-            host_plan = plan_with(activation_bytes=memory.activation_bytes if machine.in_place else waiting)
+            in_host_memory = memory.activation_bytes if machine.in_place else waiting
+            host_plan = plan_host(request, machine, in_host_memory, further)
         except MemoryBudgetError:
-            if least is None or not request.spills:
+            if least is None or not needs.spills:
                 raise
             if machine.in_place:
                 activation_bytes = min(least, activation_bytes)
             waiting = min(least, waiting)
             in_host_memory = activation_bytes if machine.in_place else waiting
-            host_plan = plan_with(activation_bytes=in_host_memory, most_buckets=MOST_USEFUL_BUCKETS)
+            host_plan = plan_host(request, machine, in_host_memory, further, most_buckets=MOST_USEFUL_BUCKETS)
     write_back = request.write_back if request.changes_weights else None
-    spec = RunSpec(
-        layouts=layouts if host_plan.buckets is None else request.on_disk,
-        host_plan=host_plan,
-        device_plan=device_plan,
-        low_bit=low_bit,
-        activation_bytes=activation_bytes,
-        waiting_bytes=waiting,
-        write_back=write_back,
-        write_back_every=None,
-    )
-    every = interval_of(
-        write_back,
-        spec.layouts,
-        noise,
-        speeds,
-        in_place=request.perturb_in_place or not request.takes_steps,
-        buckets=host_plan.buckets,
-        kept=spec.kept,
-    )
+    stored = layouts if host_plan.buckets is None else request.on_disk
+    spec = RunSpec(stored, host_plan, device_plan, low_bit, activation_bytes, waiting, write_back)
+    if write_back is None:
+        return spec
+    in_place = request.perturb_in_place or not request.takes_steps
+    every = write_interval(write_back, stored, noise, speeds, in_place=in_place, buckets=host_plan.buckets, kept=spec.kept)
     return replace(spec, write_back_every=every)
+
+
+def plan_host(
+    request: RunRequest,
+    machine: Machine,
+    activation_bytes: int,
+    further: Sequence[MemoryPart] = (),
+    *,
+    most_buckets: int | None = None,
+) -> HostPlan:
+    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits."""
+    process, memory, layouts = memory_in_use(), request.memory.host, request.layouts
+    assert not isinstance(memory, HostPlan), "it is planned already"
+    budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
+    blocks = sum(not layout.resident for layout in layouts)
+    work, noise = (request.work_bytes, noise_bytes(layouts)) if machine.on_host else (0, 0)
+    may_keep_noise = not isinstance(request.noise, CounterNoise)
+
+    def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
+        used = layouts if buckets is None else request.on_disk
+        sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
+        resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
+        in_buckets = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
+        noise_buffer = [MemoryPart("noise buffer", noise)] if keep_noise else []
+        if may_keep_noise and not keep_noise:
+            noise_buffer = [MemoryPart("no noise buffer: z is drawn again", 0)]
+        parts = (
+            MemoryPart("this process at present", process),
+            MemoryPart("activations, reserved", activation_bytes),
+            MemoryPart("embedding and head", resident),
+            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks", in_buckets),
+            MemoryPart("work buffer", work),
+            *noise_buffer,
+            *(part for part in further if part.nbytes),
+            MemoryPart("reading buffers", READERS * STAGING),
+        )
+        return HostPlan(parts, budget, buckets, keep_noise)
+
+    choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
+    choices += [(buckets, True) for buckets in range(blocks - 1, 1, -1)]
+    choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
+    if not may_keep_noise:
+        choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
+    if request.needs.stays_in_memory:
+        choices = [choice for choice in choices if choice[0] is None]
+    if most_buckets is not None:
+        choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
+    if request.needs.streams:
+        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
+    for buckets, keep_noise in choices:
+        planned = plan_with(buckets, keep_noise=keep_noise)
+        if planned.nbytes <= budget:
+            return planned
+    raise planned.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
 
 
 def _device_plan(
@@ -208,36 +230,66 @@ def _device_plan(
 ) -> DevicePlan | None:
     """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute."""
     memory = request.memory
-    if machine.in_place and memory.least_activations is not None and not request.spills:
+    if machine.in_place and memory.least_activations is not None and not request.needs.spills:
         raise OptionError(
             "memory.least_activations",
             found=f"{memory.least_activations!r} on a device that computes in host memory",
             expected="a GPU, where activations can wait in host memory",
             remedy="leave it out",
         )
-    if machine.in_place or not request.overlap:
-        if memory.device != "auto":
-            raise OptionError(
-                "memory.device",
-                found=repr(memory.device),
-                expected="a GPU and overlapping transfers for this option",
-                remedy="leave it out; `memory.host` limits host memory",
-            )
-        return None
-    if isinstance(memory.device, DevicePlan):
-        return memory.device
-    return plan_device_memory(
-        request.layouts,
-        request.noise,
-        memory=memory.device,
-        free=machine.device_free(),
-        activation_bytes=memory.activation_bytes,
-        least_activation_bytes=memory.least_activation_bytes,
-        perturbs_in_place=request.perturb_in_place,
-        probes=request.directions,
-        is_low_bit=is_low_bit,
-        further=further,
-    )
+    if not machine.in_place and request.overlap:
+        if isinstance(memory.device, DevicePlan):
+            return memory.device
+        return plan_device_memory(request, machine, further, is_low_bit=is_low_bit)
+    if memory.device != "auto":
+        raise OptionError(
+            "memory.device",
+            found=repr(memory.device),
+            expected="a GPU and overlapping transfers for this option",
+            remedy="leave it out; `memory.host` limits host memory",
+        )
+    return None
+
+
+def plan_device_memory(
+    request: RunRequest, machine: Machine, further: Sequence[MemoryPart] = (), *, is_low_bit: bool = False
+) -> DevicePlan:
+    """Keep as many blocks on the device as fit."""
+    memory, layouts, noise = request.memory.device, request.layouts, request.noise
+    assert not isinstance(memory, DevicePlan), "it is planned already"
+    is_automatic = memory == "auto"
+    budget = int(DEVICE_SHARE * machine.device_free()) if is_automatic else parse_size(memory, option="device_memory")
+    blocks = [layout.nbytes for layout in layouts if not layout.resident]
+    largest = max(blocks, default=0)
+    transferred = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
+    slot = max((layout.nbytes for layout in transferred), default=0)
+    drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
+    itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
+    scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
+    most, allowed = request.memory.activation_bytes, request.memory.least_activation_bytes
+    least = most if allowed is None else min(allowed, most)
+
+    def plan_with(kept: int, activations: int) -> DevicePlan:
+        moving = len(blocks) - kept
+        slots = min(SLOTS, moving)
+        parts = (
+            MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
+            MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
+            MemoryPart(f"{kept} blocks that stay", kept * largest),
+            MemoryPart("work buffer", request.work_bytes),
+            MemoryPart("noise as it is drawn", (request.directions + 1) * drawn + scratch),
+            *(part for part in further if part.nbytes),
+            MemoryPart("activations, reserved", activations),
+        )
+        return DevicePlan(parts, budget, kept, activations)
+
+    for kept in range(len(blocks), -1, -1):
+        if (plan := plan_with(kept, most)).nbytes <= budget:
+            return plan
+    smallest = plan_with(0, least)
+    if smallest.nbytes <= budget:
+        return plan_with(0, least + budget - smallest.nbytes)
+    raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
 
 
 MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
@@ -255,7 +307,7 @@ class RunNeeds:
     def of(cls, request: RunRequest, *, in_place: bool) -> Self:
         """What a run asks for."""
         activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
-        can_spill = in_place and request.spills
+        can_spill = in_place and request.needs.spills
         return cls(
             activations=activations,
             least=least if can_spill and least is not None else activations,
@@ -280,9 +332,6 @@ def shared_request(
     return RunRequest(
         layouts=layouts,
         on_disk=on_disk,
-        noise=PhiloxNoise(),  # none is drawn
-        perturb_in_place=False,
-        takes_steps=False,
         memory=MemoryPolicy(host=memory.host, device=memory.device, activations=activations),
         overlap=overlap,
         is_read_only=True,

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -32,19 +31,6 @@ _LEAST_SHARE = 0.1  # of a pass with one update, the least cost of one more: sma
 
 # A typical weight. Updates of zeros would be denormal in float16, whose arithmetic is then ten times as slow.
 _WEIGHT = 0.02
-
-
-class Speeds(Protocol):
-    """The speeds on which a plan depends."""
-
-    def replay(self, noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool) -> float:
-        """Seconds to replay one more update over the whole model."""
-
-    def reading(self, layouts: Sequence[BlockLayout]) -> float:
-        """Bytes a second at which blocks are read from the checkpoint."""
-
-    def writing(self, directory: Path) -> float:
-        """Bytes a second of durable writes to a directory's disk."""
 
 
 class MeasuredSpeeds:

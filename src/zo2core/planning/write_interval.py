@@ -10,7 +10,7 @@ from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS
 from zo2core.planning.policies import WriteBackPolicy
-from zo2core.planning.speeds import Speeds
+from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout, shown_bytes
 
@@ -72,59 +72,33 @@ def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept:
     return sum(sizes) * max(moving, 0) // len(sizes)
 
 
-def choose_interval(
-    layouts: Sequence[BlockLayout],
-    noise: NoiseGenerator,
-    speeds: Speeds,
-    directory: Path,
-    *,
-    in_place: bool,
-    buckets: int | None,
-    kept: int = 0,
-    terabytes_per_1000_steps: float | None = None,
-) -> int:
-    """Choose the interval from the speeds of replay and disks.
-
-    The time of forwards is not known here. The time of a step's reads, or of one replay, is used as the time of a step: a
-    step that takes longer could afford to write even less.
-    """
-    replay = speeds.replay(noise, layouts, in_place=in_place)
-    write = _written_bytes(layouts) / speeds.writing(directory)
-    nbytes = streamed_bytes(layouts, buckets, kept=kept)
-    read = nbytes / speeds.reading(layouts) if nbytes else 0.0
-    every = write_back_interval(replay, write, step=max(read, replay), resident=buckets is None)
-    return every if terabytes_per_1000_steps is None else max(every, interval_within(layouts, terabytes_per_1000_steps))
-
-
 def _written_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(whole_pages(layout.nbytes) for layout in layouts)
 
 
-def interval_of(
-    policy: WriteBackPolicy | None,
+def write_interval(
+    policy: WriteBackPolicy,
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
-    speeds: Speeds,
+    speeds: MeasuredSpeeds,
     *,
     in_place: bool,
     buckets: int | None,
-    kept: int,
+    kept: int = 0,
 ) -> int | None:
-    """Number of steps after which a segment is written; None: never. ``choose_interval`` documents the arguments."""
-    if policy is None:
-        return None
-    every = policy.every
+    """Number of steps after which a segment is written; None: never. "auto" depends on the speeds of replay and disks.
+
+    The time of forwards is not known here. The time of a step's reads, or of one replay, is used as the time of a step: a
+    step that takes longer could afford to write even less.
+    """
+    every, limit = policy.every, policy.terabytes_per_1000_steps
     if every == "auto":
-        every = choose_interval(
-            layouts,
-            noise,
-            speeds,
-            Path(policy.directory),
-            in_place=in_place,
-            buckets=buckets,
-            kept=kept,
-            terabytes_per_1000_steps=policy.terabytes_per_1000_steps,
-        )
-    interval = min((limit for limit in (every, policy.snapshot_every) if limit is not None), default=None)
-    require_within(layouts, interval, policy.terabytes_per_1000_steps)
+        replay = speeds.replay(noise, layouts, in_place=in_place)
+        write = _written_bytes(layouts) / speeds.writing(Path(policy.directory))
+        nbytes = streamed_bytes(layouts, buckets, kept=kept)
+        read = nbytes / speeds.reading(layouts) if nbytes else 0.0
+        every = write_back_interval(replay, write, step=max(read, replay), resident=buckets is None)
+        every = every if limit is None else max(every, interval_within(layouts, limit))
+    interval = min((steps for steps in (every, policy.snapshot_every) if steps is not None), default=None)
+    require_within(layouts, interval, limit)
     return interval

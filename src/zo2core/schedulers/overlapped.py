@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.profiling.timeline import Timeline, now
-from zo2core.protocols import BlockSource, Device, Replaying, Store, Transfer, Visitor, Wait
+from zo2core.protocols import BlockSource, Device, Replaying, Scheduler, Store, Transfer, Visitor, Wait
 from zo2core.ranges import require_whole
-from zo2core.schedulers.serial import upcoming
+from zo2core.schedulers.serial import SerialScheduler, upcoming
 from zo2core.types import Bucket, Event, Lane
 
 SLOTS = 2
@@ -362,3 +362,12 @@ class OverlappedScheduler:
     def _release(self, bucket: Bucket, version: int | None) -> None:
         self._out -= not self._layouts[bucket.segment].resident
         self._source.release(bucket, version)
+
+
+def open_scheduler(
+    source: BlockSource, device: Device, timeline: Timeline, *, overlap: bool, kept: int = 0, across_sweeps: bool = True
+) -> Scheduler:
+    """Make the overlapped scheduler, or its serial twin."""
+    if not overlap:
+        return SerialScheduler(source, device, timeline=timeline)
+    return OverlappedScheduler(source, device, kept=kept, across_sweeps=across_sweeps, timeline=timeline)

@@ -24,7 +24,7 @@ from zo2core.planning.run_spec import RunNeeds, RunRequest, RunSpec, decoded_byt
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor
-from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.schedulers import open_scheduler
 from zo2core.shared.lockstep import Lockstep
 from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
@@ -80,11 +80,7 @@ class _Opened:
                 timeline=self.timeline,
             )
             opened.callback(source.close)
-            self.scheduler: Scheduler = (
-                OverlappedScheduler(source, device, kept=spec.kept, timeline=self.timeline)
-                if overlap
-                else SerialScheduler(source, device, timeline=self.timeline)
-            )
+            self.scheduler = open_scheduler(source, device, self.timeline, overlap=overlap, kept=spec.kept)
             helper = None
             if device.torch_device.type == "cpu":
                 helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
@@ -193,7 +189,7 @@ class SharedBase:
         """
         self._use.require_open()
         _require_shareable(request)
-        takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
+        takes_steps = request.takes_steps or request.updates > 0 or request.needs.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
         run = _Run(self, segments, timeline)
@@ -255,11 +251,8 @@ class SharedBase:
 
     def _planned(self, needs: Sequence[RunNeeds]) -> RunSpec:
         """Plan the memory of the base and of runs."""
-        device = self.device
         request = shared_request(self._model.layouts, self._on_disk, self._memory, needs, overlap=self._overlap)
-        on_host = device.torch_device.type == "cpu"
-        machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
-        return plan(request, machine, MeasuredSpeeds(self._model.weights))
+        return plan(request, Machine.of(self.device), MeasuredSpeeds(self._model.weights))
 
     def _segments(self) -> _Opened:
         self._use.require_open()
