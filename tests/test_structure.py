@@ -149,7 +149,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
-    "zo2adapters": 544,
+    "zo2adapters": 546,
     "zo2adapters/commands": 3062,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1242,
