@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -754,6 +755,24 @@ FORGED: Mapping[str, Callable[[dict[str, Any]], object]] = {
     "a scale that is a text": lambda state: state.update(values={"loss_scale": "2"}),
     "no method": lambda state: state.pop("method"),
 }
+
+
+def test_a_state_with_broken_parameters_leaves_optimizer_and_steps_as_they_were(base: Path) -> None:
+    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(3)]
+    with engine_of(base, "adamw") as other:
+        other.step(rows[2])
+        state = copy.deepcopy(other.state_dict())
+    next(iter(state["parameters"].values())).fill_(float("nan"))
+    outcomes = []
+    for is_broken in (False, True):
+        with engine_of(base, "adamw") as engine:
+            engine.step(rows[0])
+            if is_broken:
+                with pytest.raises(CheckpointError):
+                    engine.load_state_dict(state)
+            outcomes.append((engine.step(rows[1]).loss, weights(engine)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(value, outcomes[1][1][name]) for name, value in outcomes[0][1].items())
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
