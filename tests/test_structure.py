@@ -163,7 +163,7 @@ MOST_LINES = {
     "zo2core/io": 442,
     "zo2core/journal": 635,
     "zo2core/kernels": 1075,
-    "zo2core/methods": 1067,
+    "zo2core/methods": 1066,
     "zo2core/noise": 168,
     "zo2core/optimizers": 563,
     "zo2core/perturbation": 552,
@@ -172,7 +172,7 @@ MOST_LINES = {
     "zo2core/schedulers": 365,
     "zo2core/shared": 322,
     "zo2core/sources": 1073,
-    "zo2core/sweep": 2594,
+    "zo2core/sweep": 2573,
     "zo2core/types": 473,
     "zo2core/workers": 311,
 }

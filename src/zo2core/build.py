@@ -54,7 +54,6 @@ from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.exclusive_use import SoleUse
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.stored_parameters import StoredParameters
 from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
@@ -420,7 +419,6 @@ def _visits(
     if trained is not None:
         return PresentVisits(
             layouts=model.layouts,
-            trained=trained,
             weights=PresentWeights(trained, buffer),
             activations=activations,
             streams=streams,
@@ -444,7 +442,9 @@ def _visits(
     return WeightVisits(
         layouts=model.layouts,
         trajectory=trajectory,
-        perturber=choose_perturber(run.noise, buffer, worker),
+        noise=run.noise,
+        buffer=buffer,
+        worker=worker,
         activations=activations,
         streams=streams,
         timeline=timeline,

@@ -172,7 +172,6 @@ def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]]
     return GradientVisits(
         layouts=runner.model.layouts,
         present=PresentWeights(trained, runner.work_buffer),
-        trained=trained,
         leaves=leaves,
         weights=runner.work_buffer.bound,
         inputs=inputs,

@@ -14,17 +14,18 @@ import torch
 
 from zo2core.kernels import apply_drawing
 from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Stores
+from zo2core.sweep.perturber import TrajectoryPerturber
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Program
-from zo2core.updates import Trajectory, compile_moves, compile_updates, split_updates
+from zo2core.updates import Trajectory, compile_updates, split_updates
 
 # Note: Ranges. Large enough that the call costs little, small enough that the threads end together. A multiple of Philox's
 # groups.
 RANGE = 1 << 18  # elements
 
 
-class CounterPerturber:
-    """A ``Perturber`` for noise that kernels draw."""
+class CounterPerturber(TrajectoryPerturber):
+    """Perturbs with noise that kernels draw."""
 
     def __init__(
         self,
@@ -33,29 +34,15 @@ class CounterPerturber:
         worker: ThreadPoolExecutor | None,
         trajectory: Trajectory,
         *,
-        parallel_from: int,
         helpers: int = 1,
     ) -> None:
+        super().__init__(buffer, worker if helpers > 0 else None, trajectory)
         self._distribution = noise.distribution
-        self._buffer = buffer
-        self._worker = worker if helpers > 0 else None
         self._helpers = helpers
-        self._trajectory = trajectory
-        self._parallel_from = parallel_from
-        first = trajectory.evaluations[0] if trajectory.evaluations else None
-        self._first = first if first is not None and first.shift != 0 else None  # prepared by the replay's last pass
         self._prepared: Evaluation | None = None  # the evaluation whose weights a replay has written to the work buffer
-        # All segments share these programs, so that each is encoded for the kernels once.
         self._replays: dict[tuple[int, bool], list[Mapping[bool, Program]]] = {}  # by the arguments of ``_programs``
         self._updates: dict[int, Mapping[bool, Program]] = {}  # programs of single updates, by step
         self._copies: dict[Evaluation, Program] = {}
-        self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
-        self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
-
-    @property
-    def version(self) -> int:
-        """The present version. See the contract."""
-        return self._trajectory.version
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
@@ -84,10 +71,6 @@ class CounterPerturber:
             self._run(index, stores, self._updates[update.step], None)
             self._buffer.round_to_transfer_dtype(index, stores[index])
 
-    def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let the forward read a segment's frozen weights. See the contract."""
-        self._buffer.load_frozen(index, stores)
-
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
         prepared, self._prepared = self._prepared, None
@@ -101,9 +84,6 @@ class CounterPerturber:
             self._buffer.load_low_bit(index, stores)
             copy = self._copy(evaluation)
             self._run(index, stores, {False: copy, True: copy}, copy)
-
-    def finish(self) -> None:
-        """Do nothing: further threads work only during ``replay`` and ``perturb``."""
 
     def _programs(self, version: int, *, prepares: bool) -> list[Mapping[bool, Program]]:
         """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
@@ -149,9 +129,7 @@ class CounterPerturber:
 
     def _move_in_place(self, index: int, before: Evaluation, evaluation: Evaluation | None) -> None:
         """Perturb the work buffer in place, from one evaluation to the next."""
-        if (before, evaluation) not in self._moves:
-            self._moves[before, evaluation] = compile_moves(before, evaluation, self._trajectory.zo_eps)
-        program = self._moves[before, evaluation]
+        program = self._move(before, evaluation)
 
         def run(view: ParameterView, start: int, stop: int) -> None:
             theta, rounded = view.targets(start, stop)

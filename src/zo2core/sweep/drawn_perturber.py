@@ -19,9 +19,10 @@ import torch
 
 from zo2core.kernels import apply, perturb
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
+from zo2core.sweep.perturber import TrajectoryPerturber
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Perturb, Program, Update
-from zo2core.updates import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
+from zo2core.updates import Trajectory, compile_updates, seeds_of, split_updates
 
 
 class _Chunk(Enum):
@@ -31,38 +32,19 @@ class _Chunk(Enum):
     LOST = auto()  # the replay failed: no chunk will follow
 
 
-class DrawnPerturber:
-    """A ``Perturber`` for noise that is drawn into memory."""
+class DrawnPerturber(TrajectoryPerturber):
+    """Perturbs with noise that is drawn into memory."""
 
     def __init__(
-        self,
-        noise: NoiseGenerator,
-        buffer: WorkBuffer,
-        worker: ThreadPoolExecutor | None,
-        trajectory: Trajectory,
-        *,
-        parallel_from: int,
+        self, noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory
     ) -> None:
+        super().__init__(buffer, worker, trajectory)
         self._noise = noise
-        self._buffer = buffer
-        self._worker = worker
-        self._trajectory = trajectory
-        self._parallel_from = parallel_from
-        first = trajectory.evaluations[0] if trajectory.evaluations else None
-        self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
-        # All segments share these programs, so that each is encoded for the kernels once.
         self._replays: dict[int, Mapping[bool, Program]] = {}  # by the step of the update
         self._missing_updates: dict[int, list[Sequence[Update]]] = {}  # by version, in parts
-        self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
         self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
-        self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
-
-    @property
-    def version(self) -> int:
-        """The present version. See the contract."""
-        return self._trajectory.version
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version. See the contract."""
@@ -80,18 +62,12 @@ class DrawnPerturber:
             raise
         return self._trajectory.version
 
-    def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let the forward read a segment's frozen weights. See the contract."""
-        self._buffer.load_frozen(index, stores)
-
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Write an evaluation's weights, unless the second thread has done so. See the contract."""
         if self._join() and evaluation == self._first:
             return
         origin = before if self._trajectory.perturb_in_place else None
-        if (origin, evaluation) not in self._moves:
-            self._moves[origin, evaluation] = compile_moves(origin, evaluation, self._trajectory.zo_eps)
-        program = self._moves[origin, evaluation]
+        program = self._move(origin, evaluation)
         if origin is None and not program.instructions:
             self._buffer.load(index, stores)
         sources = None if origin is not None else stores

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
@@ -26,7 +26,7 @@ from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_memory import GraphRoom, MemoryLimit, gradient_bytes
 from zo2core.sweep.kept_inputs import InputKey, KeptInputs
-from zo2core.sweep.perturber import Perturber
+from zo2core.sweep.trained_parameters import PresentWeights
 from zo2core.types import Batch, BlockLayout, Lane
 
 
@@ -68,40 +68,12 @@ class _Stream:
         self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the last visited segment, by index of the value
 
 
-class TrainedWeights(Protocol):
-    """What gradients are added to, and what changes with them."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """Names of the trained parameters, in registration order."""
-
-    @property
-    def updated(self) -> Collection[int]:
-        """Segments that are updated in the backward pass of the present sweep."""
-
-    def begin_sweep(self) -> None:
-        """Prepare for a sweep."""
-
-    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
-
-    def complete(self, index: int) -> None:
-        """Accept that all gradients of a segment's own parameters have been added. If it raises, nothing has changed.
-
-        A parameter that several segments use belongs to the first of them, whose backward pass is the last.
-        """
-
-    def update(self, index: int, store: Store, version: int) -> int:
-        """Change a segment's stored weights, if this sweep updates it; returns the new version."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GradientVisits:
     """Makes the visitors of first-order steps."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    present: Perturber  # loads weights into the work buffer
-    trained: TrainedWeights  # accumulates gradients
+    present: PresentWeights  # loads weights into the work buffer, and accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     inputs: KeptInputs[torch.UntypedStorage]
@@ -120,7 +92,7 @@ class GradientVisits:
         loss_scale: float = 1.0,
     ) -> GradientVisitor:
         """Make the visitor of one sweep."""
-        self.trained.begin_sweep()
+        self.present.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
         self.inputs.begin(inputs)
@@ -143,7 +115,7 @@ class GradientVisitor:
     ) -> None:
         self._layouts = visits.layouts
         self._present = visits.present
-        self._trained = visits.trained
+        self._trained = visits.present.trained
         self._leaves = visits.leaves
         self._queues = visits.streams
         self._timeline = visits.timeline

@@ -13,7 +13,6 @@ from zo2core.devices import HostDevice
 from zo2core.protocols import CounterNoise, Replaying, Scheduler, Store, Visitor
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber
-from zo2core.sweep.perturber import PARALLEL_FROM
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Bucket, Update
@@ -39,9 +38,7 @@ class HostReplay:
     def begin(self) -> None:
         """Make the present number of updates the version to which segments are brought."""
         trajectory = Trajectory(self._updates, len(self._updates), (), zo_eps=1.0, perturb_in_place=True)
-        self._perturber = CounterPerturber(
-            self._noise, self._buffer, self._pool, trajectory, parallel_from=PARALLEL_FROM, helpers=self._threads - 1
-        )
+        self._perturber = CounterPerturber(self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1)
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from zo2core.errors import OptionError
 from zo2core.protocols import Forward, Store, Stores, TensorReader
+from zo2core.sweep.perturber import Perturber
 from zo2core.sweep.visitor import Groups, SegmentVisitor, SegmentVisits, SweepVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Evaluation
@@ -103,12 +104,20 @@ class TrainedParameters:
             parameter.grad = None
 
 
-class PresentVersion(Protocol):
-    """Says which version of the weights is the present one, and brings segments to it."""
+class TrainedWeights(Protocol):
+    """What gradients are added to, and what changes with them: parameters in memory, or those of stored segments."""
 
     @property
     def version(self) -> int:
-        """The present version."""
+        """The present version of the segments."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the trained parameters, in registration order."""
+
+    @property
+    def updated(self) -> Collection[int]:
+        """Segments that are updated in the backward pass of the present sweep."""
 
     def begin_sweep(self) -> None:
         """Prepare for a sweep."""
@@ -116,49 +125,48 @@ class PresentVersion(Protocol):
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment's store to the present version; returns its new version."""
 
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
 
-class PresentWeights:
+    def complete(self, index: int) -> None:
+        """Accept that all gradients of a segment's own parameters have been added. If it raises, nothing has changed.
+
+        A parameter that several segments use belongs to the first of them, whose backward pass is the last.
+        """
+
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Change a segment's stored weights, if this sweep updates it; returns the new version."""
+
+
+class PresentWeights(Perturber):
     """A perturber without perturbations: it loads the present weights into the work buffer."""
 
-    def __init__(self, trained: PresentVersion, buffer: WorkBuffer) -> None:
-        self._trained = trained
-        self._buffer = buffer
-
-    @property
-    def seeds(self) -> Collection[int]:
-        """No seeds: nothing is drawn."""
-        return ()
+    def __init__(self, trained: TrainedWeights, buffer: WorkBuffer) -> None:
+        super().__init__(buffer)
+        self.trained = trained
 
     @property
     def version(self) -> int:
         """The present version."""
-        return self._trained.version
+        return self.trained.version
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version. See the contract."""
-        return self._trained.replay(index, stores[index], version)
-
-    def load_frozen(self, index: int, stores: Stores) -> None:
-        """Load frozen weights into the work buffer. See the contract."""
-        self._buffer.load_frozen(index, stores)
+        """Bring a segment's store to the present version. See ``Perturber``."""
+        return self.trained.replay(index, stores[index], version)
 
     def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Load trained weights into the work buffer. See the contract."""
+        """Load trained weights into the work buffer. See ``Perturber``."""
         assert (before, evaluation) == (None, None), "nothing is perturbed"
         self._buffer.load(index, stores)
-
-    def finish(self) -> None:
-        """Do nothing: there is no second thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PresentVisits(SegmentVisits):
     """Makes the visitors of evaluations, exports and flushes, which run the present weights."""
 
-    trained: PresentVersion
     weights: PresentWeights
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """Make the visitor of one sweep. See the contract."""
-        self.trained.begin_sweep()
+        self.weights.trained.begin_sweep()
         return SegmentVisitor(self, forward, self.weights, groups)

@@ -13,6 +13,7 @@ A visitor that reports how far its sweep is: a sweep over a large model takes mi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,10 +22,13 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import Activations, Forward, Store, Streams, Visitor
+from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, Visitor
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.counter_perturber import CounterPerturber
+from zo2core.sweep.drawn_perturber import DrawnPerturber
 from zo2core.sweep.perturber import Perturber
 from zo2core.sweep.update_loss import UpdateLoss
+from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 from zo2core.updates import Trajectory
 
@@ -178,12 +182,19 @@ class WeightVisits(SegmentVisits):
     """Makes visitors that perturb weights in the work buffer."""
 
     trajectory: Callable[[int, Sequence[Evaluation | None]], Trajectory]  # to a version and through evaluations
-    perturber: Callable[[Trajectory], Perturber]
+    noise: NoiseGenerator
+    buffer: WorkBuffer
+    worker: ThreadPoolExecutor | None  # a second thread; None uses one thread
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """Make the visitor of one sweep. See the contract."""
         trajectory = self.trajectory(version, [evaluation for evaluation, _ in groups])
-        return SegmentVisitor(self, forward, self.perturber(trajectory), groups)
+        perturber: Perturber
+        if isinstance(self.noise, CounterNoise):
+            perturber = CounterPerturber(self.noise, self.buffer, self.worker, trajectory)
+        else:
+            perturber = DrawnPerturber(self.noise, self.buffer, self.worker, trajectory)
+        return SegmentVisitor(self, forward, perturber, groups)
 
 
 class WatchedVisitor:
