@@ -56,7 +56,9 @@ def run_with_kills(folder: Path, rng: random.Random, kills: int, *, begun: bool)
                     os.kill(pid, signal.SIGKILL)
                 killed |= {own for rank in range(SIZE) if (own := pid_of(folder, rank)) is not None}  # all start again
             time.sleep(0.01)
-        assert process.poll() == 0, (folder / "output").read_text()[-2000:]
+        output = (folder / "output").read_text()
+        assert process.poll() == 0, output[-2000:]
+        assert "Connection refused" not in output, "workers that started again were sent to those that were stopped"
     finally:
         process.kill()
     return seen

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 import xxhash
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from zo2core.errors import ClosedError, OptionError, WorkerError
 from zo2core.io.direct_file import byte_view
@@ -226,7 +228,7 @@ class Workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
         wait = timedelta(seconds=timeout)
-        _connected(lambda: _at_most(timeout, lambda: distributed.init_process_group(backend, timeout=wait)))
+        _connected(lambda: _at_most(timeout, lambda: _join(backend, wait)))
         workers = cls(distributed.group.WORLD, split=split, neighbours=neighbours)
         workers._owns_group = True
         return workers
@@ -403,6 +405,17 @@ def _at_most(seconds: float, call: Callable[[], object]) -> None:
         raise failure
 
 
+def _join(backend: str, wait: timedelta) -> None:
+    """Join the group of all workers that were started together.
+
+    Workers that are started again find the same store, where the addresses of those that were stopped still stand: keys are
+    told apart by the attempt. Without that, gloo connects to closed ports, attempt after attempt.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=wait))
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+
+
 def _connected(call: Callable[[], object]) -> None:
     """Call ``torch.distributed``."""
     try:
@@ -410,7 +423,13 @@ def _connected(call: Callable[[], object]) -> None:
     except RuntimeError as error:
         raise WorkerError(
             "another worker",
-            found=f"a broken connection ({(str(error).splitlines() or [type(error).__name__])[0][-120:]})",
+            found=f"a broken connection ({_told(error)})",
             expected="an answer from all workers",
             remedy="read what the other workers print, and start all of them again: they continue where they stopped",
         ) from error
+
+
+def _told(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition("/gloo/")[2].partition("] ")[2].partition(". This is")[0] or line[:200]
