@@ -6,42 +6,71 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
-from zo2core.methods.choice import Method
-from zo2core.methods.first_order import FirstOrder, needs_of
-from zo2core.methods.states import AtSnapshot
-from zo2core.methods.zeroth_order import ZerothOrder
+from zo2core.methods.first_order import (
+    TRAINED_COPIES,
+    AdapterSteps,
+    FirstOrder,
+    gradient_visits,
+    require_trainable,
+    trained_bytes,
+)
+from zo2core.methods.fused import FusedSteps
+from zo2core.methods.loss_scale import LossScale
+from zo2core.methods.states import (
+    AdapterState,
+    AtSnapshot,
+    GenerationState,
+    JournalState,
+    KeptSnapshots,
+    StoredState,
+    TrainedState,
+)
+from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
+    FactorStore,
     LowRankPerturbation,
     Perturbation,
     StackedModel,
     choose_perturbation,
-    open_factors,
+    require_perturbation,
 )
 from zo2core.planning.low_bit import Replay, require_drawable
 from zo2core.planning.memory import Machine
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import MethodNeeds, RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import TraceRecorder
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Scheduler, ZOEstimator
-from zo2core.runner import Runner, RunParts, SegmentParts
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    CounterNoise,
+    Device,
+    DifferentiableModel,
+    NoiseGenerator,
+    Scheduler,
+    ZOEstimator,
+)
+from zo2core.runner import Runner
 from zo2core.schedulers import open_scheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.shared import SharedBase
@@ -60,9 +89,11 @@ from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, Trai
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import BlockLayout, Distribution
+from zo2core.types import Distribution
 from zo2core.updates import Trajectory, seeds_of
 from zo2core.workers import Workers, require_agreement, sync_journals
+
+Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
 
 JOURNAL = "journal.jsonl"  # name of the journal in the directory of a run
 
@@ -82,6 +113,7 @@ class RunOptions:
     overlap: bool = True
     replay: Replay = "auto"
     trace: Trace | Path | str | None = None
+    spill: Path | str | None = None
     workers: Workers | None = None
     shared: SharedBase | None = None
     source: BlockSource | None = None
@@ -89,87 +121,89 @@ class RunOptions:
     timeline: Timeline | None = None
 
 
-@dataclass(kw_only=True)
-class _Run(RunParts):
-    """A run that is being built."""
+class OpenedRun(NamedTuple):
+    """A run that was built, and how it goes on."""
 
-    method: Method
-    options: RunOptions
-    perturbation: Perturbation
-    is_kept: bool  # whether steps are recorded in the journal
-
-    @property
-    def perturb_in_place(self) -> bool:
-        """Whether weights are perturbed in place from one evaluation to the next."""
-        return self.estimator is not None and bool(self.estimator.perturb_in_place)
+    runner: Runner
+    state: JournalState | TrainedState
+    steps: ZerothOrderSteps | AdapterSteps | FusedSteps | None = None  # None: no steps are taken
+    snapshots: KeptSnapshots | None = None  # of first-order steps that are kept; None: there are none
 
 
-def build(model: BlockModel, method: Method, options: RunOptions) -> Runner:
-    """Plan a run, and open the parts of the plan."""
+def build(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
+    """Plan a run, open the parts of the plan, and go on from what the run has kept."""
+    _require_consistent(model, method, options)
     with ExitStack() as opened:
         opened.callback(SoleUse(model).end)
         if options.source is not None:
             opened.callback(SoleUse(options.source).end)
         else:
             opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
-        run = _opened_run(model, method, options, opened)
+        runner = _opened(model, method, options, opened)
         if options.source is not None:
-            segments = _given(run, options.source, opened)
+            _place_given(runner, method, options, options.source)
         elif options.shared is not None:
-            segments = _shared(run, options.shared, opened)
+            _place_shared(runner, method, options, options.shared)
         else:
-            segments = _planned(run, opened)
-        buffer = WorkBuffer(
+            _place_planned(runner, method, options)
+        runner.work_buffer = WorkBuffer(
             model.layouts,
-            run.device,
-            run.noise,
-            keep_noise=run.device.in_place and (segments.host_plan is None or segments.host_plan.keep_noise),
-            perturbs_in_place=run.perturb_in_place,
-            allocate=segments.work_memory,
+            runner.device,
+            runner.noise,
+            keep_noise=runner.device.in_place and (runner.spec is None or runner.spec.host_plan.keep_noise),
+            perturbs_in_place=runner.perturb_in_place,
+            allocate=None if options.shared is None else options.shared.work_memory,
         )
-        worker = None
-        if run.device.torch_device.type == "cpu":
-            worker = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
-        trained = _trained(run, segments.layouts)
-        visits = _visits(run, trained, segments.activations, buffer, worker)
-        buffer.bind(model.bind)
-        opened.callback(run.recorder.flush)
-        parts = {part.name: getattr(run, part.name) for part in fields(RunParts)}
-        return Runner(**parts, **vars(segments), opened=opened.pop_all(), work_buffer=buffer, visits=visits, trained=trained)
+        runner.trained = _trained(runner, method)
+        runner.visits = _visits(runner)
+        runner.work_buffer.bind(model.bind)
+        opened.callback(runner.recorder.flush)
+        run = _steps(runner, method, options)
+        runner.opened = opened.pop_all()
+        return run
 
 
 def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
     """What the plan of a run depends on, as far as first-order methods are concerned. Nothing is opened."""
-    write_back, layouts, needs = options.write_back, model.layouts, _needs(model, method, options, workers)
-    if needs.states is not None:
-        assert options.run is not None, "it is required for commits"
-        write_back = WriteBackPolicy(directory=options.run, every=1)
-        states = zip(layouts, needs.states, strict=True)
-        layouts = [replace(layout, states=tuple(of_segment)) for layout, of_segment in states]
-    return RunRequest(
+    request = RunRequest(
         layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(layouts, model.weights),
+        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
         memory=options.memory,
-        write_back=write_back,
+        write_back=options.write_back,
         replay=options.replay,
         overlap=options.overlap,
-        needs=needs,
+    )
+    if isinstance(method, AtSnapshot):
+        return replace(request, stays_in_memory=method.parameters is not None and _trains_all(model))
+    if isinstance(method, ZerothOrder):
+        return request
+    update, layouts = method.update, model.layouts
+    if update is None:
+        return replace(request, trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
+    gradients, optimizer = trained_bytes(update, layouts)
+    request = replace(request, gradient_bytes=gradients, optimizer_bytes=optimizer)
+    if options.commit_every is None:
+        return replace(request, stays_in_memory=True)
+    assert options.run is not None, "it is required for commits"
+    request = replace(request, changing=1, write_back=WriteBackPolicy(directory=options.run, every=1))
+    if update.turn is not None:
+        return request
+    stored = [replace(layout, states=tuple(update.states(layout))) for layout in layouts]
+    return replace(
+        request,
+        on_disk=laid_out_as_on_disk(stored, model.weights),
+        changing=sum(not layout.resident for layout in layouts),
+        # A first step makes the states of one segment before they are in its bucket.
+        optimizer_bytes=max(sum(spec.nbytes for spec in layout.states) for layout in stored),
     )
 
 
-def _needs(model: BlockModel, method: Method, options: RunOptions, workers: int) -> MethodNeeds:
-    if isinstance(method, FirstOrder):
-        return needs_of(method, model, streams=options.commit_every is not None, workers=workers)
-    is_loaded = isinstance(method, AtSnapshot) and method.parameters is not None
-    return MethodNeeds(stays_in_memory=is_loaded and trains_all(model))
-
-
-def trains_all(model: BlockModel) -> bool:
+def _trains_all(model: BlockModel) -> bool:
     """Whether no parameter is frozen."""
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Run:
+def _opened(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> Runner:
     """Open the journal, synchronise it with the other workers, and choose device, noise and perturbation."""
     require_rows(options.micro_batch_size)
     trace = options.trace
@@ -202,118 +236,122 @@ def _opened_run(model: BlockModel, method: Method, options: RunOptions, opened: 
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
         noise = choose_noise(journal.noise, model.layouts, device.torch_device)
-    write_back = options.write_back
-    factors = open_factors(
-        perturbation,
-        model,
-        estimator,
-        noise,
-        journal,
-        zeroth.seed,
-        device.torch_device,
-        replay=options.replay,
-        write_back_every=None if write_back is None else write_back.every,
-        snapshot_every=None if write_back is None else write_back.snapshot_every,
-    )
+    _require_perturbation(perturbation, model, estimator, noise, options)
+    factors = None
+    if isinstance(perturbation, LowRankPerturbation):
+        assert isinstance(noise, CounterNoise), "other noise was refused"
+        recorded = None if journal.header is None else journal.header.get("seed")
+        seed = recorded if estimator is None and isinstance(recorded, int) else zeroth.seed
+        factors = FactorStore(perturbation, noise.distribution, seed, device.torch_device)
     if estimator is not None:
         require_distribution(estimator, noise)
-    timeline = Timeline() if options.timeline is None else options.timeline
-    return _Run(
+    return Runner(
         model=model,
-        method=method,
-        options=options,
         estimator=estimator,
+        perturbation=perturbation,
         micro_batch_size=options.micro_batch_size,
         journal=journal,
+        is_kept=is_kept,
         workers=workers,
         device=device,
         noise=noise,
-        timeline=timeline,
-        recorder=TraceRecorder(timeline, trace),
-        perturbation=perturbation,
-        is_kept=is_kept,
+        recorder=TraceRecorder(Timeline() if options.timeline is None else options.timeline, trace),
         factors=factors,
+        opened=opened,
         update_loss=UpdateLoss(noise),
     )
 
 
-def _begin(run: _Run, opened: ExitStack) -> None:
+def _require_perturbation(
+    perturbation: Perturbation,
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
+    options: RunOptions,
+) -> None:
+    """Check that a perturbation fits the model and the other options, before anything is read."""
+    is_dense, write_back = isinstance(perturbation, DensePerturbation), options.write_back
+    frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
+    unchanged = f"beside frozen weights such as {frozen[0].name}, which never change" if frozen else ""
+    if not is_dense:
+        unchanged = "beside the activations, where no weight changes"
+    every, snapshot_every = (None, None) if write_back is None else (write_back.every, write_back.snapshot_every)
+    for option, value, is_set in (
+        ("replay", options.replay, options.replay == "host"),
+        ("write_back.every", every, isinstance(every, int)),
+        ("write_back.snapshot_every", snapshot_every, snapshot_every is not None),
+    ):
+        if is_set and unchanged:
+            raise OptionError(option, found=str(value), expected=f"no value {unchanged}", remedy="leave it out")
+    require_perturbation(perturbation, model, estimator, noise)
+
+
+def _begin(runner: Runner, method: Method, options: RunOptions) -> None:
     """Begin or continue the journal of a run that was planned."""
-    device, policy = run.device.torch_device, run.options.write_back
-    run.journal.begin(_header(run))
-    require_agreement(run.journal, run.noise, run.model.layouts, device, run.workers)
-    if run.factors is not None and policy is not None:
-        file = run.factors.keep_periods(Path(policy.directory), run.model.layouts, run.journal, policy.bytes_a_step)
-        opened.callback(file.close)
+    policy = options.write_back
+    runner.journal.begin(_header(runner, method, options))
+    require_agreement(runner.journal, runner.noise, runner.model.layouts, runner.device.torch_device, runner.workers)
+    if runner.factors is not None and policy is not None:
+        directory, layouts = Path(policy.directory), runner.model.layouts
+        runner.opened.callback(runner.factors.keep_periods(directory, layouts, runner.journal, policy.bytes_a_step).close)
 
 
-def _request(run: _Run) -> RunRequest:
+def _request(runner: Runner, method: Method, options: RunOptions) -> RunRequest:
     """What the plan of a run depends on."""
     return replace(
-        request_of(run.model, run.method, run.options, workers=run.workers.size),
-        noise=run.noise,
-        perturbation=run.perturbation,
-        perturb_in_place=run.perturb_in_place,
-        takes_steps=run.estimator is not None,
-        directions=_most_directions(run.estimator, run.journal),
-        updates=len(run.journal.updates),
+        request_of(runner.model, method, options, workers=runner.workers.size),
+        noise=runner.noise,
+        perturbation=runner.perturbation,
+        perturb_in_place=runner.perturb_in_place,
+        takes_steps=runner.estimator is not None,
+        directions=_most_directions(runner.estimator, runner.journal),
+        updates=len(runner.journal.updates),
     )
 
 
-def _planned(run: _Run, opened: ExitStack) -> SegmentParts:
+def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
-    device, model, options, timeline = run.device, run.model, run.options, run.timeline
-    request = _request(run)
-    machine = Machine.of(device, run.workers.neighbours)
-    spec, needs = plan(request, machine, MeasuredSpeeds(model.weights)), request.needs
-    own_noise = isinstance(run.method, ZerothOrder) and run.method.noise is not None
-    if not own_noise and not isinstance(run.noise, CounterNoise):
+    device, model, journal, opened = runner.device, runner.model, runner.journal, runner.opened
+    request, timeline = _request(runner, method, options), runner.recorder.timeline
+    spec = runner.spec = plan(request, Machine.of(device, runner.workers.neighbours), MeasuredSpeeds(model.weights))
+    own_noise = isinstance(method, ZerothOrder) and method.noise is not None
+    if not own_noise and not isinstance(runner.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         spare = max(spec.host_plan.spare, 0)
-        run.noise = choose_noise(run.journal.noise, model.layouts, device.torch_device, memory=spare)
-    _begin(run, opened)
-    digests = BaseDigests(run.journal.base_digests, learns=run.is_kept)
-    scratch, generations, journal = None, None, run.journal
-    if needs.streams:
+        runner.noise = choose_noise(journal.noise, model.layouts, device.torch_device, memory=spare)
+    _begin(runner, method, options)
+    scratch: Scratch | Generations | None = None
+    if request.changing:
         assert options.run is not None, "it is required for commits"
-        generations = Generations(
-            Path(options.run), spec.layouts, journal.chain, journal.require_version, spare=needs.changing
+        scratch = runner.generations = Generations(
+            Path(options.run), spec.layouts, journal.chain, journal.require_version, spare=request.changing
         )
-        opened.callback(generations.close)
     elif spec.write_back is not None:
         scratch = Scratch(Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version)
+    if scratch is not None:
         opened.callback(scratch.close)
-    source = SegmentStore(
+    runner.base_digests = BaseDigests(journal.base_digests, learns=runner.is_kept)
+    runner.source = SegmentStore(
         model.weights,
         spec.layouts,
         device.host_memory,
         buckets=spec.host_plan.buckets,
-        scratch=generations or scratch,
+        scratch=scratch,
         write_back_every=spec.write_back_every,
-        base_digests=digests,
+        base_digests=runner.base_digests,
         timeline=timeline,
     )
-    opened.callback(source.close)
+    opened.callback(runner.source.close)
+    runner.scheduler = _scheduler(spec, runner, runner.source, overlap=options.overlap)
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
-    return SegmentParts(
-        source=source,
-        scheduler=_scheduler(spec, run, source, opened),
-        layouts=spec.layouts,
-        base_digests=digests,
-        activations=ActivationOffload(device, allowed, spec.waiting_bytes, timeline=timeline),
-        activation_bytes=spec.activation_bytes,
-        spare_bytes=partial(spec.spare_bytes, in_place=device.in_place),
-        waiting_bytes=spec.waiting_bytes + max(spec.host_plan.spare, 0),
-        write_back_every=source.write_back_every,
-        generations=generations,
-        host_plan=spec.host_plan,
-        device_plan=spec.device_plan,
-    )
+    runner.activations = ActivationOffload(device, allowed, spec.waiting_bytes, timeline=timeline)
+    runner.activation_bytes = spec.activation_bytes
+    runner.spare_bytes = partial(spec.spare_bytes, in_place=device.in_place)
 
 
-def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
+def _place_given(runner: Runner, method: Method, options: RunOptions, source: BlockSource) -> None:
     """Use a source that the caller passed."""
-    expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in run.model.layouts]
+    expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in runner.model.layouts]
     found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if found != expected:
         raise OptionError(
@@ -322,8 +360,7 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
             expected=f"the {len(expected)} segments of the model",
             remedy="build the source from model.layouts and model.weights",
         )
-    options = run.options
-    if not isinstance(run.method, ZerothOrder) or run.factors is not None:
+    if not isinstance(method, ZerothOrder) or runner.factors is not None:
         raise OptionError(
             "source",
             found="a run whose weights are not replayed where they are stored",
@@ -337,133 +374,151 @@ def _given(run: _Run, source: BlockSource, opened: ExitStack) -> SegmentParts:
             expected="one of them",
             remedy="give the source its scratch file, and leave the others out",
         )
-    require_drawable(run.model.layouts, run.noise)
-    _begin(run, opened)
-    scheduler = options.scheduler
+    require_drawable(runner.model.layouts, runner.noise)
+    _begin(runner, method, options)
+    timeline, scheduler = runner.recorder.timeline, options.scheduler
     if scheduler is None:
-        scheduler = open_scheduler(source, run.device, run.timeline, overlap=options.overlap)
-    opened.callback(scheduler.release_all)  # the source stays open
-    return SegmentParts(
-        source=source,
-        scheduler=scheduler,
-        layouts=run.model.layouts,
-        base_digests=BaseDigests({}, learns=False),
-        activations=ActivationOffload(run.device, None, timeline=run.timeline),
-        activation_bytes=options.memory.activation_bytes,
-        write_back_every=source.write_back_every,
-    )
+        scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
+    runner.opened.callback(scheduler.release_all)  # the source stays open
+    runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
+    runner.activations = ActivationOffload(runner.device, None, timeline=timeline)
+    runner.activation_bytes = options.memory.activation_bytes
 
 
-def _shared(run: _Run, base: SharedBase, opened: ExitStack) -> SegmentParts:
+def _place_shared(runner: Runner, method: Method, options: RunOptions, base: SharedBase) -> None:
     """Join the runs of a base."""
-    if run.workers.size > 1:
+    if runner.workers.size > 1:
         raise OptionError(
-            "workers", found=f"{run.workers.size} workers", expected="one process for a shared base", remedy="leave it out"
+            "workers",
+            found=f"{runner.workers.size} workers",
+            expected="one process for a shared base",
+            remedy="leave it out",
         )
-    digests = BaseDigests(run.journal.base_digests, learns=run.is_kept)
-    joined = base.join(run.model, _request(run), run.timeline, digests)
-    opened.callback(joined.leave)
-    _begin(run, opened)
-    return SegmentParts(
-        scheduler=joined.scheduler,
-        layouts=run.model.layouts,
-        base_digests=digests,
-        activations=ActivationOffload(run.device, None, timeline=run.timeline),
-        activation_bytes=joined.activation_bytes,
-        spare_bytes=joined.spare_bytes,
-        work_memory=joined.work_memory,
-    )
+    timeline = runner.recorder.timeline
+    runner.base_digests = BaseDigests(runner.journal.base_digests, learns=runner.is_kept)
+    joined = base.join(runner.model, _request(runner, method, options), timeline, runner.base_digests)
+    runner.opened.callback(joined.leave)
+    _begin(runner, method, options)
+    runner.scheduler = joined
+    runner.activations = ActivationOffload(runner.device, None, timeline=timeline)
+    runner.activation_bytes, runner.spare_bytes = joined.activation_bytes, base.spare_bytes
 
 
-def _scheduler(spec: RunSpec, run: _Run, source: BlockSource, opened: ExitStack) -> Scheduler:
+def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource, *, overlap: bool) -> Scheduler:
     """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
-    open_plain = partial(
-        open_scheduler, device=run.device, timeline=run.timeline, overlap=run.options.overlap, kept=spec.kept
-    )
+    timeline, device = runner.recorder.timeline, runner.device
+    open_plain = partial(open_scheduler, device=device, timeline=timeline, overlap=overlap, kept=spec.kept)
     if spec.low_bit is None:
         return open_plain(source)
-    assert isinstance(run.noise, CounterNoise), "other noise was refused"
-    host = HostReplay(spec.layouts, run.noise, run.journal.updates, run.update_loss)
-    opened.callback(host.close)
+    assert isinstance(runner.noise, CounterNoise), "other noise was refused"
+    host = HostReplay(spec.layouts, runner.noise, runner.journal.updates, runner.update_loss)
+    runner.opened.callback(host.close)
     low_bit = LowBitSource(
         source,
         spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
-        run.device.host_memory,
+        device.host_memory,
         host.replay,
         comes_back=spec.low_bit == "device",
-        timeline=run.timeline,
+        timeline=timeline,
     )
-    opened.callback(low_bit.close)
+    runner.opened.callback(low_bit.close)
     return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit, host)
 
 
-def _trained(run: _Run, layouts: Sequence[BlockLayout]) -> TrainedParameters | StoredParameters | None:
+def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParameters | None:
     """What first-order steps train: all parameters where they are stored, or an adapter's in memory."""
-    model, method = run.model, run.method
     if isinstance(method, ZerothOrder):
         return None
-    if (method.update is not None) if isinstance(method, FirstOrder) else trains_all(model):
-        return StoredParameters(layouts)
-    return TrainedParameters(model.layouts, model.weights, run.device.torch_device)
+    if (method.update is not None) if isinstance(method, FirstOrder) else _trains_all(runner.model):
+        return StoredParameters(runner.layouts)
+    return TrainedParameters(runner.model.layouts, runner.model.weights, runner.device.torch_device)
 
 
-def _visits(
-    run: _Run,
-    trained: TrainedParameters | StoredParameters | None,
-    activations: ActivationOffload,
-    buffer: WorkBuffer,
-    worker: ThreadPoolExecutor | None,
-) -> Visits:
+def _visits(runner: Runner) -> Visits:
     """Choose how the visitors of sweeps are made, by where what is trained is."""
-    model, estimator, streams, timeline = run.model, run.estimator, run.device.streams, run.timeline
+    model, estimator, trained, buffer = runner.model, runner.estimator, runner.trained, runner.work_buffer
+    worker = None
+    if runner.device.torch_device.type == "cpu":
+        worker = runner.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
+    common: dict[str, Any] = {
+        "activations": runner.activations,
+        "streams": runner.device.streams,
+        "timeline": runner.recorder.timeline,
+    }
     if trained is not None:
         return PresentVisits(
             layouts=model.layouts,
             weights=PresentWeights(trained, buffer),
-            activations=activations,
-            streams=streams,
-            timeline=timeline,
-            update_loss=run.update_loss,
+            update_loss=runner.update_loss,
+            **common,
         )
-    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, run.perturb_in_place)
-    trajectory = partial(Trajectory, run.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
-    if run.factors is not None:
+    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, runner.perturb_in_place)
+    trajectory = partial(Trajectory, runner.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
+    if runner.factors is not None:
         assert isinstance(model, StackedModel), "other models were refused"
         return StackedVisits(
-            model=model,
-            factors=run.factors,
-            trajectory=trajectory,
-            buffer=buffer,
-            activations=activations,
-            streams=streams,
-            timeline=timeline,
-            worker=worker,
+            model=model, factors=runner.factors, trajectory=trajectory, buffer=buffer, worker=worker, **common
         )
     return WeightVisits(
         layouts=model.layouts,
         trajectory=trajectory,
-        noise=run.noise,
+        noise=runner.noise,
         buffer=buffer,
         worker=worker,
-        activations=activations,
-        streams=streams,
-        timeline=timeline,
-        update_loss=run.update_loss,
+        update_loss=runner.update_loss,
+        **common,
     )
 
 
-def _header(run: _Run) -> Mapping[str, Any]:
+def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
+    """Choose state and steps, and go on from what a run has kept."""
+    model, trained, run = runner.model, runner.trained, options.run
+    if isinstance(method, ZerothOrder):
+        journal = JournalState(runner)
+        steps = None if method.estimator is None else ZerothOrderSteps(runner, method.seed, journal)
+        return OpenedRun(runner, journal, steps)
+    assert trained is not None, "it was built"
+    if isinstance(method, AtSnapshot):
+        state = TrainedState(runner, trained, version=method.step)
+        if method.parameters is not None:
+            state.load(method.parameters)
+        return OpenedRun(runner, state)
+    assert isinstance(model, DifferentiableModel), "it was required"
+    spill = Path(next((path for path in (options.spill, run) if path is not None), tempfile.gettempdir()))
+    leaves: list[Mapping[str, torch.Tensor]] = [model.leaves(index) for index in range(len(model.layouts))]
+    first: AdapterState | StoredState
+    taken: AdapterSteps | FusedSteps
+    if isinstance(trained, StoredParameters):
+        assert method.update is not None, "it trains what is stored"
+        stored = runner, trained, method.update, LossScale(method.scaling), json_object("update", method.journal_options)
+        if options.commit_every is not None:
+            first = GenerationState(*stored, commit_every=options.commit_every)
+        else:
+            first = StoredState(*stored)
+        taken = FusedSteps(runner, method, first, gradient_visits(runner, leaves, spill))
+    else:
+        leaves = [
+            {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
+            for of_segment in leaves
+        ]
+        first = AdapterState(runner, trained, method.factory)
+        taken = AdapterSteps(runner, method, first, gradient_visits(runner, leaves, spill))
+    keeps = run is not None and options.commit_every is None
+    return OpenedRun(runner, first, taken, KeptSnapshots(Path(run), runner, first) if keeps and run is not None else None)
+
+
+def _header(runner: Runner, method: Method, options: RunOptions) -> Mapping[str, Any]:
     """Return the journal's header, which identifies the run. A value of None matches any value of the journal."""
-    model, noise, estimator, method, provenance = run.model, run.noise, run.estimator, run.method, run.options.provenance
+    model, noise, estimator, provenance = runner.model, runner.noise, runner.estimator, options.provenance
     steps: Mapping[str, Any]
     if isinstance(method, FirstOrder):
         steps = {"method": json_object("method", method.journal_options)}
     else:
-        drawn = numbers_drawn(run.device.torch_device) if isinstance(noise, SequentialNoise) else None
+        drawn = numbers_drawn(runner.device.torch_device) if isinstance(noise, SequentialNoise) else None
         seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
-        options = None if estimator is None else estimator.options
-        steps = {"noise": noise.name, DRAWN: drawn, "estimator": options, "seed": seed}
-    perturbation = run.perturbation
+        recorded = None if estimator is None else estimator.options
+        steps = {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}
+    perturbation = runner.perturbation
     return {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
@@ -494,3 +549,37 @@ def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
         return past
     evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
     return max(past, len({evaluation.seed for evaluation in evaluations}))
+
+
+def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
+    """Refuse options that would have no effect, and models that a method cannot train, before anything is opened."""
+    first = method if isinstance(method, FirstOrder) else None
+    update = None if first is None else first.update
+    if first is not None and not isinstance(model, DifferentiableModel):
+        raise OptionError(
+            "model",
+            found=f"a {type(model).__name__}, which has no `leaves`",
+            expected="a DifferentiableModel",
+            remedy="add this method to the model, or use ZerothOrder",
+        )
+    without_effect = {
+        "write_back": options.write_back is not None and not isinstance(method, ZerothOrder),
+        "scheduler": options.scheduler is not None and options.source is None,
+        "commit_every": options.commit_every is not None and update is None,
+        "run": options.run is not None and isinstance(method, AtSnapshot),
+        "journal": options.journal is not None and isinstance(method, AtSnapshot),
+    }
+    for option, is_set in without_effect.items():
+        if is_set:
+            expected = f"none with {type(method).__name__}" if option != "scheduler" else "a source beside it"
+            raise OptionError(option, found=str(getattr(options, option))[:80], expected=expected, remedy="leave it out")
+    if first is not None and options.journal is not None and options.run is None:
+        raise OptionError(
+            "run",
+            found="None, and a journal",
+            expected="a directory for snapshots",
+            remedy=f"pass run=..., with its {JOURNAL}",
+        )
+    if first is not None and update is not None:
+        workers = 1 if options.workers is None else options.workers.size
+        require_trainable(model, first, update, run=options.run, commit_every=options.commit_every, workers=workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,16 +13,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zo2core.build import JOURNAL, RunOptions, build
+from zo2core.build import Method, RunOptions, build
 from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
-from zo2core.methods.choice import Method, open_steps
-from zo2core.methods.first_order import AdapterSteps, FirstOrder
-from zo2core.methods.states import AdapterState, AtSnapshot, GenerationState, KeptSnapshots
+from zo2core.methods.first_order import AdapterSteps
+from zo2core.methods.states import AdapterState, GenerationState, KeptSnapshots
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.optimizers import Delayed
 from zo2core.perturbation import Learned
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Trace
@@ -31,9 +28,7 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import (
     BlockModel,
     BlockSource,
-    BlockUpdate,
     Device,
-    DifferentiableModel,
     Forward,
     Objective,
     Scheduler,
@@ -131,20 +126,14 @@ class Engine:
             overlap=overlap,
             replay=replay,
             trace=trace,
+            spill=spill,
             workers=workers,
             shared=shared,
             source=source,
             scheduler=scheduler,
             timeline=timeline,
         )
-        _require_consistent(model, method, options)
-        self._runner = build(model, method, options)
-        try:
-            self._state, self._steps, self._snapshots = open_steps(self._runner, method, run, commit_every, spill)
-        except BaseException:
-            self._runner.use.close()
-            self._runner.opened.__exit__(*sys.exc_info())  # a journal that was just created is removed
-            raise
+        self._runner, self._state, self._steps, self._snapshots = build(model, method, options)
 
     @property
     def workers(self) -> Workers:
@@ -167,12 +156,14 @@ class Engine:
     @property
     def host_plan(self) -> HostPlan | None:
         """Plan of host memory; None if the caller passed the source, or the base is shared."""
-        return self._runner.host_plan
+        spec = self._runner.spec
+        return None if spec is None else spec.host_plan
 
     @property
     def device_plan(self) -> DevicePlan | None:
         """Plan of device memory; None if the device computes in host memory, too."""
-        return self._runner.device_plan
+        spec = self._runner.spec
+        return None if spec is None else spec.device_plan
 
     @property
     def activation_bytes(self) -> int:
@@ -579,75 +570,3 @@ class Engine:
 
 def _misplaced(asked: str, lacks: str, needed: str) -> OptionError:
     return OptionError(asked, found=f"an engine without {lacks}", expected=needed, remedy="pass it to the engine")
-
-
-def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
-    """Refuse options that would have no effect, and models that a method cannot train, before anything is opened."""
-    first = method if isinstance(method, FirstOrder) else None
-    update = None if first is None else first.update
-    if first is not None and not isinstance(model, DifferentiableModel):
-        raise OptionError(
-            "model",
-            found=f"a {type(model).__name__}, which has no `leaves`",
-            expected="a DifferentiableModel",
-            remedy="add this method to the model, or use ZerothOrder",
-        )
-    without_effect = {
-        "write_back": options.write_back is not None and not isinstance(method, ZerothOrder),
-        "scheduler": options.scheduler is not None and options.source is None,
-        "commit_every": options.commit_every is not None and update is None,
-        "run": options.run is not None and isinstance(method, AtSnapshot),
-        "journal": options.journal is not None and isinstance(method, AtSnapshot),
-    }
-    for option, is_set in without_effect.items():
-        if is_set:
-            expected = f"none with {type(method).__name__}" if option != "scheduler" else "a source beside it"
-            raise OptionError(option, found=str(getattr(options, option))[:80], expected=expected, remedy="leave it out")
-    if first is not None and options.journal is not None and options.run is None:
-        raise OptionError(
-            "run",
-            found="None, and a journal",
-            expected="a directory for snapshots",
-            remedy=f"pass run=..., with its {JOURNAL}",
-        )
-    if first is not None and update is not None:
-        _require_trainable(model, first, update, options)
-
-
-def _require_trainable(model: BlockModel, method: FirstOrder, update: BlockUpdate, options: RunOptions) -> None:
-    """Refuse what first-order steps of all parameters cannot do right."""
-    halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
-    if method.scaling is not None and halves and not update.widens_gradients:
-        raise OptionError(
-            "scaling",
-            found=f"float16 gradients of {halves[0]}, which the optimizer takes as they are",
-            expected="float32 gradients, into which those of the scaled loss are converted",
-            remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
-        )
-    every, blocks = options.commit_every, sum(not layout.resident for layout in model.layouts)
-    if options.workers is not None and options.workers.size > 1:
-        raise OptionError(
-            "workers",
-            found=f"{options.workers.size} workers",
-            expected="one, where all parameters are trained",
-            remedy="leave it out",
-        )
-    if every is None:
-        return
-    if options.run is None:
-        raise OptionError(
-            "run", found="None", expected="a directory for the segments of commit_every", remedy="pass run=..."
-        )
-    if not isinstance(every, int) or every < 1:
-        raise OptionError(
-            "commit_every", found=repr(every), expected="a number of steps of at least 1", remedy="pass such a number"
-        )
-    if blocks < 2:
-        raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="leave commit_every out")
-    if isinstance(update, Delayed):
-        raise OptionError(
-            "update",
-            found="Delayed, whose thread changes states while they are written",
-            expected="an optimizer that has ended with a segment when it is written",
-            remedy="pass the optimizer that it delays, or leave commit_every out",
-        )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import torch
 
 from zo2core.journal import Journal
-from zo2core.perturbation import FactorStore
-from zo2core.planning import DevicePlan, HostPlan
-from zo2core.profiling import Sweep, TraceRecorder
-from zo2core.profiling.timeline import Timeline
+from zo2core.perturbation import FactorStore, Perturbation
+from zo2core.planning.run_spec import RunSpec
+from zo2core.profiling import TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.slot_file import Generations
@@ -25,62 +24,68 @@ from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import Groups, SweepVisitor, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Batch, BlockLayout, Lane, LaneUse, ParameterSpec, require_tensors
+from zo2core.types import Batch, BlockLayout, ParameterSpec, require_tensors
 from zo2core.workers import Workers
 
 
 @dataclass(kw_only=True)
-class RunParts:
-    """The parts of a run that do not depend on its plan."""
+class Runner:
+    """The parts of one run. It knows no method: a method makes sweeps with it."""
 
     model: BlockModel
     estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
+    perturbation: Perturbation
     micro_batch_size: int | None  # rows; None does not split batches
     journal: Journal
+    is_kept: bool  # whether steps are recorded in the journal
     workers: Workers
     device: Device
     noise: NoiseGenerator
-    timeline: Timeline
     recorder: TraceRecorder
-    update_loss: UpdateLoss
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-
-
-@dataclass(kw_only=True)
-class SegmentParts:
-    """Where a run's segments and activations are: planned, passed by the caller, or shared with other runs."""
-
-    source: BlockSource | None = None  # None if it is shared with other runs
-    scheduler: Scheduler
-    layouts: Sequence[BlockLayout]  # as they are stored
-    base_digests: BaseDigests  # empty if the caller passed the source
-    activations: ActivationOffload
-    activation_bytes: int  # for activations in the memory in which forwards run
-    spare_bytes: Callable[[], int] = lambda: 0  # further bytes there that the present plan leaves over
-    waiting_bytes: int = sys.maxsize  # host memory for what has no room there, on a device with its own memory
-    write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
-    generations: Generations | None = None  # segments on disk that change at each step
-    work_memory: Callable[[int], torch.Tensor] | None = None  # allocates the work buffer; None: the device does
-    host_plan: HostPlan | None = None  # None if the caller passed the source, or it is shared
-    device_plan: DevicePlan | None = None  # None if the device computes in host memory, too
-
-
-@dataclass(kw_only=True)
-class Runner(RunParts, SegmentParts):
-    """All parts of a run. It knows no method: a method makes sweeps with it."""
-
     opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
-    work_buffer: WorkBuffer
-    visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
-    trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are those of the journal
+    update_loss: UpdateLoss
     use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
     watch: Callable[[int, int], object] | None = None  # called after each visit, with the number of visits so far and of all
+
+    # Where segments and activations are: planned, passed by the caller, or shared with other runs.
+    spec: RunSpec | None = None  # None if the caller passed the source, or it is shared
+    source: BlockSource | None = None  # None if it is shared with other runs
+    scheduler: Scheduler = field(init=False)
+    base_digests: BaseDigests = field(init=False)  # empty if the caller passed the source
+    generations: Generations | None = None  # segments on disk that change at each step
+    activations: ActivationOffload = field(init=False)
+    activation_bytes: int = 0  # for activations in the memory in which forwards run
+    spare_bytes: Callable[[], int] = lambda: 0  # further bytes there that the present plan leaves over
+    work_buffer: WorkBuffer = field(init=False)
+    visits: Visits = field(init=False)  # makes the visitors of sweeps that run the present or perturbed weights
+    trained: TrainedParameters | StoredParameters | None = None  # by first-order steps; None: weights are the journal's
     _offloaded: int = 0  # version at which the blocks that stay on the device were last offloaded
+
+    @property
+    def layouts(self) -> Sequence[BlockLayout]:
+        """The segments as they are stored."""
+        return self.model.layouts if self.spec is None else self.spec.layouts
+
+    @property
+    def perturb_in_place(self) -> bool:
+        """Whether weights are perturbed in place from one evaluation to the next."""
+        return self.estimator is not None and bool(self.estimator.perturb_in_place)
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
+        return None if self.source is None else self.source.write_back_every
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Host memory for inputs that have no room where forwards run, on a device with its own memory."""
+        return sys.maxsize if self.spec is None else self.spec.waiting_bytes + max(self.spec.host_plan.spare, 0)
 
     @property
     def host_limit(self) -> int | None:
         """Resident bytes that the process may have; None where the plan does not say."""
-        plan = self.host_plan
+        plan = None if self.spec is None else self.spec.host_plan
         return plan.budget if plan is not None and plan.parts and self.device.in_place else None
 
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
@@ -141,10 +146,6 @@ class Runner(RunParts, SegmentParts):
             with self.use.locked():
                 self.scheduler.release_all()
             self._offloaded = step - 1
-
-    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step ended, and return the use of each lane in it."""
-        return self.recorder.ended(sweep)
 
     def close(self) -> None:
         """Stop all work, and close everything that was opened. May be called twice."""

@@ -25,7 +25,7 @@ from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine
-from zo2core.planning.run_spec import MethodNeeds, RunRequest, RunSpec, plan
+from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
@@ -438,7 +438,7 @@ def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(bas
 
     def planned(host: int | str, activations: int, copies: int = 0) -> RunSpec:
         memory = MemoryPolicy(host=host, device="8MB", activations=activations, least_activations=least)
-        request = RunRequest(layouts=layouts, on_disk=layouts, memory=memory, needs=MethodNeeds(copies))
+        request = RunRequest(layouts=layouts, on_disk=layouts, memory=memory, trained_copies=copies)
         return plan(request, machine, MeasuredSpeeds(model.weights))
 
     enough = planned("auto", 1 << 30, TRAINED_COPIES)

@@ -227,7 +227,7 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
     if not method.has_gradient:
         optimization = options.optimization
         estimator = optimization.estimator_of(options.steps)
-        require_perturbation(optimization.perturbation, model, estimator, request.noise, replay="auto")
+        require_perturbation(optimization.perturbation, model, estimator, request.noise)
     spec = plan(request, Machine(in_place=not on_device, on_host=not on_device), speeds)
     if on_device:
         return _on_device(options, model, shapes, spec)

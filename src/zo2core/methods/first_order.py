@@ -16,8 +16,7 @@ from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.methods.loss_scale import LossScaling
 from zo2core.methods.row_shards import RowShards
 from zo2core.methods.states import AdapterState
-from zo2core.optimizers import OptimizerFactory, state_bytes
-from zo2core.planning.run_spec import MethodNeeds
+from zo2core.optimizers import Delayed, OptimizerFactory, state_bytes
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
 from zo2core.runner import Runner
@@ -119,23 +118,51 @@ def _described(factory: Any) -> dict[str, Any]:
     return {"name": getattr(made, "__name__", type(made).__name__), **options}
 
 
-def needs_of(method: FirstOrder, model: BlockModel, *, streams: bool, workers: int = 1) -> MethodNeeds:
-    """What first-order steps need."""
-    update, layouts = method.update, model.layouts
-    if update is None:
-        return MethodNeeds(trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
-    gradients, in_memory = trained_bytes(update, layouts)
-    if not streams:
-        return MethodNeeds(gradient_bytes=gradients, optimizer_bytes=in_memory, stays_in_memory=True)
-    states = [() if update.turn is not None else tuple(update.states(layout)) for layout in layouts]
-    # A first step makes the states of one segment before they are in its bucket.
-    made = max(sum(spec.nbytes for spec in of_segment) for of_segment in states)
-    return MethodNeeds(
-        gradient_bytes=gradients,
-        optimizer_bytes=made if update.turn is None else in_memory,
-        states=states,
-        changing=1 if update.turn is not None else sum(not layout.resident for layout in layouts),
-    )
+def require_trainable(
+    model: BlockModel,
+    method: FirstOrder,
+    update: BlockUpdate,
+    *,
+    run: Path | str | None,
+    commit_every: int | None,
+    workers: int,
+) -> None:
+    """Refuse what first-order steps of all parameters cannot do right."""
+    halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
+    if method.scaling is not None and halves and not update.widens_gradients:
+        raise OptionError(
+            "scaling",
+            found=f"float16 gradients of {halves[0]}, which the optimizer takes as they are",
+            expected="float32 gradients, into which those of the scaled loss are converted",
+            remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
+        )
+    if workers > 1:
+        raise OptionError(
+            "workers",
+            found=f"{workers} workers",
+            expected="one, where all parameters are trained",
+            remedy="leave it out",
+        )
+    if commit_every is None:
+        return
+    if run is None:
+        raise OptionError(
+            "run", found="None", expected="a directory for the segments of commit_every", remedy="pass run=..."
+        )
+    if not isinstance(commit_every, int) or commit_every < 1:
+        raise OptionError(
+            "commit_every", found=repr(commit_every), expected="a number of steps of at least 1", remedy="pass such a number"
+        )
+    blocks = sum(not layout.resident for layout in model.layouts)
+    if blocks < 2:
+        raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="leave commit_every out")
+    if isinstance(update, Delayed):
+        raise OptionError(
+            "update",
+            found="Delayed, whose thread changes states while they are written",
+            expected="an optimizer that has ended with a segment when it is written",
+            remedy="pass the optimizer that it delays, or leave commit_every out",
+        )
 
 
 def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[int, int]:
@@ -164,7 +191,7 @@ def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
 
 def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
     """What makes the visitors of first-order steps."""
-    device, timeline, trained = runner.device, runner.timeline, runner.trained
+    device, timeline, trained = runner.device, runner.recorder.timeline, runner.trained
     assert trained is not None, "it was built for first-order steps"
     file = InputFile(spill, timeline)
     inputs = KeptInputs(file if device.in_place else InputOffload(device, timeline, file, runner.waiting_bytes))
@@ -184,7 +211,7 @@ def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]]
 def step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
     """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
     sweep = Sweep.of_step(commit.step, started, time.perf_counter())
-    lanes, seconds = runner.ended(sweep), sweep.done - started
+    lanes, seconds = runner.recorder.ended(sweep), sweep.done - started
     return StepResult(
         commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
     )

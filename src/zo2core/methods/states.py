@@ -92,16 +92,14 @@ class JournalState:
 class TrainedState:
     """What first-order steps train, with the steps taken. A step that was lost with its process is repeated."""
 
-    def __init__(
-        self, runner: Runner, trained: TrainedParameters | StoredParameters, *, is_kept: bool = False, version: int = 0
-    ) -> None:
+    def __init__(self, runner: Runner, trained: TrainedParameters | StoredParameters, *, version: int = 0) -> None:
         self.version = version
-        self._runner, self.trained, self._is_kept = runner, trained, is_kept
+        self._runner, self.trained = runner, trained
 
     def commit(self, record: Commit) -> None:
         """Record a step in the journal, or compare a repeated step with its record."""
         journal = self._runner.journal
-        if not self._is_kept:
+        if not self._runner.is_kept:
             return
         if record.step == journal.version:
             self._runner.base_digests.note(journal)
@@ -153,10 +151,8 @@ class AdapterState(TrainedState):
 
     trained: TrainedParameters
 
-    def __init__(
-        self, runner: Runner, trained: TrainedParameters, factory: OptimizerFactory | None, *, is_kept: bool
-    ) -> None:
-        super().__init__(runner, trained, is_kept=is_kept)
+    def __init__(self, runner: Runner, trained: TrainedParameters, factory: OptimizerFactory | None) -> None:
+        super().__init__(runner, trained)
         self._factory = factory
         self.optimizer: Any = None if factory is None else make_optimizer(factory, list(trained.parameters.values()))
 
@@ -191,14 +187,10 @@ class StoredState(TrainedState):
         update: BlockUpdate,
         scale: LossScale,
         options: Mapping[str, Any],
-        *,
-        is_kept: bool,
     ) -> None:
-        super().__init__(runner, trained, is_kept=is_kept)
-        self.scale = scale
-        self.update, self._options = update, options
+        super().__init__(runner, trained)
+        self.update, self.scale, self._options = update, scale, options
         self.states: StateMemory | StatesInStores = StateMemory(update, runner.layouts)
-        self.is_consistent = True  # whether all segments are of one step
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of all parameters, before the first step."""
@@ -256,7 +248,7 @@ class GenerationState(StoredState):
         *,
         commit_every: int,
     ) -> None:
-        super().__init__(runner, trained, update, scale, options, is_kept=True)
+        super().__init__(runner, trained, update, scale, options)
         assert isinstance(runner.source, SegmentStore), "it was planned"
         assert runner.generations is not None, "it was planned"
         self._source, self._generations = runner.source, runner.generations

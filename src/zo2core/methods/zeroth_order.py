@@ -227,7 +227,7 @@ class ZerothOrderSteps:
         self._open_step = None
         sweep = Sweep.of_step(open_step.step, open_step.started, time.perf_counter())
         return StepResult.of(
-            update, sweep.done - open_step.started, runner.ended(sweep), runner.update_loss.share_applied(update)
+            update, sweep.done - open_step.started, runner.recorder.ended(sweep), runner.update_loss.share_applied(update)
         )
 
     def _require_open_step(self) -> OpenStep:

@@ -5,7 +5,6 @@ from zo2core.perturbation.factor_store import Learned as Learned
 from zo2core.perturbation.factor_store import LearnedFactors as LearnedFactors
 from zo2core.perturbation.factor_store import factor_bytes as factor_bytes
 from zo2core.perturbation.factor_store import kept_bytes_a_step as kept_bytes_a_step
-from zo2core.perturbation.factor_store import open_factors as open_factors
 from zo2core.perturbation.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation.perturbation import LowRankPerturbation as LowRankPerturbation
 from zo2core.perturbation.perturbation import Perturbation as Perturbation

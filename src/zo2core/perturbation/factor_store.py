@@ -18,9 +18,9 @@ from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
 from zo2core.perturbation.factor_file import FactorFile, sum_elements
-from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation, require_perturbation
+from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation
 from zo2core.perturbation.stacked_model import Factors, PerturbedParameter
-from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, split_updates
 
@@ -241,34 +241,3 @@ def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout]
         return 0.0
     on_average = 4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
     return on_average if most is None or on_average <= most else 0.0
-
-
-def open_factors(
-    perturbation: Perturbation,
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-    journal: Journal,
-    seed: int,
-    device: torch.device,
-    *,
-    replay: str,
-    write_back_every: object,
-    snapshot_every: object,
-) -> FactorStore | None:
-    """Check a run's perturbation and open its factors; None for a dense one."""
-    require_perturbation(
-        perturbation,
-        model,
-        estimator,
-        noise,
-        replay=replay,
-        write_back_every=write_back_every,
-        snapshot_every=snapshot_every,
-    )
-    if isinstance(perturbation, DensePerturbation):
-        return None
-    assert isinstance(noise, CounterNoise), "other noise was refused"
-    recorded = None if journal.header is None else journal.header.get("seed")
-    run_seed = recorded if estimator is None and isinstance(recorded, int) else seed
-    return FactorStore(perturbation, noise.distribution, run_seed, device)

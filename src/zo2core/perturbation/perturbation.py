@@ -97,25 +97,12 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
 
 
 def require_perturbation(
-    perturbation: Perturbation,
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-    *,
-    replay: str = "auto",
-    write_back_every: object = None,
-    snapshot_every: object = None,
+    perturbation: Perturbation, model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator
 ) -> None:
-    """Check that a perturbation fits the model and the other options, before anything is read."""
+    """Check that a perturbation fits model, estimator and noise, before anything is read."""
     if isinstance(perturbation, DensePerturbation):
         _require_dense(model, estimator)
-        frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
-        if frozen:
-            what = f"beside frozen weights such as {frozen[0].name}, which never change"
-            _require_unwritten(what, replay=replay, write_back_every=write_back_every, snapshot_every=snapshot_every)
     else:
-        what = "beside the activations, where no weight changes"
-        _require_unwritten(what, replay=replay, write_back_every=write_back_every, snapshot_every=snapshot_every)
         _require_low_rank(model, estimator, noise)
 
 
@@ -130,17 +117,6 @@ def _require_dense(model: BlockModel, estimator: ZOEstimator | None) -> None:
             "directions of low rank or an adapter, because quantised weights are only read",
             "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
         )
-
-
-def _require_unwritten(what: str, *, replay: str, write_back_every: object, snapshot_every: object) -> None:
-    """Refuse options to offload or write back segments that are only read."""
-    for option, value, is_set in (
-        ("replay", replay, replay == "host"),
-        ("write_back.every", str(write_back_every), isinstance(write_back_every, int)),
-        ("write_back.snapshot_every", str(snapshot_every), snapshot_every is not None),
-    ):
-        if is_set:
-            raise _refusal(option, value, f"no value {what}", "leave it out")
 
 
 def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING, whole_pages
@@ -29,34 +29,13 @@ from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
 from zo2core.sources.loader import READERS
 from zo2core.sources.low_bit import staging_bytes
-from zo2core.types import BlockLayout, SegmentKind, StateSpec, aligned, trained, unrounded_bytes, work_bytes
+from zo2core.types import BlockLayout, SegmentKind, aligned, trained, unrounded_bytes, work_bytes
 
 # Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
 # some meanwhile.
 AUTO_SHARE = 0.9  # of the free memory
 DEVICE_SHARE = 0.95  # of the free memory; the rest is left to the allocator
 _SCRATCHES = 3  # buffers: replay, weight decay, perturbation
-
-
-class MethodNeeds(NamedTuple):
-    """The memory of what a first-order method trains."""
-
-    trained_copies: int = 0  # copies of trained parameters that are kept, with gradients and optimizer state
-    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
-    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
-    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
-    states: Sequence[Sequence[StateSpec]] | None = None  # for each segment, what is stored with it on disk; None: nothing
-    changing: int = 0  # blocks that change from one generation on disk to the next
-
-    @property
-    def streams(self) -> bool:
-        """Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep."""
-        return self.states is not None
-
-    @property
-    def spills(self) -> bool:
-        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
-        return self.trained_copies > 0 or self.stays_in_memory or self.streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +54,23 @@ class RunRequest:
     write_back: WriteBackPolicy | None = None
     replay: Replay = "auto"
     overlap: bool = True
-    needs: MethodNeeds = MethodNeeds()  # noqa: RUF009 - frozen
+    trained_copies: int = 0  # copies of trained parameters that first-order steps keep, with gradients and optimizer state
+    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    changing: int = 0  # streamed blocks that change from one generation on disk to the next; one bucket keeps one of them
     is_read_only: bool = False  # whether stored weights never change, though none is frozen
     further: Sequence[MemoryPart] = ()  # in the memory in which forwards run
 
     @property
     def trained_bytes(self) -> int:
         """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
-        return self.needs.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.needs.gradient_bytes
+        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
+
+    @property
+    def spills(self) -> bool:
+        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
+        return self.trained_copies > 0 or self.stays_in_memory or self.changing > 0
 
     @property
     def changes_weights(self) -> bool:
@@ -134,7 +122,7 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
         OptionError: if options exclude each other, or do not fit the machine.
         CheckpointError, ScratchError: if a speed cannot be measured.
     """
-    memory, layouts, noise, needs = request.memory, request.layouts, request.noise, request.needs
+    memory, layouts, noise = request.memory, request.layouts, request.noise
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
     factors = MemoryPart("factors of directions", factor_bytes(request.perturbation, layouts, request.updates))
     copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
@@ -147,14 +135,14 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
         further = [
             MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)),
             *([factors, *request.further] if machine.on_host else []),
-            MemoryPart(copies.name, needs.optimizer_bytes + (copies.nbytes if machine.in_place else 0)),
+            MemoryPart(copies.name, request.optimizer_bytes + (copies.nbytes if machine.in_place else 0)),
         ]
         least = memory.least_activation_bytes
         try:
             in_host_memory = memory.activation_bytes if machine.in_place else waiting
             host_plan = plan_host(request, machine, in_host_memory, further)
         except MemoryBudgetError:
-            if least is None or not needs.spills:
+            if least is None or not request.spills:
                 raise
             if machine.in_place:
                 activation_bytes = min(least, activation_bytes)
@@ -212,11 +200,11 @@ def plan_host(
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
     if not may_keep_noise:
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
-    if request.needs.stays_in_memory:
+    if request.stays_in_memory:
         choices = [choice for choice in choices if choice[0] is None]
     if most_buckets is not None:
         choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
-    if request.needs.streams:
+    if request.changing:
         choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
     for buckets, keep_noise in choices:
         planned = plan_with(buckets, keep_noise=keep_noise)
@@ -230,7 +218,7 @@ def _device_plan(
 ) -> DevicePlan | None:
     """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute."""
     memory = request.memory
-    if machine.in_place and memory.least_activations is not None and not request.needs.spills:
+    if machine.in_place and memory.least_activations is not None and not request.spills:
         raise OptionError(
             "memory.least_activations",
             found=f"{memory.least_activations!r} on a device that computes in host memory",
@@ -307,7 +295,7 @@ class RunNeeds:
     def of(cls, request: RunRequest, *, in_place: bool) -> Self:
         """What a run asks for."""
         activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
-        can_spill = in_place and request.needs.spills
+        can_spill = in_place and request.spills
         return cls(
             activations=activations,
             least=least if can_spill and least is not None else activations,

@@ -143,12 +143,12 @@ class TraceRecorder:
     """Takes the spans of a timeline sweep by sweep, sums them and writes them to a trace."""
 
     def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
-        self._timeline = timeline
+        self.timeline = timeline
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
         """Write the spans that are done, and sum them by lane."""
-        spans = self._timeline.take()
+        spans = self.timeline.take()
         if self._trace is not None:
             self._trace.add(spans, sweep)
         return lane_uses(spans, started=sweep.started, done=sweep.done)
@@ -164,7 +164,7 @@ class TraceRecorder:
 
     def flush(self) -> None:
         """Record work done outside of sweeps, so that no sweep counts it."""
-        spans = self._timeline.take()
+        spans = self.timeline.take()
         if self._trace is not None:
             self._trace.add(spans)
 

@@ -1,4 +1,3 @@
 """One base for several runs."""
 
-from zo2core.shared.shared_base import Joined as Joined
 from zo2core.shared.shared_base import SharedBase as SharedBase

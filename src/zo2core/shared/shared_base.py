@@ -23,7 +23,7 @@ from zo2core.planning.policies import MemoryPolicy
 from zo2core.planning.run_spec import RunNeeds, RunRequest, RunSpec, decoded_bytes, plan, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import BlockModel, Device, Replaying, Scheduler, Visitor
+from zo2core.protocols import BlockModel, Device, Replaying, Visitor
 from zo2core.schedulers import open_scheduler
 from zo2core.shared.lockstep import Lockstep
 from zo2core.sources import SegmentStore
@@ -52,16 +52,6 @@ class Stepping(Hashable, Protocol):
 
 
 EngineT = TypeVar("EngineT", bound=Stepping)
-
-
-class Joined(NamedTuple):
-    """The place of a run at a shared base."""
-
-    scheduler: Scheduler  # makes the run's sweeps together with those of other runs
-    activation_bytes: int
-    spare_bytes: Callable[[], int]  # the run's share of what the present plan leaves over
-    work_memory: Callable[[int], torch.Tensor]  # allocates a work buffer, which the runs use in turn
-    leave: Callable[[], None]
 
 
 class _Opened:
@@ -114,7 +104,7 @@ class SharedBase:
         overlap: bool = True,
     ) -> None:
         self._model, self._memory, self._overlap = model, memory, overlap
-        self._runs: dict[_Run, RunNeeds] = {}
+        self._runs: dict[SharedRun, RunNeeds] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
             opened.callback(SoleUse(model).end)
@@ -173,7 +163,7 @@ class SharedBase:
         results = self._lockstep.run(list(functions.values()))
         return dict(zip(functions, results, strict=True))
 
-    def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> Joined:
+    def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> SharedRun:
         """Add a run. Engines call it when they are made.
 
         Args:
@@ -189,10 +179,10 @@ class SharedBase:
         """
         self._use.require_open()
         _require_shareable(request)
-        takes_steps = request.takes_steps or request.updates > 0 or request.needs.trained_copies > 0
+        takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
-        run = _Run(self, segments, timeline)
+        run = SharedRun(self, segments, timeline)
         with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
         needs = RunNeeds.of(request, in_place=self.device.in_place)
@@ -210,9 +200,10 @@ class SharedBase:
         except BaseException:
             run.leave()
             raise
-        return Joined(run, needs.activations, self._spare_bytes, self._work_memory, run.leave)
+        run.activation_bytes = needs.activations
+        return run
 
-    def leave(self, run: _Run) -> None:
+    def leave(self, run: SharedRun) -> None:
         """Remove a run. Its engine calls it when it is closed."""
         self._runs.pop(run, None)
 
@@ -239,11 +230,11 @@ class SharedBase:
             views = tuple(view.cpu() for view in segments.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
 
-    def _spare_bytes(self) -> int:
+    def spare_bytes(self) -> int:
         """What the plan of all runs leaves over to each of them, in equal shares."""
         return self._spec.spare_bytes(in_place=self.device.in_place) // len(self._runs)
 
-    def _work_memory(self, nbytes: int) -> torch.Tensor:
+    def work_memory(self, nbytes: int) -> torch.Tensor:
         """Memory in which runs take turns: what is in it is not needed after a visit."""
         if len(self._work) < nbytes:
             self._work = self.device.empty(nbytes)
@@ -299,11 +290,12 @@ class _SweepRequest(NamedTuple):
     timeline: Timeline  # of the run
 
 
-class _Run:
+class SharedRun:
     """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs."""
 
     def __init__(self, base: SharedBase, segments: RunSegments, timeline: Timeline) -> None:
         self._base, self._segments, self._timeline = base, segments, timeline
+        self.activation_bytes = 0  # for its activations
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
