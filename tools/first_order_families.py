@@ -2,9 +2,9 @@
 
     python tools/first_order_families.py --output first-order-families.json
 
-Every family of the installed transformers that `tools/families.py` can build is trained with LoRA on all linear layers, in
-float32, for three steps of SGD on a padded batch. Families that cannot be opened or differentiated block by block are listed
-with the error.
+Every family of the installed transformers that `tools/families.py` can build is trained with LoRA for three steps of SGD on
+a padded batch, in float32. By default LoRA is on all linear layers but the head, experts and routers. `--targets auto
+experts` adds the experts. Families that cannot be opened or differentiated block by block are listed with the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import transformers
 from families import VOCABULARY, small_config, small_model
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.pytorch_utils import Conv1D
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import Engine, FirstOrder, ZO2Error
@@ -41,17 +40,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def compare(model_type: str, directory: Path) -> dict[str, Any]:
+def compare(model_type: str, directory: Path, targets: list[str]) -> dict[str, Any]:
     """Test one family; its ``outcome`` is equal, different, refused, or not built."""
     try:
         small_model(small_config(model_type)).save_pretrained(directory)
         whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        head = whole.get_output_embeddings()
-        linear = {name: module for name, module in whole.named_modules() if type(module) in (torch.nn.Linear, Conv1D)}
-        names = {name for name, module in linear.items() if module is not head and any(c.isdigit() for c in name)}
-        config = peft.LoraConfig(r=2, target_modules=sorted(names), init_lora_weights=False)
+        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
         optimizer = partial(torch.optim.SGD, lr=1e-2)
-        model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
+        model: Any = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error)[:300]}
     except Exception as error:  # transformers or peft may fail on such a tiny model
@@ -63,7 +59,7 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
             learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error)[:300]}
-    peft.inject_adapter_in_model(config, whole)
+    peft.inject_adapter_in_model(model.adapter.config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in first
         # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
@@ -85,6 +81,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--targets", nargs="+", default=["auto"], help="layers with an adapter")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -93,7 +90,7 @@ def main() -> None:
     for model_type in options.families:
         with tempfile.TemporaryDirectory() as directory:
             try:
-                families[model_type] = compare(model_type, Path(directory))
+                families[model_type] = compare(model_type, Path(directory), options.targets)
             except Exception as error:  # a defect, which the table lists
                 families[model_type] = {"outcome": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
         found = families[model_type]
@@ -101,7 +98,8 @@ def main() -> None:
     counts = dict(Counter(family["outcome"] for family in families.values()))
     print(counts)
     if options.output is not None:
-        measured = {"transformers": transformers.__version__, "steps": STEPS, "counts": counts, "families": families}
+        common = {"transformers": transformers.__version__, "steps": STEPS, "targets": options.targets}
+        measured = {**common, "counts": counts, "families": families}
         options.output.write_text(json.dumps(measured, indent=1) + "\n")
 
 

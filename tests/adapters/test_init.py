@@ -89,7 +89,7 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
 ) -> None:
     values = written(data)
     assert {key: values.get(key) for key in expected} == expected
-    common = {"method": "adamw", "lora_rank": 8, "lora_targets": "all-linear", "lr": "auto", "output": "run"}
+    common = {"method": "adamw", "lora_rank": 8, "lora_targets": "auto", "lr": "auto", "output": "run"}
     assert {key: values[key] for key in common} == common
     assert values["eval_split"] == 0.1
     assert values.keys() <= set(option_names(Train))

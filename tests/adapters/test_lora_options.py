@@ -86,7 +86,7 @@ def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str,
 def test_the_recipe_of_a_run_has_what_was_left_out(here: Path) -> None:
     train("run", "--method", "adamw", "--lora-rank", 2)
     recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
-    assert (recipe["lora_rank"], recipe["lora_targets"], recipe["lora_alpha"]) == (2, ["all-linear"], 4)
+    assert (recipe["lora_rank"], recipe["lora_targets"], recipe["lora_alpha"]) == (2, ["auto"], 4)
     train_recipe("run/recipe.yaml", {"output": "again"})
     assert files("again") == files("run")
     values = {"model": "base", "data": "rows.jsonl", "output": "mapped", "lr": 1e-2, "lora_rank": 2, "method": "adamw"}

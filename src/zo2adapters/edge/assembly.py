@@ -65,8 +65,8 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 
 
 def _require_lora_fa(model: PeftBlockModel, specs: Mapping[str, ParameterSpec]) -> None:
-    if not isinstance(model.adapter.kind, LoRAKind) or model.adapter.config.use_dora or model.adapter.config.modules_to_save:
-        title = model.adapter.kind.why_not_stacked(model.adapter.config)
+    title = model.adapter.kind.why_not_stacked(model.adapter.config)
+    if title is not None or not isinstance(model.adapter.kind, LoRAKind) or model.adapter.config.modules_to_save:
         expected, remedy = "LoRA, of which lora_B is trained", "Adapter(config=LoraConfig(...), frozen=('lora_A',))"
         raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
     encoded = next((spec for spec in specs.values() if spec.encoding is not None), None)

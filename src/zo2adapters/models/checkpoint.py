@@ -119,7 +119,7 @@ def open_checkpoint(
     model_class = _model_class(files.config, kind)
     if adapter_config is not None:
         where = f"model type {files.config.model_type}, head {head}"
-        _require_adapter_fits(adapter_config, chosen, model_class, where=where)
+        _require_adapter_fits(adapter_config, model_class, where=where)
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
@@ -133,6 +133,8 @@ def open_checkpoint(
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
         base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
         opened = inject(skeleton, adapter, adapter_config, base)
+        if chosen.autocast is not None:
+            _require_mixes(opened)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
         architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
     exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
@@ -193,15 +195,20 @@ def _require_adapter_options(precision: Precision | str, transfer_dtype: str, ex
         raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
 
 
-def _require_adapter_fits(
-    adapter: ChosenConfig, precision: Precision, model_class: type[HFBlockModel], *, where: str
-) -> None:
-    """Refuse a kind of adapter that cannot be trained in this precision or in this kind of model."""
-    why_not = None if precision.autocast is None else adapter.kind.why_not_mixed(adapter.config)
+def _require_mixes(adapter: OpenedAdapter) -> None:
+    """Refuse mixed precision where an adapter would not compute what it computes in the whole model."""
+    why_not = adapter.kind.why_not_mixed(adapter.config)
     if why_not is not None:
         raise OptionError(
-            "precision", found=f"mixed with {why_not}", expected="exact precision", remedy="leave it out, or use LoRA"
+            "precision",
+            found=f"mixed with {why_not}",
+            expected="exact precision",
+            remedy="leave it out, or use LoRA of linear layers",
         )
+
+
+def _require_adapter_fits(adapter: ChosenConfig, model_class: type[HFBlockModel], *, where: str) -> None:
+    """Refuse a kind of adapter that cannot be trained in this kind of model."""
     if model_class not in adapter.kind.model_classes:
         model = "a model that reads images" if model_class is HFVisionModel else "a model that has this head"
         raise UnsupportedModelError(

@@ -181,16 +181,20 @@ def merged_parameter(
 ) -> torch.Tensor:
     """Merge the adapter into one parameter of a layer, by peft's own code."""
     path, _, leaf = name.rpartition(_BASE)
+    while getattr(model.module_at(path), "parameter_name", leaf) != leaf:  # peft nests modules that adapt one parameter each
+        if not path.endswith(_BASE[:-1]):
+            return tensor
+        path = path.removesuffix(_BASE[:-1])
     original = model.module_at(path)
     shared = {id(parameter): parameter for parameter in original.parameters()}  # which are replaced below, not copied
     layer: Any = deepcopy(original, shared)
     for own, _ in original.named_parameters():
         if f"{path}.{own}" in values:
             put_value(layer, own, values[f"{path}.{own}"])
-    for other, parameter in list(layer.base_layer.named_parameters()):
-        value = tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype)
-        put_value(layer.base_layer, other, value)
+    base = layer.get_base_layer()
+    for other, parameter in list(base.named_parameters()):
+        put_value(base, other, tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype))
     with torch.no_grad():
         layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
-    merged: torch.Tensor = getattr(layer.base_layer, leaf).detach()
+    merged: torch.Tensor = getattr(base, leaf).detach()
     return merged.contiguous()

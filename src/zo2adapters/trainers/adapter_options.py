@@ -12,7 +12,8 @@ from zo2core.errors import OptionError
 if TYPE_CHECKING:
     from zo2adapters.models.peft_model import Adapter  # a command line is read without transformers
 
-ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
+AUTO, EXPERTS = "auto", "experts"  # every linear layer before the head and outside experts, and a mixture's experts
+ALL_LINEAR = "all-linear"  # what peft makes of this name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class AdapterOptions:
     """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's LoraConfig(r=8), with initial
     values from --seed. --adapter takes other configs."""
     lora_targets: tuple[str, ...] = ()
-    """With --lora-rank: names of the linear layers that get an adapter, such as q_proj v_proj. By default all-linear, which
-    is every one but the output layer of a language model."""
+    """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj. By default auto, which is every
+    linear layer but the output layer of a language model, and of a mixture those outside its experts and routers. auto
+    experts is these and the experts. all-linear is what peft makes of it: of some mixtures the experts, too."""
     lora_alpha: int | None = None
     """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank. By default twice the rank."""
 
@@ -56,14 +58,16 @@ class AdapterOptions:
             expected = f"{ALL_LINEAR} alone, or names with spaces between them"
             remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
             raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
+        if AUTO in self.lora_targets and not {*self.lora_targets} <= {AUTO, EXPERTS}:
+            expected = f"{AUTO}, {AUTO} {EXPERTS}, or names of layers"
+            remedy = f"write {' '.join(name for name in self.lora_targets if name != AUTO)}"
+            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
 
     def with_lora_defaults(self) -> Self:
         """The options with the values that stand for those that were left out."""
         if self.lora_rank is None:
             return self
-        return replace(
-            self, lora_targets=self.lora_targets or (ALL_LINEAR,), lora_alpha=self.lora_alpha or 2 * self.lora_rank
-        )
+        return replace(self, lora_targets=self.lora_targets or (AUTO,), lora_alpha=self.lora_alpha or 2 * self.lora_rank)
 
     def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
         """The adapter to open the model with; None: the weights are trained."""

@@ -318,7 +318,7 @@ def _method_choices(opened: _Opened, options: TrainOptions, plan: RunPlan) -> It
     if options.first_order.method is not None:
         yield Choice("method", options.first_order.method, opened.reason)
         yield Choice("lora_rank", options.model_options.lora_rank)
-        yield Choice("lora_targets", "all-linear")
+        yield Choice("lora_targets", "auto", "auto is every linear layer but the head; of a mixture, outside its experts.")
         yield Choice("max_grad_norm", options.first_order.max_grad_norm, "Scales down gradients that are unusually large.")
     else:
         yield Choice(None, None, opened.reason)

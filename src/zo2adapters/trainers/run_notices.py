@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -113,7 +114,10 @@ def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     if any(spec.frozen for spec in specs):
         precision = "exact" if model.autocast is None else f"mixed, computed in {_name(model.autocast)}"
-        return f"precision: {precision}; an adapter in float32 on weights that are only read"
+        line = f"precision: {precision}; an adapter in float32 on weights that are only read"
+        layers = (re.search(r"(\w+)(\.base_layer)*\.lora_A\.", spec.name) for spec in specs)
+        names = dict.fromkeys(found[1] for found in layers if found is not None)
+        return f"{line}: LoRA of {', '.join(names)}" if names else line
     stored = specs[0].dtype
     if model.autocast is not None:
         return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2adapters.models.peft_model import Adapter, peft_config
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_model import Adapter
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
@@ -119,7 +121,8 @@ def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapte
     if adapter is None:
         stored = model.layouts[0].parameters[0].dtype
         return load_whole(loaded, directory, stored)
-    config = peft_config(adapter).config
+    assert isinstance(model, PeftBlockModel), "it was opened with the adapter"
+    config = deepcopy(model.adapter.config)  # peft writes into it
     if config.is_prompt_learning:
         expected = "an adapter whose modules stand in the model, as LoRA's"
         raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")

@@ -30,8 +30,9 @@ class PeftBlockModel(HFBlockModel):
         """The values that determine the forward, including the adapter's config."""
         plain = plain_config(self.adapter.config)
         decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
-        if decisive.get("modules_to_save") is None:  # earlier runs have no entry
-            decisive.pop("modules_to_save", None)
+        for key in ("modules_to_save", "target_parameters"):  # earlier runs have no entry
+            if not decisive.get(key):
+                decisive.pop(key, None)
         return {**super().description, "adapter": decisive}
 
     @property

@@ -1,7 +1,11 @@
-"""LoRA and DoRA: two thin matrices in addition to a linear layer's matrix, for DoRA also a vector of magnitudes."""
+"""LoRA and DoRA: two thin matrices in addition to a linear layer's matrix, for DoRA also a vector of magnitudes.
+
+A stack of experts gets a pair of matrices for each expert (``target_parameters``).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, ClassVar, NamedTuple
@@ -18,10 +22,12 @@ from zo2adapters.models.peft_kinds.wrapped_layers import (
     base_name,
     file_name,
     is_rank,
+    name_targets,
     put_value,
     read_weight,
     wrap_layers,
     wrapped_layers,
+    wraps_parameter,
 )
 
 _INITIALISATIONS = (True, False, "gaussian")  # values of ``init_lora_weights`` that do not depend on the base's weights
@@ -46,12 +52,12 @@ class LoRAKind(AdapterKind):
     config_class = "LoraConfig"
     decisive = frozenset(
         {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
-        | {"layers_to_transform", "layers_pattern", "fan_in_fan_out", "modules_to_save"}
+        | {"layers_to_transform", "layers_pattern", "fan_in_fan_out", "modules_to_save", "target_parameters"}
     )
     supported = frozenset({"init_lora_weights", "use_dora"})
     accepted = (
-        "LoRA of linear layers and GPT-2's Conv1D, or DoRA of linear layers, without dropout, whose initial values do not "
-        "depend on the base's weights"
+        "LoRA of linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without dropout, whose "
+        "initial values do not depend on the base's weights"
     )
     part_of_names = "lora_A"
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
@@ -63,28 +69,37 @@ class LoRAKind(AdapterKind):
 
     def why_not_stacked(self, config: Any) -> str | None:
         """DoRA is refused: its forward divides by norms of the perturbed matrix, which differ for each direction."""
-        return "DoRA" if config.use_dora else None
+        return "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
 
     def why_not_mixed(self, config: Any) -> str | None:
-        """DoRA is refused: it takes norms of matrices before autocast casts them."""
-        return "DoRA" if config.use_dora else None
+        """DoRA takes norms of matrices, and experts' matrices are added to the base's, before autocast casts them."""
+        return "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
         """See the contract."""
-        names = wrap_layers(skeleton, config, (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D))
-        if any(type(layer.base_layer) is Conv1D for _, layer in wrapped_layers(skeleton)):
+        layers: tuple[type[nn.Module], ...] = (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
+        name_targets(skeleton, config, layers)
+        names = wrap_layers(skeleton, config, layers)
+        wrapped = [layer for _, layer in wrapped_layers(skeleton)]
+        if any(type(layer.base_layer) is Conv1D for layer in wrapped):
             config.fan_in_fan_out = True  # as peft sets it for each such layer, with a warning if the config says otherwise
-        largest = 0
+        forward_bytes = 0
         if config.use_dora:
-            largest = max(layer.base_layer.weight.numel() for _, layer in wrapped_layers(skeleton))
+            forward_bytes = (
+                _MATRICES_OF_DORA * torch.float32.itemsize * max(layer.base_layer.weight.numel() for layer in wrapped)
+            )
+        sums = Counter[nn.Module]()  # bytes of adapted stacks, which exist beside the base's while their module runs
+        for layer in wrapped:
+            if wraps_parameter(layer):
+                sums[layer.get_base_layer()] += layer.get_param().nbytes
         return Inserted(
             {name: file_name(_file_form(name)) for name in names},
-            forward_bytes=_MATRICES_OF_DORA * largest * torch.float32.itemsize,
+            forward_bytes=max([forward_bytes, *sums.values()]),
         )
 
     def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
         """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each layer's weights."""
-        names = [name for path, layer in wrapped_layers(skeleton) for name in _matrices(path)]
+        names = [name for path, _ in wrapped_layers(skeleton) for name in _matrices(path)]
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # without seeding devices
             for name in names:

@@ -18,8 +18,9 @@ from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decoded
 from zo2core.protocols import TensorReader
 
+AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
 LARGEST_RANK = 1 << 16
-_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # part of the names of a wrapped module's parameters
+_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
 SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
 
 
@@ -30,6 +31,7 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Mo
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws weights that are not used
             warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # it corrects this option for each layer
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj")  # of a mixture: its own
             peft.inject_adapter_in_model(config, skeleton, adapter_name=ADAPTER_NAME)
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -42,16 +44,80 @@ def wrap_layers(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Mo
     output: Any = skeleton.get_output_embeddings
     for path, module in wrapped_layers(skeleton):
         wrapped = module.base_layer
-        if type(wrapped) not in layers or module is output():
+        if not (wraps_parameter(module) or _is_linear(wrapped, layers)) or module is output():
             raise OptionError(
                 "adapter.target_modules",
                 found=f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
                 expected="linear layers before the head",
-                remedy="name such layers, as q_proj",
+                remedy=f"name such layers, as q_proj, or {AUTO} for all of them outside experts and routers",
             )
     _require_copies(skeleton, config)
     skeleton.train(mode=False)
     return [name for name, _ in skeleton.named_parameters() if f".{ADAPTER_NAME}." in f"{name}."]
+
+
+def name_targets(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...]) -> None:
+    """Replace ``auto`` and ``experts`` among a config's targets by names of this model."""
+    targets = {config.target_modules} if isinstance(config.target_modules, str) else {*(config.target_modules or ())}
+    if EXPERTS in targets:
+        stacks = _stacked_experts(skeleton)
+        if not stacks:
+            found, remedy = f"{EXPERTS}, which {skeleton.config.model_type} does not have as stacks", "leave it out"
+            raise OptionError("adapter.target_modules", found=found, expected="layers of this model", remedy=remedy)
+        config.target_parameters = sorted({*(config.target_parameters or ()), *stacks})
+        config.target_modules = targets = targets - {EXPERTS}
+    if AUTO in targets:
+        config.target_modules = targets - {AUTO} | _linear_layers(skeleton, layers)
+
+
+def _stacked_experts(skeleton: nn.Module) -> set[str]:
+    """The ends of names of parameters that are one matrix for each expert."""
+    experts = (module for path, module in skeleton.named_modules() if path.endswith(f".{EXPERTS}"))
+    parameters = (it for module in experts for it in module.named_parameters(recurse=False))
+    return {f"{EXPERTS}.{name}" for name, parameter in parameters if parameter.ndim == 3}
+
+
+def _linear_layers(skeleton: PreTrainedModel, layers: tuple[type[nn.Module], ...]) -> set[str]:
+    """The paths of linear layers before the head: of a mixture, those outside its experts and routers.
+
+    Dense layers stay out whose names peft takes for those of experts, as ``gate_proj`` in DeepSeek's first layers.
+    """
+    whole: Any = skeleton
+    head = whole.get_output_embeddings()
+    paths = [path for path, module in skeleton.named_modules() if module is not head and _is_linear(module, layers)]
+    of_experts = {leaf for leaf in {path.rpartition(".")[2] for path in paths} if _names_experts(skeleton, leaf)}
+    return {path for path in paths if path.rpartition(".")[2] not in of_experts}
+
+
+def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module is a linear layer, and no router that only inherits from one."""
+    if type(module) in layers or not isinstance(module, nn.Linear):
+        return type(module) in layers
+    values = module.weight.new_empty(1, module.in_features)
+    try:
+        with torch.no_grad():
+            output = module(values)
+    except Exception:  # any: a class of transformers that takes more than one tensor
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
+
+
+def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
+    """Whether peft takes a layer's name for a projection of this model's experts, which are one stacked parameter."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(config, skeleton, None)
+    except ValueError:  # a projection is stacked with another one
+        return True
+    return bool(config.target_parameters)
+
+
+def wraps_parameter(module: nn.Module) -> bool:
+    """Whether a module of peft adapts a parameter of the module that it wraps, such as a stack of experts."""
+    return hasattr(module, "parameter_name")
 
 
 def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
