@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long_profile: a case that only the long profile runs")
+    config.addinivalue_line("markers", "few(count): so many cases of these parameters run in the default profile")
     settings.load_profile("long" if config.getoption("--long") else "short")
     if config.getoption("numprocesses", None):
         return  # the processes that run the tests import the rest
@@ -66,10 +67,20 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--long"):
-        others = [item for item in items if item.get_closest_marker("long_profile") is not None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("long_profile") is None]
+    """Without --long, leave out what is slow: marked cases, and all but a few of the marked functions' cases."""
+    if config.getoption("--long"):
+        return
+    from profiles import covering_cases
+
+    left_out = {item for item in items if item.get_closest_marker("long_profile") is not None}
+    functions: dict[tuple[object, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item not in left_out and item.get_closest_marker("few") is not None:
+            functions.setdefault((item.parent, item.originalname), []).append(item)
+    for cases in functions.values():
+        left_out.update(set(cases) - covering_cases(cases))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

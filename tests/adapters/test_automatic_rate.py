@@ -79,6 +79,7 @@ def trials(run: str) -> list[dict[str, Any]]:
     return [{**trial, "seconds": None} for trial in read_trials(Path(run))]
 
 
+@pytest.mark.few(2)
 @each_method
 @pytest.mark.usefixtures("here")
 def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., Ended], method: list[object]) -> None:
@@ -91,6 +92,7 @@ def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., End
     assert outcome("again") == outcome("run")
 
 
+@pytest.mark.few(2)
 @each_method
 @pytest.mark.usefixtures("here")
 def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
@@ -131,6 +133,7 @@ def test_memory_is_told_once(here: Path) -> None:
     assert "precision: " in said, "the other lines are printed"
 
 
+@pytest.mark.long_profile
 def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
     before, _, _ = done(*train("run", "--method", "lomo", "--stream-blocks")).err.partition("round 1 of 2")
     assert "Disk writes: changed blocks with their states, a commit every step, " in before
@@ -149,6 +152,7 @@ def test_the_report_shows_the_choice_and_its_curves(finished: Callable[..., Ende
     assert "Learning rate of" not in page([read_run(Path("plain"))])
 
 
+@pytest.mark.few(2)
 @each_method
 @pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))  # the second round's first trial, and others
 @pytest.mark.usefixtures("here")

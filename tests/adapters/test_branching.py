@@ -254,6 +254,7 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     assert len(Journal(options.output / "journal.jsonl").updates) == len(losses)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "precision", "warns"),
     [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],

@@ -43,6 +43,7 @@ def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) 
     return directory
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", CONVERTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_converted_checkpoints_are_monolithic_mezo(

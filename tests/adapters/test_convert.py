@@ -352,6 +352,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("_tight_limits")
 @pytest.mark.parametrize(("content", "match"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_file_is_refused_in_bounded_time_and_memory(content: bytes, match: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_what_is_derived_is_what_was_declared(model_type: str) -> None:
     assert (derived.blocks, derived.returned) == (declared.blocks, declared.returned)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("model_type", UNDECLARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_that_nobody_declared_are_monolithic_mezo(
@@ -53,6 +54,7 @@ def test_families_that_nobody_declared_are_monolithic_mezo(
     assert compared["outcome"] == "equal", compared
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
 @pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
 def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, precision: str, buckets: int | None) -> None:

@@ -86,6 +86,7 @@ def test_a_classifier_stands_beside_its_base(here: Path) -> None:
     assert float(table["loss"][0]) == pytest.approx(float(line.split()[1].strip(",")), abs=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [("--lora-rank", 2), ("--rank", 2), ("--lora-rank", 2, "--method", "adamw")], ids=str)
 def test_an_adapter_stands_beside_its_base(more: tuple[object, ...], here: Path) -> None:
     train("tuned", *more)

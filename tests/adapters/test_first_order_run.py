@@ -127,6 +127,7 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
         assert torch.equal(value, own[name.removeprefix("base_model.model.")]), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -176,6 +177,7 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
@@ -204,6 +206,7 @@ def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
     assert kills >= 2
 
 
+@pytest.mark.long_profile
 def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
     here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
@@ -236,6 +239,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("placed", PLACED)
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     placed: str, round_: int, kills: int, here: Path, apart: Apart
@@ -290,6 +294,7 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.few(2)
 @told_warnings
 @pytest.mark.parametrize("part", ["digest", "end", "empty"])
 def test_a_damaged_snapshot_is_passed_over_with_a_warning(
@@ -485,6 +490,7 @@ CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content']
 FUNCTION = "def twice(model, batch):\n    return 2 * model(**batch).loss\n"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("rows", "more"),
     [

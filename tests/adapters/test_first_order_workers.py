@@ -95,6 +95,7 @@ def test_two_workers_make_the_run_of_one_process(place: Path, crew: Crew, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.worker-1", "whole"}
 
 
+@pytest.mark.long_profile
 def test_a_run_is_lengthened_by_workers_one_of_which_lost_its_disk(place: Path, crew: Crew, tmp_path: Path) -> None:
     output = tmp_path / "run"
     together(crew, *train(place, output, "--snapshot-every", 2))
@@ -105,6 +106,7 @@ def test_a_run_is_lengthened_by_workers_one_of_which_lost_its_disk(place: Path, 
     assert_same_run(output, alone(place, tmp_path / "whole", steps=9))
 
 
+@pytest.mark.long_profile
 def test_preferences_are_learned_together(place: Path, crew: Crew, tmp_path: Path) -> None:
     prompts = ["the cat", "the dog", "the cat is", "the dog is"]
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": prompt, "chosen": " ran", "rejected": " sat"} for prompt in prompts])
@@ -158,6 +160,7 @@ def assert_not_torn(output: Path, steps: int) -> None:
     assert [row["step"] for row in metrics] == list(range(steps))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_one_of_which_was_killed_go_on_with_the_same_bits(
     rank: int, place: Path, crew: Crew, tmp_path: Path

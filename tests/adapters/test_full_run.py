@@ -91,6 +91,7 @@ def plain_loop(directory: Path, method: OptimizerName, *, clip: float) -> dict[s
     return {name: parameter.detach() for name, parameter in whole.parameters.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path, apart: Apart) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
@@ -116,6 +117,7 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
@@ -178,6 +180,7 @@ def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
     assert outcome("run") == undisturbed
 
 
+@pytest.mark.long_profile
 def test_verbs_know_runs_of_all_parameters(here: Path) -> None:
     done(*train("run", "--snapshot-every", 2))
     told = done("evaluate", "--run", "run", "--at", 4, "--data", "rows.jsonl").out
@@ -233,6 +236,7 @@ def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended.out.startswith("DIFFERENT: ")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_plan_counts_gradients_states_and_snapshots(here: Path, method: OptimizerName) -> None:
     common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl")
@@ -350,6 +354,7 @@ def in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return outcome(folder / "run")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", TURN_PLACES)
 def test_a_streamed_run_killed_at_any_place_ends_as_one_in_memory(
     place: str, here: Path, apart: Apart, in_memory: dict[str, object]
@@ -440,6 +445,7 @@ def states_in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -
     return outcome(folder / "run")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place", STATES_PLACES)
 def test_a_run_with_states_on_disk_killed_at_any_place_ends_as_one_in_memory(
     place: str, here: Path, apart: Apart, states_in_memory: dict[str, object]
@@ -457,6 +463,7 @@ def test_a_run_with_states_on_disk_killed_at_any_place_ends_as_one_in_memory(
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "fdatasync", "ftruncate"])
 def test_a_run_with_states_on_disk_killed_at_every_call_that_writes_ends_as_one_in_memory(
     call: str, here: Path, apart: Apart, states_in_memory: dict[str, object], request: pytest.FixtureRequest
@@ -472,6 +479,7 @@ def test_a_run_with_states_on_disk_killed_at_every_call_that_writes_ends_as_one_
     assert kills >= 1
 
 
+@pytest.mark.long_profile
 def test_a_run_with_states_on_disk_killed_at_random_ends_as_one_in_memory(
     here: Path, apart: Apart, states_in_memory: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
@@ -505,6 +513,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("method", "where", "kills"), cases)
 
 
+@pytest.mark.few(1)
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     method: OptimizerName, where: tuple[object, ...], kills: int, here: Path, apart: Apart
 ) -> None:
@@ -516,6 +525,7 @@ def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     print(f"{method}, {'blocks on disk' if where else 'in memory'}: {seen}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])
 def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
@@ -577,6 +587,7 @@ def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
     assert "--loss-scaling: found True with --method adamw and" in refusal(*train("no", "--loss-scaling", "--lora-rank", 2))
 
 
+@pytest.mark.long_profile
 def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apart: Apart) -> None:
     command = train("run", "--delayed-update", "--snapshot-every", 2)
     ended = apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 6, "after"))
@@ -589,6 +600,7 @@ def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apar
     assert Journal("run/journal.jsonl").header["method"]["delayed"] is True  # type: ignore[index]
 
 
+@pytest.mark.long_profile
 def test_states_in_8_bits_take_a_quarter_and_train(here: Path) -> None:
     pytest.importorskip("bitsandbytes")
     ended = done(*train("run", "--state-bits", 8, "--snapshot-every", 2))

@@ -81,6 +81,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("base", "changes"), each_choice(FAMILIES, CHANGES), indirect=["base"], ids=str)
 def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer, other = ours(base, tmp_path / "run", **changes), stock(base, tmp_path / "stock", **changes)

@@ -62,6 +62,7 @@ def assert_equal_to_whole(path: Path, dtype: torch.dtype = torch.float32, **opti
             assert value.equal(state[name]), name
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_architecture_has_the_bits_of_transformers(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def whole_model(base: Path, head: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("family", "head"), CASES, ids=str)
 def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: torch.dtype) -> None:

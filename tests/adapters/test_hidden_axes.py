@@ -47,6 +47,7 @@ def test_the_axes_of_rows_and_tokens_are_learned(model_type: str) -> None:
     assert derive_architecture(build_skeleton(small_config(model_type), torch.float32)).axes == AXES[model_type]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prompts", [[[7, 3, 11, 20]], [[7, 3, 11, 20], [5, 9]], [[3, 4, 5, 6]] * COPIES], ids=len)
 def test_greedy_tokens_are_hugging_faces(base: Path, prompts: list[list[int]]) -> None:
     model = open_checkpoint(base)
@@ -64,6 +65,7 @@ def test_log_likelihoods_are_the_whole_models(base: Path, chunk: int | None) -> 
     assert sum(scored, ()) == pytest.approx(stock_scores(whole_model(base)), rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [None, 1])
 def test_losses_in_chunks_and_micro_batches_are_the_whole_models(base: Path, rows: int | None) -> None:
     whole = whole_model(base)

@@ -77,6 +77,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "case"), each_choice(list(SIZES), list(CASES)))
 def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> None:
     rows, changes = CASES[case]

@@ -66,6 +66,7 @@ def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here
     assert len(modules) == (14 if config["target_modules"] == "all-linear" else 4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str, here: Path) -> None:
     options = (*METHODS[method], "--lora-rank", 2, "--lora-alpha", 3)

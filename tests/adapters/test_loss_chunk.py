@@ -21,6 +21,7 @@ from zo2core.errors import OptionError
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=10, long=100)
 @given(data=st.data(), chunk=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.float64]))

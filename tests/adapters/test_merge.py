@@ -63,6 +63,7 @@ def assert_equal(merged: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(own[name], value), name
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", ["opt", "llama"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", ["zeroth", "first"])
 def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
     for step in (2, 4):

@@ -103,6 +103,7 @@ def same_weights(engine: Engine, whole: MonolithicMeZO) -> None:
         assert_same_bits(name, value, own[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "number"), [(ChoiceError, stock_error), (ChoiceF1Error, stock_f1_error)])
 @pytest.mark.parametrize("rows", [None, 1, 4])
 def test_objectives_without_a_gradient_are_the_monolithic_loop(kind: Any, number: Any, rows: int | None, base: Path) -> None:
@@ -171,6 +172,7 @@ ESTIMATORS: Sequence[Callable[[], ZOEstimator]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", ESTIMATORS)
 @pytest.mark.parametrize("philox", [False, True])
 def test_losses_told_one_by_one_are_those_of_a_step(make: Callable[[], ZOEstimator], philox: bool, base: Path) -> None:

@@ -64,6 +64,7 @@ def test_every_option_of_a_run_that_is_saved_has_a_row(saved: TrainOptions) -> N
     assert {*leaves(saved.to_json())} - {"schedule_steps"} == OPTIONS.keys() - of_the_command
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.change is Change.RESUME])
 def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> None:
     given, expected = CHANGED[name]

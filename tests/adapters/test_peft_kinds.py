@@ -154,6 +154,7 @@ def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tup
     assert names == set(values)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [
@@ -200,6 +201,7 @@ def test_every_kind_in_the_weights_is_monolithic_mezo(
     assert_parity(make, whole, plan, batch).close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dtype"), each_choice(list(KINDS), [torch.float32, torch.bfloat16]))
 def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kind = KINDS[name]
@@ -223,6 +225,7 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
             assert torch.equal(again[key], value)
 
 
+@pytest.mark.few(3)
 @every_kind
 def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
@@ -292,6 +295,7 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
     assert not (tmp_path / "journal.jsonl").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "method"), each_choice(list(KINDS), ["int8", "nf4"]))
 def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str, method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -490,6 +494,7 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
         open_checkpoint(base, adapter=Adapter(config=config("llama")))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_kind_on_the_command_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest

@@ -47,6 +47,7 @@ def with_perturbed_weights(base: Path, loop: StackedLoop, at: Evaluation) -> Any
     return whole
 
 
+@pytest.mark.few(2)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -208,6 +208,7 @@ def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
     return folder / "dequantised"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "model_type"), each_choice(list(METHODS), ["llama", "opt", "qwen3"]))
 def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(method: str, model_type: str, tmp_path: Path) -> None:
     path = make(tmp_path, method, model_type)

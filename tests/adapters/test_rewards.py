@@ -185,6 +185,7 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
         judge.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -263,6 +264,7 @@ def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Pat
         judge.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -526,6 +528,7 @@ def pauses(prompt, completion, row):
 """
 
 
+@pytest.mark.long_profile
 def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(tmp_path: Path) -> None:
     base_of(tmp_path)
     path = tmp_path / "pauses.py"
@@ -587,6 +590,7 @@ def test_prompts_that_leave_no_room_are_told_by_their_row(tmp_path: Path) -> Non
         (tmp_path / rows).write_text(kept)
 
 
+@pytest.mark.long_profile
 def test_workers_whose_population_does_not_divide_and_whose_rewards_fail_end_alike(
     functions: Path, tmp_path: Path, crew: Crew
 ) -> None:

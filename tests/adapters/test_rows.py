@@ -431,6 +431,7 @@ HOSTILE_TEMPLATES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("template", "match"), HOSTILE_TEMPLATES.values(), ids=HOSTILE_TEMPLATES)
 def test_a_hostile_template_ends_in_bounded_time_and_memory(
     template: str, match: str, data_file: Path, monkeypatch: pytest.MonkeyPatch

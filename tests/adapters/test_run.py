@@ -37,6 +37,7 @@ def options(tmp_path: Path) -> TrainOptions:
     return resumable_run(tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", range(STEPS))
 def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOptions, steps: int, tmp_path: Path) -> None:
     finish(options)

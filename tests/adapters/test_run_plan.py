@@ -65,6 +65,7 @@ def planned(capsys: pytest.CaptureFixture[str], options: TrainOptions, *given: s
     return plan
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("given", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -86,6 +87,7 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     assert {part.name: part.nbytes for part in arranged.parts[1:]} == parts
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "given",
     [

@@ -62,6 +62,7 @@ def test_scores_are_of_the_present_weights(tmp_path: Path) -> None:
         assert after == pytest.approx(-engine.evaluate([batch]).loss, rel=1e-5)
 
 
+@pytest.mark.long_profile
 def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ def test_more_runs_than_one_process_can_take_are_refused_at_once(options: TrainO
     assert "runs.yaml: found 1000 runs; expected at most 64" in told
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str
@@ -216,6 +217,7 @@ def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     assert ranking == expected
 
 
+@pytest.mark.long_profile
 def test_trials_that_do_not_fit_together_run_one_after_the_other(
     options: TrainOptions, tmp_path: Path, process_memory: int
 ) -> None:

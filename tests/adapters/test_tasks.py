@@ -163,6 +163,7 @@ def paired(rows: Any) -> Any:
     return choice_batch([row.prompt for row in rows], [row.candidates for row in rows], [0] * len(rows))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("more", [(), ("--beta", "2.0"), ("--micro-batch-size", "3")], ids=str)
 def test_dpo_is_mezo_against_the_base_also_where_it_is_gone_on_with(here: Path, more: tuple[str, ...]) -> None:
     journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "--beta" in more else 0.1))

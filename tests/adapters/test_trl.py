@@ -127,6 +127,7 @@ def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
         assert_same_bits(name, value, weights[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}, {"bf16": True}], ids=str)
 def test_sfts_own_loss_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     zo = ZOArguments(**{**vars(EXACT), "trainer_loss": True})
@@ -166,6 +167,7 @@ def test_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
     assert literal.step(kept, first.seeds[0]).losses == first.losses
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "ipo"}, {"loss_type": ["sigmoid", "sft"]}, {"bf16": True}], ids=str)
 def test_dpo_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer = dpo(base, tmp_path / "run", zo=EXACT, logging_steps=6, **changes)
@@ -252,6 +254,7 @@ class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, 
     pass
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("changes", [{}, {"center_rewards_coefficient": 0.1}, {"bf16": True}], ids=str)
 def test_a_reward_model_is_monolithic_mezos(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = small_config("llama", pad_token_id=0, num_labels=1)

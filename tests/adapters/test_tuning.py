@@ -104,6 +104,7 @@ def test_a_trial_that_diverges_is_last_and_one_line_says_when_all_do(options: Tr
         tune(replace(options, output=options.output.parent / "hot"), forwards=400, learning_rates=(0.9, 1.0))
 
 
+@pytest.mark.long_profile
 def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOptions) -> None:
     whole = tune(replace(options, output=options.output.parent / "whole"), forwards=240, learning_rates=RATES[:2])
 
@@ -162,6 +163,7 @@ def test_options_that_would_not_be_heeded_are_refused(
     assert not options.output.exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("optimization", "says"),
     [

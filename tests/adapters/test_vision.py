@@ -131,6 +131,7 @@ def batch_of(family: str, seed: int, dtype: torch.dtype = torch.float32, *, imag
     return batch
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -238,6 +239,7 @@ def test_what_is_of_no_use_beside_images_is_refused_by_name(tmp_path: Path) -> N
         Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family])
@@ -265,6 +267,7 @@ def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, fa
             assert_same_bits(name, value.detach(), trained[name].detach())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family])

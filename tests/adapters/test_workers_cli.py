@@ -56,6 +56,7 @@ def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kep
     assert said.count("Disk writes: ") == 1
 
 
+@pytest.mark.long_profile
 def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
     told_by(crew, *asked(options, steps=2, trace=tmp_path / "first.json"))
@@ -68,6 +69,7 @@ def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path
     assert {path.name for path in tmp_path.glob("run*")} == {"run", "run.worker-1"}
 
 
+@pytest.mark.long_profile
 def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
     candidates = [{"prompt": row["prompt"], "candidates": [" on", " mat"], "answer": 1} for row in ROWS]
@@ -168,6 +170,7 @@ def test_the_first_worker_alone_reports_to_a_tracker(tmp_path: Path, monkeypatch
     assert sorted(opened) == [("none", tmp_path / "1"), ("tensorboard", tmp_path / "0")]
 
 
+@pytest.mark.long_profile
 def test_a_trial_stays_on_the_disk_of_one_worker(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     learning_rates = [1e-2, 1e-3, 1e-4, 1e-5]  # so that the best ones are none of one worker alone

@@ -111,6 +111,7 @@ def sweep_twice(case: Case, without: Sequence[Wait] = ()) -> list[str]:
     return sweeps.end()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wait", CASES)
 def test_each_wait_is_needed(wait: Wait) -> None:
     assert set(CASES) == FOR_ACTIVATIONS
@@ -151,6 +152,7 @@ def test_nothing_is_allocated_from_the_second_sweep_on() -> None:
     assert sweeps.end() == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("segments", range(1, SEGMENTS))
 def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     sweeps = Sweeps(Case(upload=slow))

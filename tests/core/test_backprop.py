@@ -113,6 +113,7 @@ def assert_equal(engine: Engine, resident: Resident) -> None:
             assert torch.equal(value, resident.trained[name].detach()), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=33)
 @given(
@@ -169,6 +170,7 @@ KINDS: Mapping[str, Any] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "dtype", "room"), each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28]))
 def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
     for model_type in ("opt", "llama"):
@@ -290,6 +292,7 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
     assert graph.memory(1 << 2) == pytest.approx(4 * graph.memory(), abs=4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("buckets", [None, 1, 2])
 def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}

@@ -107,6 +107,7 @@ def assert_equal_runs(engine: Engine, whole: WholeModel, loop: Any, case: str, m
             assert torch.equal(value, whole.parameters[name].detach()), (step, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 @examples(short=4, long=33)
 @given(
@@ -194,6 +195,7 @@ def test_norms_are_those_of_all_gradients_together(case: str, dtype: torch.dtype
         assert engine.step(batch).grad_norm == torch.nn.utils.get_total_norm(gradients).item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> None:
     batch = make_batch(40, [7, 5])
@@ -354,6 +356,7 @@ def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: P
                     use()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Path) -> None:
     rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
@@ -583,6 +586,7 @@ class PlainLOMO(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(("case", "make"), [("lomo", PlainLOMO), ("adamw", ADAMW), ("fused adamw", FUSED)])
 def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: float | None, tmp_path: Path) -> None:
@@ -688,6 +692,7 @@ STATEFUL: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_any_optimizer_of_torchs_interface_works(name: str, base: Path, tmp_path: Path) -> None:
     make, rows = STATEFUL[name], [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]

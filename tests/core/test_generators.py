@@ -138,6 +138,7 @@ for dtype in DTYPES:
 """
 
 
+@pytest.mark.long_profile
 def test_numbers_are_torchs_where_torch_computes_otherwise() -> None:
     environment = dict(os.environ, ATEN_CPU_CAPABILITY="default")
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -102,6 +102,7 @@ def alone(
         return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "rows"), [(2, 4), (3, 5), (3, 7)])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_step_is_that_of_one_process_that_accumulates_the_shards(
@@ -355,6 +356,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lost", ["nothing", "a snapshot", "a journal", "a directory", "damage"])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_path: Path, lost: str) -> None:

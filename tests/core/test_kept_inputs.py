@@ -351,6 +351,7 @@ def swept(
     return computed
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wait", WAITS)
 def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait, tmp_path: Path) -> None:
     case = {wait: SLOW}

@@ -67,6 +67,7 @@ def load_whole(base: Path) -> PreTrainedModel:
     return whole
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=33)
 @given(
@@ -190,6 +191,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None, tmp_path: Path) -> None:

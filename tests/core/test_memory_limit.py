@@ -58,6 +58,7 @@ print(plan_host(request, Machine(), 0).nbytes - before)
 """
 
 
+@pytest.mark.long_profile
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems have no such call")
 def test_what_an_earlier_run_has_freed_is_not_counted_beside_a_later_one() -> None:
     done = subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, check=False, env=environment())

@@ -90,6 +90,7 @@ def test_losses_count_by_their_labelled_tokens() -> None:
     assert combined_loss(losses[:1], [3]) is losses[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model_type", "left"), each_choice(list(CONFIGS), [False, True]))
 def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config(model_type), torch.float64)

@@ -46,6 +46,7 @@ def load_whole(directory: Path, dtype: torch.dtype | str = "auto") -> PreTrained
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=9, long=100)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), storage=storages, threads_from=THREADS_FROM)
@@ -70,6 +71,7 @@ def test_trajectory_is_monolithic_mezo(
                 assert reloaded(**batch).loss.item() == loss
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=33)
 @given(
@@ -102,6 +104,7 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
         assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=300)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)

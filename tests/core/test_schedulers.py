@@ -290,6 +290,7 @@ def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Devic
     source.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)])
 def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
     buckets: int, kept: int, reads: int

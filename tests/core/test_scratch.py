@@ -157,6 +157,7 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
     damage: Callable[[Path, random.Random], None],
@@ -251,6 +252,7 @@ def test_a_version_that_no_run_reaches_is_damage_and_no_cut(
     assert train(run, 3, AFTER) == undisturbed
 
 
+@pytest.mark.few(2)
 @every_source
 def test_a_copy_of_a_live_run_goes_on_with_the_same_bits(
     buckets: int | None,

@@ -377,6 +377,7 @@ def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) ->
     return learned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first_together", [True, False])
 def test_runs_resume_alone_and_together(bases: Mapping[str, Path], tmp_path: Path, *, first_together: bool) -> None:
     base, names = bases["llama-nf4"], sorted(METHODS)

@@ -88,6 +88,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("streamed") / "base", config)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("numbers", "buckets", "overlap"),
     each_choice([("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "mixed")], [2, 3], [False, True]),
@@ -144,6 +145,7 @@ def test_the_version_of_a_segment_is_the_step_after_its_last_update(base: Path, 
     assert {segment: version for segment, version in written.items() if version} == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", short_first([1, 4, 7, 16], [2, 3, 12]))
 def test_a_run_resumes_at_the_end_of_a_turn_with_the_same_bits(steps: int, base: Path, tmp_path: Path) -> None:
     losses, expected = resident(base)
@@ -222,6 +224,7 @@ PLACES = [  # steps between commits, buckets, whether transfers overlap, dtype a
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("case", "place"), each_choice(OTHERS, PLACES))
 def test_states_on_disk_give_the_bits_of_states_in_memory(
     case: str, place: tuple[int, int, bool, str, str], tmp_path: Path
@@ -244,6 +247,7 @@ def test_states_on_disk_give_the_bits_of_states_in_memory(
         assert engine.evaluate(BATCHES[:2]).loss == evaluated
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "stopped"), each_choice(["lomo", "adamw", "adalomo"], [(1, 1), (1, 3), (3, 2), (3, 4), (2, 5)])
 )
@@ -330,6 +334,7 @@ def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, swee
     return reads
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "place", "clip"), each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0])
 )

@@ -86,6 +86,7 @@ def test_small_steps_land_in_float32_and_not_in_bfloat16(
     assert least <= share_applied <= most
 
 
+@pytest.mark.few(2)
 @every_noise
 def test_it_is_looked_at_once_in_a_hundred_steps(noise: NoiseGenerator | None, base: Path) -> None:
     with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise)) as engine:

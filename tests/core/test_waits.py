@@ -105,6 +105,7 @@ def run(
     return [*source.errors, *map(str, streams.errors)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wait", CASES)
 def test_each_wait_is_needed(wait: Wait) -> None:
     assert run(CASES[wait], without=[]) == []
@@ -126,6 +127,7 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
     assert run(Case(some, some, some, some), without=[], kept=kept) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kept", "capacity", "replays"), each_choice([0, 1, 3, BLOCKS], [1, 2, BLOCKS], [False, True]))
 def test_a_sweep_may_turn_back(kept: int, capacity: int, replays: bool) -> None:
     """Forward over all segments and back, as a first-order step does; at the turn a block comes back that has just left."""

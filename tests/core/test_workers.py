@@ -184,6 +184,7 @@ def test_by_directions_every_bit_is_that_of_one_worker(
     assert updates_of(folder / "0") == updates_of(folder / "alone")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
 def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, precision: str) -> None:
@@ -206,6 +207,7 @@ def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, p
     assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
 def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buckets: int | None) -> None:

@@ -384,6 +384,7 @@ def test_any_config_is_used_or_refused(
     used_or_refused(lambda: open_checkpoint(directory, dtype=dtype))
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("value", [2**31, -1, "x", None], ids=repr)
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -368,6 +368,7 @@ def deaths(rng: random.Random, whole: Undisturbed) -> dict[str, Any]:
     return {"kill_at": rng.randint(1, whole.calls), "moment": rng.choice(MOMENTS)}
 
 
+@pytest.mark.few(2)
 @every_setup
 def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
     server: Server,
@@ -388,6 +389,7 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
         assert_ended_as(run, reference)
 
 
+@pytest.mark.few(2)
 @every_setup
 def test_writes_cut_in_half_are_made_up_for(
     server: Server, setup: Setup, reference: dict[str, object], tmp_path: Path
@@ -410,6 +412,7 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(
     assert_ended_as(run, reference)
 
 
+@pytest.mark.few(2)
 @every_setup
 def test_a_run_killed_at_any_call_ends_as_the_undisturbed_one(
     server: Server,

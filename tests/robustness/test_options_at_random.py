@@ -196,6 +196,7 @@ def restore(place: Path) -> None:
     shutil.copytree(place / "kept run", place / "run")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_at_random_give_a_result_or_one_typed_line(place: Path, name: str, request: pytest.FixtureRequest) -> None:
     is_long = request.config.getoption("--long")

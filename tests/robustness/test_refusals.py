@@ -274,6 +274,7 @@ METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("damage", METRICS)
 def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(run: Path, damage: str) -> None:
     unfinish(run)

@@ -153,6 +153,7 @@ PLACES = {
 }
 
 
+@pytest.mark.few(2)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_run_killed_while_its_rewards_are_computed_leaves_no_process(
     assert ended("run") == undisturbed
 
 
+@pytest.mark.long_profile
 def test_a_resumed_run_has_the_drift_that_ends_it(here: Path, apart: Apart) -> None:
     bounded = train(*IN_MEMORY, "--max-drift", 1e-9)
     told = refusal(*bounded)

@@ -77,6 +77,7 @@ def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
     assert "Exception ignored" not in ended.err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
 def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     prepared: Path, tmp_path: Path, apart: Apart, whole: dict[str, object], number: signal.Signals
@@ -201,6 +202,7 @@ def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path
     assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
 
 
+@pytest.mark.long_profile
 def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
     given = ["--model", prepared / "base", "--data", prepared / "rows.jsonl", "--batch-size", 3, "--forwards", 400]
     arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
@@ -224,6 +226,7 @@ sys.stderr = open(2, "w", buffering=1, closefd=False)  # as a process has it tha
 """
 
 
+@pytest.mark.long_profile
 def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, tmp_path: Path, apart: Apart) -> None:
     run = tmp_path / "run"
     ours, terminal = os.openpty()
@@ -235,6 +238,7 @@ def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, t
     assert 5 <= len(Journal(run / "journal.jsonl").updates) < STEPS
 
 
+@pytest.mark.long_profile
 def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path, apart: Apart) -> None:
     run = tmp_path / "run"
     apart.start(*train(prepared, run), patch="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
@@ -265,6 +269,7 @@ def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.long_profile
 def test_signals_at_random_moments_tear_nothing(
     prepared: Path, tmp_path: Path, apart: Apart, whole: dict[str, object], request: pytest.FixtureRequest
 ) -> None:

@@ -34,6 +34,19 @@ def short_first(short: Iterable[object], others: Iterable[object]) -> list[Any]:
     return [*short, *(pytest.param(value, marks=LONG) for value in others)]
 
 
+def covering_cases(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
+    """As many cases as the function's mark ``few`` says, chosen so that most values of its parameters occur."""
+    [count] = next(cases[0].iter_markers("few")).args
+    left, covered, chosen = list(cases), set[tuple[str, int]](), set[pytest.Function]()
+    random.Random(0).shuffle(left)
+    while left and len(chosen) < count:
+        case = max(left, key=lambda one: len(one.callspec.indices.items() - covered))
+        left.remove(case)
+        chosen.add(case)
+        covered |= case.callspec.indices.items()
+    return chosen
+
+
 def examples(*, short: int, long: int) -> settings:
     """How many examples are drawn in the default profile, and in the long one."""
     assert settings.default is not None

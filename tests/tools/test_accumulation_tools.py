@@ -28,6 +28,7 @@ def test_small_updates_are_lost_in_place_and_kept_beside_the_base(
         assert in_place["moved"] < 0.6 < virtual["moved"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("buckets", "more"), [(None, []), (2, []), (2, ["--journal-alone"])])
 def test_a_resumed_run_is_timed_against_one_without_a_journal(
     buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
         assert [mezo.speed, zo2.speed] == [figures.speed for figures in first[key]]
 
 
+@pytest.mark.long_profile
 def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run, request: pytest.FixtureRequest) -> None:
     every = {"main": 2, "ablation": 1, "batch": 4, "length": 4, "qwen3": 1}
     if not request.config.getoption("--long"):
@@ -135,6 +136,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
     assert variants[Variant.SERIAL.value]["to_full"]["speed"] > 0
 
 
+@pytest.mark.long_profile
 def test_a_disk_can_play_the_host(run: Run, tmp_path: Path) -> None:
     _, found = run("--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", str(tmp_path))
     (row,) = found["tables"]["ablation"]

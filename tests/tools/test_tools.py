@@ -128,6 +128,7 @@ def test_each_way_of_p_rge_runs_every_evaluation_once(queries: int) -> None:
         assert sorted(place for places in way for place in places) == list(range(2 * queries))
 
 
+@pytest.mark.long_profile
 def test_p_rge_is_timed_by_its_ways_and_on_encoded_bases(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
