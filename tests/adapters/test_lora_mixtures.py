@@ -115,6 +115,7 @@ def test_gradients_are_those_of_peft_on_the_whole_model(
 
 
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
+@pytest.mark.few(4)
 def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
     family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
 
 
 @pytest.mark.parametrize(("family", "targets"), each_choice(FAMILIES, ["auto", "auto experts"]))
+@pytest.mark.few(4)
 def test_what_is_exported_loads_in_peft_and_merges_as_peft_does(family: str, targets: str, tmp_path: Path) -> None:
     base = save(family, tmp_path / "base")
     model = opened(base, targets)

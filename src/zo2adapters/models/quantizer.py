@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from zo2core import ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.kernels.encoding import encode
-from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks, SavedForm, SavedPart
+from zo2core.types import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks, SavedForm, SavedPart
 
 METHODS = ("int8", "nf4", "fp8")
 _MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints
@@ -40,8 +40,8 @@ def quantize(
     with closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
         parameters = [spec for layout in opened.layouts for spec in layout.parameters]
-        encoding = _encoding(method, [spec.shape for spec in parameters if spec.name in chosen])
-        specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name), encoding)]
+        encoding = _encoding(method, [matrix.shape for matrices in chosen.values() for matrix in matrices])
+        specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name, ()), encoding)]
         kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
         config = json.loads(_bytes(opened.companions["config.json"]))
         config["quantization_config"] = _description(encoding, config["dtype"])
@@ -52,7 +52,14 @@ def quantize(
     return [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
 
 
-def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:
+class _Matrix(NamedTuple):
+    """A matrix to encode, which is a parameter or one of a stack."""
+
+    layer: str  # name of its layer in the checkpoint
+    shape: tuple[int, int]
+
+
+def _encoding(method: str, shapes: Sequence[tuple[int, int]]) -> MatrixEncoding:
     """The encoding for matrices of these shapes; fp8's block divides all of them.
 
     With partial blocks, kernels and transformers would not agree where blocks begin.
@@ -63,9 +70,9 @@ def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:
     return Int8Rows() if method == "int8" else NF4Blocks()
 
 
-def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
-    """The parameters to encode, and the name of each one's layer in the checkpoint."""
-    chosen: dict[str, str] = {}
+def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix, ...]]:
+    """The parameters to encode: layers' linear weights, and stacks of experts that the checkpoint has as matrices."""
+    chosen: dict[str, tuple[_Matrix, ...]] = {}
     for layout in model.layouts:
         for spec in layout.parameters:
             if spec.encoding is not None:
@@ -74,10 +81,18 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
                     "use it as it is, or quantise the original",
                 )
                 raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
-            [first, *others] = model.saved_form.parts_of(spec)
-            is_whole = first == SavedPart(first.tensor, spec.shape, 0, spec.numel) and not others
-            if not layout.resident and _is_linear(model, spec.name) and is_whole and first.tensor.endswith(".weight"):
-                chosen[spec.name] = first.tensor.removesuffix(".weight")
+            parts = model.saved_form.parts_of(spec)
+            is_stack = len(spec.shape) == 3 and len(parts) > 1
+            if layout.resident or not (is_stack or _is_linear(model, spec.name)):
+                continue
+            columns = spec.shape[-1]
+            shapes = [(part.numel // columns, columns) for part in parts]
+            if all(
+                part == SavedPart(part.tensor, shape, 0, math.prod(shape)) and part.tensor.endswith(".weight")
+                for part, shape in zip(parts, shapes, strict=True)
+            ):
+                layers = [part.tensor.removesuffix(".weight") for part in parts]
+                chosen[spec.name] = tuple(map(_Matrix, layers, shapes))
     if not chosen:
         raise UnsupportedModelError(
             where,
@@ -88,23 +103,26 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
     return chosen
 
 
-def _specs(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iterator[ParameterSpec]:
+def _specs(spec: ParameterSpec, matrices: Sequence[_Matrix], encoding: MatrixEncoding) -> Iterator[ParameterSpec]:
     """The specs of the tensors that hold a parameter."""
-    if layer is None:
+    if not matrices:
         yield spec
-        return
     is_nf4 = isinstance(encoding, NF4Blocks)
-    for part in encoding.parts(spec.shape):
-        shape = (*part.shape, 1) if is_nf4 and part.role == "codes" else part.shape
-        yield ParameterSpec(f"{layer}.{SUFFIXES[encoding.name][part.role]}", shape, part.dtype, spec.index, decays=False)
-    if is_nf4:
-        yield ParameterSpec(f"{layer}.{NF4_STATE}", (_STATE_BYTES,), torch.uint8, spec.index, decays=False)
-    if isinstance(encoding, Int8Rows):
-        yield ParameterSpec(f"{layer}.{INT8_FORMAT}", (), torch.uint8, spec.index, decays=False)
+    for layer, shape in matrices:
+        for part in encoding.parts(shape):
+            own = (*part.shape, 1) if is_nf4 and part.role == "codes" else part.shape
+            yield ParameterSpec(f"{layer}{SUFFIXES[encoding.name][part.role]}", own, part.dtype, spec.index, decays=False)
+        if is_nf4:
+            yield ParameterSpec(f"{layer}{NF4_STATE}", (_STATE_BYTES,), torch.uint8, spec.index, decays=False)
+        if isinstance(encoding, Int8Rows):
+            yield ParameterSpec(f"{layer}{INT8_FORMAT}", (), torch.uint8, spec.index, decays=False)
 
 
 def _tensors(
-    model: HFBlockModel, chosen: Mapping[str, str], encoding: Encoding, progress: Callable[[int, int], object]
+    model: HFBlockModel,
+    chosen: Mapping[str, Sequence[_Matrix]],
+    encoding: MatrixEncoding,
+    progress: Callable[[int, int], object],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors, with their names from ``_specs``."""
     done, total = 0, sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
@@ -124,26 +142,28 @@ def _tensors(
                     expected="finite weights",
                     remedy="get the checkpoint again, or choose another dtype",
                 )
-            layer = chosen[spec.name]
-            fitted, parts = encode(weights.view(spec.shape), encoding)
-            for role, tensor in parts.items():
-                yield f"{layer}.{SUFFIXES[encoding.name][role]}", tensor.contiguous()
-            if isinstance(fitted, NF4Blocks):
-                yield f"{layer}.{NF4_STATE}", _state(fitted, spec)
-            if isinstance(encoding, Int8Rows):
-                yield f"{layer}.{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
+            whole, first = weights.view(-1, spec.shape[-1]), 0
+            for layer, shape in chosen[spec.name]:
+                fitted, parts = encode(whole[first : first + shape[0]], encoding)
+                first += shape[0]
+                for role, tensor in parts.items():
+                    yield f"{layer}{SUFFIXES[encoding.name][role]}", tensor.contiguous()
+                if isinstance(fitted, NF4Blocks):
+                    yield f"{layer}{NF4_STATE}", _state(fitted, shape, spec.dtype)
+                if isinstance(encoding, Int8Rows):
+                    yield f"{layer}{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
     progress(done, total)
 
 
-def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:
+def _state(encoding: NF4Blocks, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Describe a matrix as bitsandbytes does: a JSON object, as bytes."""
-    values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(spec.dtype).removeprefix("torch.")}
-    values |= {"shape": list(spec.shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
+    values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(dtype).removeprefix("torch.")}
+    values |= {"shape": list(shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
     values["nested_offset"] = encoding.offset
     return torch.tensor(list(json.dumps(values).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
 
 
-def _description(encoding: Encoding, dtype: str) -> dict[str, Any]:
+def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
     """The ``quantization_config`` of ``config.json``."""
     if isinstance(encoding, Float8Blocks):
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(encoding.block)}

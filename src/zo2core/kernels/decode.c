@@ -146,6 +146,42 @@ CLONES PUBLIC void zo2core_decode_nf4(
     }
 }
 
+/* The values of 4-bit floats of 2 bits of exponent and one of mantissa. */
+INLINE float from_e2m1(uint32_t code) {
+    const uint32_t magnitude = code & 7;
+    const uint32_t finite = magnitude > 1 ? (magnitude << 22) + 0x3f000000 : magnitude * 0x3f000000; /* 0x3f000000 is 0.5 */
+    return number(finite | (code & 8) << 28);
+}
+
+/* Matrices (inputs, outputs), stored as (outputs, inputs), two codes a byte, the first in the lower bits, and the exponent of
+ * a power of 2 for each 32 inputs. Blocks of some outputs are turned while they are in the first cache. */
+CLONES PUBLIC void zo2core_decode_mxfp4(
+    int dtype, void *out, const uint8_t *codes, const uint8_t *scales, uint64_t first, uint64_t last, uint64_t inputs,
+    uint64_t outputs) {
+    enum { BLOCK = 32, HALF = 16, WIDE = 64 };
+    const uint64_t blocks = inputs / BLOCK;
+    for (uint64_t expert = first; expert < last; expert++)
+        for (uint64_t output = 0; output < outputs; output += WIDE) {
+            const size_t count = outputs - output < WIDE ? outputs - output : WIDE;
+            for (uint64_t block = 0; block < blocks; block++) {
+                uint8_t turned[HALF][WIDE] __attribute__((aligned(64)));
+                float scale[WIDE] __attribute__((aligned(64))), x[WIDE] __attribute__((aligned(64)));
+                for (size_t i = 0; i < count; i++) {
+                    const uint64_t place = (expert * outputs + output + i) * blocks + block;
+                    const uint32_t exponent = scales[place];
+                    scale[i] = number(exponent ? exponent << 23 : 0x00400000); /* 2^-127 has no exponent of its own */
+                    for (size_t j = 0; j < HALF; j++) turned[j][i] = codes[place * HALF + j];
+                }
+                for (size_t j = 0; j < BLOCK; j++) {
+                    const uint8_t *pairs = turned[j / 2];
+                    const int shift = j % 2 ? 4 : 0;
+                    for (size_t i = 0; i < count; i++) x[i] = from_e2m1((uint32_t)pairs[i] >> shift & 15) * scale[i];
+                    put(dtype, out, (expert * inputs + block * BLOCK + j) * outputs + output, x, count);
+                }
+            }
+        }
+}
+
 /* Rows of floats, each divided by the smallest power of 2 at which its largest magnitude is not above e4m3's. Returns whether
  * all are finite; others are the reference's to do. */
 CLONES PUBLIC int zo2core_encode_float8(

@@ -7,6 +7,7 @@ are encoded once, when a checkpoint is made. Those of GGUF files are only decode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -16,7 +17,20 @@ from itertools import accumulate
 import torch
 
 from zo2core.kernels import gguf, native
-from zo2core.types import EncodedPart, Encoding, Float8Blocks, GGUFRows, Int8Rows, NF4Blocks, ParameterSpec
+from zo2core.types import (
+    MXFP4_BLOCK,
+    EncodedPart,
+    Encoding,
+    Float8Blocks,
+    GGUFRows,
+    Int8Rows,
+    MatrixEncoding,
+    MatrixStack,
+    MXFP4Stack,
+    NF4Blocks,
+    ParameterSpec,
+    encoded_bytes,
+)
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
 INT8_UNIT = 7.874015718698502e-3  # value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
@@ -39,6 +53,7 @@ NF4_TABLE = (
     0.7229568362236023,
     1.0,
 )
+FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # values of e2m1 codes
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
@@ -53,18 +68,36 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
         out: Memory for the weights, 1-D or of the parameter's shape, contiguous, floating-point, on the same device.
         helper: Runs half of the work in parallel if compiled kernels do it.
     """
-    encoding, (rows, columns) = spec.encoding, spec.shape
-    assert encoding is not None, "only encoded parameters are decoded"
-    parts, matrix = _Parts(encoding.parts(spec.shape), stored), out.view(rows, columns)
-    if not native.decodes(stored, out):
+    assert spec.encoding is not None, "only encoded parameters are decoded"
+    _decode_matrix(spec.encoding, stored, out.view(-1, spec.shape[-1]), spec.shape, helper)
+
+
+def _decode_matrix(
+    encoding: Encoding, stored: torch.Tensor, matrix: torch.Tensor, shape: Sequence[int], helper: Executor | None
+) -> None:
+    if isinstance(encoding, MatrixStack):
+        first, begin = 0, 0
+        for own, rows in encoding.matrices:
+            of_one = rows, matrix.shape[1]
+            end = begin + encoded_bytes(own, of_one)
+            _decode_matrix(own, stored[begin:end], matrix[first : first + rows], of_one, helper)
+            first, begin = first + rows, end
+        return
+    parts = _Parts(encoding.parts(shape), stored)
+    if not native.decodes(stored, matrix):
         _decode(encoding, parts, matrix)
         return
-    run = partial(_run_native, encoding, parts, matrix)
-    splits_block = isinstance(encoding, NF4Blocks) and rows // 2 * columns % encoding.block
-    native.run_in_halves(run, rows, None if spec.numel < _TWO_THREADS or splits_block else helper)
+    numel = matrix.numel()
+    if isinstance(encoding, MXFP4Stack):
+        count, inputs, outputs = math.prod(shape[:-2]), shape[-2], shape[-1]
+        units, run = count, partial(native.decode_mxfp4, matrix.view(count, inputs, outputs), parts.bytes)
+    else:
+        units, run = len(matrix), partial(_run_native, encoding, parts, matrix)
+    splits_block = isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
+    native.run_in_halves(run, units, None if numel < _TWO_THREADS or splits_block else helper)
 
 
-def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
+def _run_native(encoding: MatrixEncoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
     """Decode some rows with a compiled kernel. With NF4, whose blocks ignore rows, the first row has to begin a block."""
     if isinstance(encoding, GGUFRows):
         native.decode_gguf(matrix, parts.bytes["codes"], encoding, first, last)
@@ -78,8 +111,11 @@ def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: 
         native.decode_float8(out, codes[start:], parts["scales"].float(), first, encoding.block)
 
 
-def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
+def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.Tensor) -> None:
     """Decode a matrix with torch operations: the reference."""
+    if isinstance(encoding, MXFP4Stack):
+        _decode_mxfp4(parts["codes"], parts["scales"], matrix)
+        return
     if isinstance(encoding, GGUFRows):
         _decode_gguf(encoding, parts["codes"], matrix)
         return
@@ -98,6 +134,16 @@ def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
         matrix[first:last] = weights
 
 
+def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Decode the matrices of a stack one by one, and exchange their axes."""
+    *_, outputs, blocks, _ = codes.shape
+    codes, scales = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
+    table = torch.tensor(FP4_TABLE, device=codes.device)
+    for of_one, packed, powers in zip(matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True):
+        numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(outputs, blocks, MXFP4_BLOCK)
+        of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
+
+
 def _decode_gguf(encoding: GGUFRows, codes: torch.Tensor, matrix: torch.Tensor) -> None:
     order = gguf.row_order(encoding, len(matrix), matrix.device)
     step = max(1, _DECODED_AT_ONCE // matrix.shape[1])
@@ -113,7 +159,7 @@ def decoded(spec: ParameterSpec, stored: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def encode(weights: torch.Tensor, encoding: Encoding) -> tuple[Encoding, Mapping[str, torch.Tensor]]:
+def encode(weights: torch.Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, Mapping[str, torch.Tensor]]:
     """Encode a matrix.
 
     Args:

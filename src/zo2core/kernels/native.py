@@ -21,7 +21,7 @@ from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import GGUF_BLOCKS, Distribution, GGUFRows, NF4Blocks, Perturb, Program
 
-_REVISION = 9  # of the C files
+_REVISION = 10  # of the C files
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
@@ -103,6 +103,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_int8": (*matrix, real, u64, u64),
         "decode_float8": (*matrix, u64, u64, u64, u64, u64),
         "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
+        "decode_mxfp4": (*matrix, u64, u64, u64, u64),
         "decode_gguf": (integer, pointer, pointer, integer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
@@ -268,6 +269,12 @@ def decode_nf4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], encoding: N
     addresses = (parts[role].data_ptr() if role in parts else None for role in roles)
     blocks = (encoding.nested_block or 0, encoding.offset, encoding.block)
     functions().zo2core_decode_nf4(DTYPES[out.dtype], out.data_ptr(), *addresses, *blocks, first, out.numel())
+
+
+def decode_mxfp4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], first: int, last: int) -> None:
+    """Decode the matrices ``first`` to ``last`` of a stack, (count, inputs, outputs), from the bytes of its parts."""
+    addresses = (parts[role].data_ptr() for role in ("codes", "scales"))
+    functions().zo2core_decode_mxfp4(DTYPES[out.dtype], out.data_ptr(), *addresses, first, last, *out.shape[1:])
 
 
 def decode_gguf(out: torch.Tensor, codes: torch.Tensor, encoding: GGUFRows, first: int, last: int) -> None:

@@ -1,11 +1,15 @@
 """The values that the parts of the library exchange."""
 
 from zo2core.types.encodings import GGUF_BLOCKS as GGUF_BLOCKS
+from zo2core.types.encodings import MXFP4_BLOCK as MXFP4_BLOCK
 from zo2core.types.encodings import EncodedPart as EncodedPart
 from zo2core.types.encodings import Encoding as Encoding
 from zo2core.types.encodings import Float8Blocks as Float8Blocks
 from zo2core.types.encodings import GGUFRows as GGUFRows
 from zo2core.types.encodings import Int8Rows as Int8Rows
+from zo2core.types.encodings import MatrixEncoding as MatrixEncoding
+from zo2core.types.encodings import MatrixStack as MatrixStack
+from zo2core.types.encodings import MXFP4Stack as MXFP4Stack
 from zo2core.types.encodings import NF4Blocks as NF4Blocks
 from zo2core.types.encodings import encoded_bytes as encoded_bytes
 from zo2core.types.layouts import ALIGNMENT as ALIGNMENT

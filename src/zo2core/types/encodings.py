@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 FP8 = torch.float8_e4m3fn
+MXFP4_BLOCK = 32  # weights that share a scale
 
 
 class EncodedPart(NamedTuple):
@@ -44,7 +45,7 @@ class Float8Blocks:
 
     Args:
         block: Rows and columns of a block; blocks at the edges may have fewer.
-        scale_dtype: Dtype of the scales, float32 or bfloat16.
+        scale_dtype: Dtype of the scales: float32, bfloat16, or float8_e8m0fnu, which are powers of 2.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -134,7 +135,44 @@ class GGUFRows:
         return (EncodedPart("codes", torch.uint8, (rows, columns // block.weights * block.nbytes)),)
 
 
-Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | GGUFRows
+@dataclass(frozen=True)
+class MXFP4Stack:
+    """A 4-bit float (e2m1) per weight, the first of two in the lower bits, and a power of 2 (e8m0) for each 32 (OCP MX 1.0).
+
+    A weight is (..., inputs, outputs); its codes are stored with inputs last, as gpt-oss has its experts.
+    """
+
+    name: str = field(default="mxfp4", init=False)
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """Parts of a stack of matrices of shape (..., inputs, outputs)."""
+        *stack, inputs, outputs = shape
+        rows = (*stack, outputs, inputs // MXFP4_BLOCK)
+        return EncodedPart("codes", torch.uint8, (*rows, MXFP4_BLOCK // 2)), EncodedPart("scales", torch.uint8, rows)
+
+
+@dataclass(frozen=True)
+class MatrixStack:
+    """Matrices that are encoded each for itself and stacked by rows, such as the experts of a mixture.
+
+    Args:
+        matrices: The encoding of each matrix, and its number of rows.
+    """
+
+    matrices: tuple[tuple[MatrixEncoding, int], ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the matrices' encoding."""
+        return self.matrices[0][0].name
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """Parts of all matrices, one matrix after the other."""
+        return tuple(part for encoding, rows in self.matrices for part in encoding.parts((rows, shape[-1])))
+
+
+MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | GGUFRows
+Encoding: TypeAlias = MatrixEncoding | MXFP4Stack | MatrixStack
 
 
 def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
