@@ -2,13 +2,14 @@
 
 Formats: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it) and 4 bits (nf4: ``weight`` with ``weight.absmax``,
 ``weight.quant_map``, a JSON object in bytes, and nested ones where scales are quantised, too), fine-grained FP8 (``weight``
-in e4m3, ``weight_scale_inv``), and MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``). ``config.json`` is checked
-against the tensors.
+in e4m3, ``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``), GPTQ and AWQ of 4 bits, and
+compressed-tensors' packed integers of 4 bits and NVFP4. ``config.json`` is checked against the tensors.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 
 from zo2core.checkpoint import Piece, TensorEntry
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.types import MXFP4_BLOCK, Encoding, Float8Blocks, Int8Rows, MatrixStack, MXFP4Stack, NF4Blocks
+from zo2core.types import MXFP4_BLOCK, Encoding, Float8Blocks, FourBitGroups, Int8Rows, MatrixStack, MXFP4Stack, NF4Blocks
 
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
 SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
     "int8": {"codes": ".weight", "scales": ".SCB"},
     "fp8": {"codes": ".weight", "scales": ".weight_scale_inv"},
@@ -32,14 +34,21 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
         "nested table": ".weight.nested_quant_map",
     },
     "mxfp4": {"codes": "_blocks", "scales": "_scales"},
+    "gptq": _INTEGERS,
+    "gptq_v2": _INTEGERS,
+    "awq": _INTEGERS,
+    "int4": {
+        "codes": ".weight_packed",
+        "scales": ".weight_scale",
+        "zeros": ".weight_zero_point",
+        "order": ".weight_g_idx",
+    },
+    "nvfp4": {"codes": ".weight_packed", "scales": ".weight_scale", "global": ".weight_global_scale"},
 }
 INT8_FORMAT = ".weight_format"  # bitsandbytes' layout of codes: 0 is row by row
-_MARKS = {
-    "int8": ".SCB",
-    "fp8": ".weight_scale_inv",
-    "nf4": NF4_STATE,
-    "mxfp4": "_blocks",
-}  # suffixes of encoded layers alone
+_UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")  # of compressed-tensors, beside what is decoded
+_MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}  # suffixes that encoded layers alone have
+_MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": NF4_STATE}
 _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -47,6 +56,8 @@ _DTYPES = {
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
 }
 _SCALES = {"BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}  # other dtypes of fp8's scales than float32
 _PLAIN_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -75,6 +86,8 @@ class Quantization:
     where: Path
     method: str
     block: tuple[int, int] = (128, 128)
+    group: int = 0  # weights of a row that share a scale; -1: all
+    is_symmetric: bool = True  # whether int4's zeros are not stored
 
     @classmethod
     def of(cls, where: Path, config: Any) -> Quantization:
@@ -90,12 +103,18 @@ class Quantization:
             return cls(where, "fp8", tuple(block))
         if method == "mxfp4":
             return cls(where, "mxfp4")
+        four_bits = _four_bits(values)
+        if four_bits is not None:
+            return cls(where, *four_bits)
         kind = f" of type {values.get('bnb_4bit_quant_type')}" if method == "bitsandbytes" else ""
         kind += f" in blocks of {block}" if method == "fp8" else ""
+        kind += f" of {values['bits']} bits" if method in ("gptq", "awq") and "bits" in values else ""
+        kind += f" in format {values.get('format')}" if method == "compressed-tensors" else ""
         raise UnsupportedModelError(
             where,
             found=f"quantization_config: {method}{kind}",
-            expected="bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, or mxfp4",
+            expected="bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, mxfp4, GPTQ or AWQ of 4 bits everywhere, "
+            "or one scheme of compressed-tensors: packed integers of 4 bits or NVFP4",
             remedy="use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
         )
 
@@ -108,7 +127,7 @@ class Quantization:
     def parts(self, parameter: str) -> set[str]:
         """The names of all tensors that an encoded parameter may have."""
         layer = parameter.removesuffix(".weight")
-        return {f"{layer}{suffix}" for suffix in (*SUFFIXES[self.method].values(), INT8_FORMAT, NF4_STATE)}
+        return {f"{layer}{suffix}" for suffix in (*SUFFIXES[self.method].values(), INT8_FORMAT, NF4_STATE, *_UNUSED)}
 
     def _tensor(self, entries: Mapping[str, TensorEntry], layer: str) -> EncodedTensor:
         encoding, shape = self._encoding(entries, layer)
@@ -116,7 +135,7 @@ class Quantization:
         parts: list[TensorEntry] = []
         for part in encoding.parts(shape):
             entry = self._entry(entries, f"{layer}{suffixes[part.role]}")
-            fits = entry.nbytes == part.nbytes if self.method == "nf4" else entry.shape == part.shape
+            fits = entry.nbytes == part.nbytes if self.method in ("nf4", "nvfp4") else entry.shape == part.shape
             if not fits or entry.dtype != _DTYPES[part.dtype]:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
@@ -132,6 +151,8 @@ class Quantization:
         if self.method == "nf4":
             return _nf4(self._entry(entries, f"{layer}{NF4_STATE}"))
         codes = self._entry(entries, f"{layer}{SUFFIXES[self.method]['codes']}")
+        if len(codes.shape) == 2 and self.method not in ("int8", "fp8", "mxfp4"):
+            return self._groups(entries, layer, codes)
         if self.method == "mxfp4" and len(codes.shape) == 4:
             *stack, outputs, blocks, _ = codes.shape
             return MXFP4Stack(), (*stack, blocks * MXFP4_BLOCK, outputs)
@@ -154,6 +175,33 @@ class Quantization:
                 remedy="quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint",
             )
         return Int8Rows(), codes.shape
+
+    def _groups(
+        self, entries: Mapping[str, TensorEntry], layer: str, codes: TensorEntry
+    ) -> tuple[Encoding, tuple[int, ...]]:
+        """The encoding and the shape of a matrix of 4 bits a weight."""
+        suffixes, (first, second) = SUFFIXES[self.method], codes.shape
+        shapes = {"awq": (8 * second, first), "int4": (first, 8 * second), "nvfp4": (first, 2 * second)}
+        shape = shapes.get(self.method, (second, 8 * first))
+        stated = entries.get(f"{layer}.weight_shape")
+        if stated is not None and stated.nbytes == 16:
+            rows, columns = struct.unpack("<2q", stated.read())
+            if rows == shape[0] and shape[1] - 8 < columns <= shape[1]:
+                shape = rows, columns
+        rows, columns = shape
+        group = self.group if self.group > 0 else columns
+        scales = self._entry(entries, f"{layer}{suffixes['scales']}").torch_dtype or torch.float16
+        order = entries.get(f"{layer}{suffixes['order']}") if "order" in suffixes else None
+        is_ordered = order is not None and self._is_ordered(order, columns, group)
+        has_zeros = self.method not in ("int4", "nvfp4") or not self.is_symmetric
+        return FourBitGroups(self.method, group, scales, has_zeros, is_ordered), shape
+
+    def _is_ordered(self, order: TensorEntry, columns: int, group: int) -> bool:
+        """Whether the groups of columns are not simply neighbours."""
+        groups = torch.frombuffer(bytearray(_read(order, 4 * columns, "I32")), dtype=torch.int32)
+        if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < -(-columns // group):
+            raise _malformed(order, f"{len(groups)} groups of columns, from {int(groups.min())} to {int(groups.max())}")
+        return not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)
 
     def _entry(self, entries: Mapping[str, TensorEntry], name: str) -> TensorEntry:
         if name not in entries:
@@ -224,16 +272,48 @@ def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
     return NF4Blocks(block, nested, offset), shape
 
 
-def _read(entry: TensorEntry) -> bytes:
+def _read(entry: TensorEntry, most: int = _MAX_STATE_BYTES, dtype: str = "U8") -> bytes:
     """The bytes of a small tensor."""
-    if entry.nbytes > _MAX_STATE_BYTES or entry.dtype != "U8":
+    if not 0 < entry.nbytes <= most or entry.dtype != dtype:
         raise _malformed(entry, f"{entry.dtype} of {entry.nbytes} bytes")
     return entry.read()
 
 
 def _malformed(entry: TensorEntry, found: str) -> CheckpointError:
-    expected = "bitsandbytes' description of a matrix in nf4 or int8"
+    expected = "the description of a matrix in the format that config.json names"
     return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy="get the shard again")
+
+
+def _four_bits(values: Mapping[str, Any]) -> tuple[str, tuple[int, int], int, bool] | None:
+    """Method, block, group and symmetry of GPTQ, AWQ and compressed-tensors; None: it is another one."""
+    method, block = values.get("quant_method"), (0, 0)
+    if method == "gptq" and values.get("bits") == 4 and not values.get("dynamic"):
+        name = {"gptq": "gptq", "gptq_v2": "gptq_v2"}.get(values.get("checkpoint_format") or "gptq")
+        return None if name is None else (name, block, _group(values.get("group_size")), True)
+    if method == "awq" and values.get("bits", values.get("w_bit")) == 4 and values.get("version", "gemm").lower() == "gemm":
+        is_asymmetric = values.get("zero_point", True)
+        return ("awq", block, _group(values.get("group_size", values.get("q_group_size"))), True) if is_asymmetric else None
+    schemes = list((values.get("config_groups") or {}).values())
+    whole = {"dense", None}, {"compressed", None}
+    is_plain = (values.get("sparsity_config") or {}).get("format") in whole[0] and not values.get("transform_config")
+    if (
+        method != "compressed-tensors"
+        or len(schemes) != 1
+        or not is_plain
+        or values.get("quantization_status") not in whole[1]
+    ):
+        return None
+    weights = schemes[0].get("weights") or {}
+    if values.get("format") == "nvfp4-pack-quantized" and weights.get("num_bits") == 4:
+        return "nvfp4", block, 16, True
+    kinds = weights.get("num_bits"), weights.get("type"), weights.get("strategy") in ("group", "channel")
+    if values.get("format") == "pack-quantized" and kinds == (4, "int", True):
+        return "int4", block, _group(weights.get("group_size")), bool(weights.get("symmetric", True))
+    return None
+
+
+def _group(size: object) -> int:
+    return size if type(size) is int and size > 0 else -1
 
 
 def _are_sizes(values: Sequence[object], count: int) -> bool:

@@ -182,6 +182,69 @@ CLONES PUBLIC void zo2core_decode_mxfp4(
         }
 }
 
+/* The codes of `high` rows and `wide` columns of a matrix of 4-bit codes, 8 in a word: by columns of 8 neighbouring inputs
+ * (GPTQ), by rows of 8 neighbouring outputs in an order of their own (AWQ), or row by row. Rows and columns begin at eights. */
+enum { INPUT_WORDS, OUTPUT_WORDS, ROW_WORDS, TILE = 64 };
+
+INLINE void read_codes(
+    uint8_t tile[TILE][TILE], const uint8_t *codes, int layout, uint64_t rows, uint64_t columns, uint64_t row,
+    uint64_t column, size_t high, size_t wide) {
+    static const uint8_t outputs[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    uint32_t word;
+    if (layout == INPUT_WORDS)
+        for (size_t j = 0; j < wide; j += 8)
+            for (size_t i = 0; i < high; i++) {
+                memcpy(&word, codes + 4 * ((column + j) / 8 * rows + row + i), 4);
+                for (size_t k = 0; k < 8; k++) tile[i][j + k] = word >> 4 * k & 15;
+            }
+    else if (layout == OUTPUT_WORDS)
+        for (size_t j = 0; j < wide; j++)
+            for (size_t i = 0; i < high; i += 8) {
+                memcpy(&word, codes + 4 * ((column + j) * (rows / 8) + (row + i) / 8), 4);
+                for (size_t k = 0; k < 8; k++) tile[i + outputs[k]][j] = word >> 4 * k & 15;
+            }
+    else
+        for (size_t i = 0; i < high; i++) {
+            const uint8_t *from = codes + (row + i) * ((columns + 7) / 8 * 4) + column / 2;
+            for (size_t j = 0; j < TILE / 2; j++) { /* a constant number, also where fewer are needed: it is vectorised */
+                const uint8_t pair = from[2 * j < wide ? j : 0];
+                tile[i][2 * j] = pair & 15;
+                tile[i][2 * j + 1] = pair >> 4;
+            }
+        }
+}
+
+/* 4-bit codes, integers or floats, with a zero to subtract and a scale for each group of a row's weights. `order` has each
+ * column's group, where neighbours do not form groups. */
+CLONES PUBLIC void zo2core_decode_four_bits(
+    int dtype, void *out, const uint8_t *codes, const float *scales, const float *zeros, const int32_t *order,
+    int are_floats, int layout, uint64_t rows, uint64_t columns, uint64_t group, uint64_t first, uint64_t last) {
+    const uint64_t groups = (columns + group - 1) / group;
+    uint8_t tile[TILE][TILE] __attribute__((aligned(64)));
+    float x[TILE] __attribute__((aligned(64)));
+    for (uint64_t row = first; row < last; row += TILE)
+        for (uint64_t column = 0; column < columns; column += TILE) {
+            const size_t high = last - row < TILE ? last - row : TILE;
+            const size_t wide = columns - column < TILE ? columns - column : TILE;
+            read_codes(tile, codes, layout, rows, columns, row, column, high, wide);
+            for (size_t i = 0; i < high; i++) {
+                const float *scale = scales + (row + i) * groups, *zero = zeros ? zeros + (row + i) * groups : NULL;
+                if (are_floats)
+                    for (size_t j = 0; j < wide; j++) x[j] = from_e2m1(tile[i][j]);
+                else
+                    for (size_t j = 0; j < wide; j++) x[j] = (float)tile[i][j];
+                for (size_t j = 0; j < wide;) {
+                    const uint64_t place = order ? (uint64_t)order[column + j] : (column + j) / group;
+                    const uint64_t end = order ? j + 1 : (place + 1) * group - column;
+                    const size_t stop = end < wide ? end : wide;
+                    const float minus = zero ? zero[place] : 0.0f, by = scale[place];
+                    for (; j < stop; j++) x[j] = (x[j] - minus) * by;
+                }
+                put(dtype, out, (row + i) * columns + column, x, wide);
+            }
+        }
+}
+
 /* Rows of floats, each divided by the smallest power of 2 at which its largest magnitude is not above e4m3's. Returns whether
  * all are finite; others are the reference's to do. */
 CLONES PUBLIC int zo2core_encode_float8(

@@ -16,12 +16,13 @@ from itertools import accumulate
 
 import torch
 
-from zo2core.kernels import gguf, native
+from zo2core.kernels import four_bits, gguf, native
 from zo2core.types import (
     MXFP4_BLOCK,
     EncodedPart,
     Encoding,
     Float8Blocks,
+    FourBitGroups,
     GGUFRows,
     Int8Rows,
     MatrixEncoding,
@@ -53,7 +54,6 @@ NF4_TABLE = (
     0.7229568362236023,
     1.0,
 )
-FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # values of e2m1 codes
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
@@ -91,6 +91,9 @@ def _decode_matrix(
     if isinstance(encoding, MXFP4Stack):
         count, inputs, outputs = math.prod(shape[:-2]), shape[-2], shape[-1]
         units, run = count, partial(native.decode_mxfp4, matrix.view(count, inputs, outputs), parts.bytes)
+    elif isinstance(encoding, FourBitGroups):
+        groups = four_bits.groups_of(encoding, parts.tensors())
+        units, run = -(-len(matrix) // 8), partial(native.decode_four_bits, matrix, parts.bytes["codes"], encoding, groups)
     else:
         units, run = len(matrix), partial(_run_native, encoding, parts, matrix)
     splits_block = isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
@@ -108,6 +111,7 @@ def _run_native(encoding: MatrixEncoding, parts: _Parts, matrix: torch.Tensor, f
     elif isinstance(encoding, Int8Rows):
         native.decode_int8(out, codes[start:], parts["scales"].float()[first:], INT8_UNIT)
     else:
+        assert isinstance(encoding, Float8Blocks), "groups of 4 bits have a kernel of their own"
         native.decode_float8(out, codes[start:], parts["scales"].float(), first, encoding.block)
 
 
@@ -118,6 +122,9 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.
         return
     if isinstance(encoding, GGUFRows):
         _decode_gguf(encoding, parts["codes"], matrix)
+        return
+    if isinstance(encoding, FourBitGroups):
+        four_bits.decode(encoding, parts["codes"], four_bits.groups_of(encoding, parts.tensors()), matrix)
         return
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
@@ -138,7 +145,7 @@ def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, matrix: torch.Tenso
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
     codes, scales = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
-    table = torch.tensor(FP4_TABLE, device=codes.device)
+    table = torch.tensor(four_bits.FP4_TABLE, device=codes.device)
     for of_one, packed, powers in zip(matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True):
         numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(outputs, blocks, MXFP4_BLOCK)
         of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
@@ -164,12 +171,13 @@ def encode(weights: torch.Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncod
 
     Args:
         weights: (rows, columns), finite, of a floating-point dtype.
-        encoding: Encoding to use, none of GGUF's. The offset of double-quantised ``NF4Blocks`` is computed from the matrix.
+        encoding: ``Int8Rows``, ``Float8Blocks`` or ``NF4Blocks``. The offset of double-quantised ``NF4Blocks`` is computed
+            from the matrix.
 
     Returns:
         The encoding, and its parts by role.
     """
-    assert not isinstance(encoding, GGUFRows), "blocks of GGUF files are only decoded"
+    assert not isinstance(encoding, GGUFRows | FourBitGroups), "such matrices are only decoded"
     exact = weights.float()
     if isinstance(encoding, Int8Rows):
         scales = exact.abs().amax(dim=1)
@@ -187,6 +195,10 @@ class _Parts:
         self._parts = {part.role: part for part in parts}
         ends = list(accumulate(part.nbytes for part in parts))
         self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All parts but the codes, by role."""
+        return {role: self[role] for role in self._parts if role != "codes"}
 
     def __getitem__(self, role: str) -> torch.Tensor:
         """A part in its dtype and shape. A part at an address not aligned to its dtype is copied: it is small."""

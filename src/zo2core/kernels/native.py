@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 
 from zo2core.errors import ZO2Warning
+from zo2core.kernels.four_bits import Groups
 from zo2core.kernels.table import row, table
-from zo2core.types import GGUF_BLOCKS, Distribution, GGUFRows, NF4Blocks, Perturb, Program
+from zo2core.types import GGUF_BLOCKS, Distribution, FourBitGroups, GGUFRows, NF4Blocks, Perturb, Program
 
-_REVISION = 10  # of the C files
+_REVISION = 11  # of the C files
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
@@ -104,6 +105,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_float8": (*matrix, u64, u64, u64, u64, u64),
         "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
         "decode_mxfp4": (*matrix, u64, u64, u64, u64),
+        "decode_four_bits": (*matrix, pointer, pointer, integer, integer, *[u64] * 5),
         "decode_gguf": (integer, pointer, pointer, integer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
@@ -275,6 +277,19 @@ def decode_mxfp4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], first: in
     """Decode the matrices ``first`` to ``last`` of a stack, (count, inputs, outputs), from the bytes of its parts."""
     addresses = (parts[role].data_ptr() for role in ("codes", "scales"))
     functions().zo2core_decode_mxfp4(DTYPES[out.dtype], out.data_ptr(), *addresses, first, last, *out.shape[1:])
+
+
+def decode_four_bits(
+    out: torch.Tensor, codes: torch.Tensor, encoding: FourBitGroups, groups: Groups, first: int, last: int
+) -> None:
+    """Decode the eights ``first`` to ``last`` of a matrix's rows; ``codes`` are the whole matrix's bytes, at any address."""
+    rows, columns = out.shape
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (groups.zeros, groups.order))
+    layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0  # the order of decode.c's enum
+    sizes = rows, columns, encoding.group, 8 * first, min(8 * last, rows)
+    functions().zo2core_decode_four_bits(
+        *_matrix(out, codes, groups.scales), *addresses, encoding.name == "nvfp4", layout, *sizes
+    )
 
 
 def decode_gguf(out: torch.Tensor, codes: torch.Tensor, encoding: GGUFRows, first: int, last: int) -> None:

@@ -5,6 +5,7 @@ from zo2core.types.encodings import MXFP4_BLOCK as MXFP4_BLOCK
 from zo2core.types.encodings import EncodedPart as EncodedPart
 from zo2core.types.encodings import Encoding as Encoding
 from zo2core.types.encodings import Float8Blocks as Float8Blocks
+from zo2core.types.encodings import FourBitGroups as FourBitGroups
 from zo2core.types.encodings import GGUFRows as GGUFRows
 from zo2core.types.encodings import Int8Rows as Int8Rows
 from zo2core.types.encodings import MatrixEncoding as MatrixEncoding

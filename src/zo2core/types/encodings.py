@@ -136,6 +136,52 @@ class GGUFRows:
 
 
 @dataclass(frozen=True)
+class FourBitGroups:
+    """Four bits a weight, and a scale and mostly a zero for a group of a row's weights.
+
+    Args:
+        name: ``gptq``, ``gptq_v2`` (whose zeros are not stored less 1) or ``awq``, which store inputs first, ``int4`` of
+            compressed-tensors, or ``nvfp4``, whose scales are e4m3 numbers with a common divisor.
+        group: Weights of a row that share a scale.
+        scale_dtype: Dtype of the scales.
+        has_zeros: Whether zeros are stored; without, the zero is the code 8. Of ``int4`` only.
+        is_ordered: Whether each column's group is stored; without, neighbours form groups.
+    """
+
+    name: str
+    group: int
+    scale_dtype: torch.dtype = torch.float16
+    has_zeros: bool = True
+    is_ordered: bool = False
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the matrix is stored as (columns, rows)."""
+        return self.name in ("gptq", "gptq_v2", "awq")
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """Parts of a matrix of shape (rows, columns)."""
+        rows, columns = shape
+        groups = -(-columns // self.group)
+        if self.name == "nvfp4":
+            codes, scales = (
+                EncodedPart("codes", torch.uint8, (rows, columns // 2)),
+                EncodedPart("scales", FP8, (rows, groups)),
+            )
+            return codes, scales, EncodedPart("global", torch.float32, (1,))
+        if self.inputs_first:
+            packed = (columns, rows // 8) if self.name == "awq" else (columns // 8, rows)
+            scales, zeros = EncodedPart("scales", self.scale_dtype, (groups, rows)), (groups, rows // 8)
+        else:
+            packed = rows, -(-columns // 8)
+            scales, zeros = EncodedPart("scales", self.scale_dtype, (rows, groups)), (-(-rows // 8), groups)
+        parts = [EncodedPart("codes", torch.int32, packed), scales]
+        parts += [EncodedPart("zeros", torch.int32, zeros)] if self.has_zeros else []
+        parts += [EncodedPart("order", torch.int32, (columns,))] if self.is_ordered else []
+        return tuple(parts)
+
+
+@dataclass(frozen=True)
 class MXFP4Stack:
     """A 4-bit float (e2m1) per weight, the first of two in the lower bits, and a power of 2 (e8m0) for each 32 (OCP MX 1.0).
 
@@ -171,7 +217,7 @@ class MatrixStack:
         return tuple(part for encoding, rows in self.matrices for part in encoding.parts((rows, shape[-1])))
 
 
-MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | GGUFRows
+MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | FourBitGroups | GGUFRows
 Encoding: TypeAlias = MatrixEncoding | MXFP4Stack | MatrixStack
 
 
