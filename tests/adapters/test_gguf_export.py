@@ -41,7 +41,14 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in engine.parameters_now()}
 
 
-@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
+def test_a_mixture_is_not_written(tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "qwen3moe", MIXED)
+    with pytest.raises(UnsupportedModelError, match=r"experts\.gate_up_proj, for which llama.cpp's qwen3moe has no tensor"):
+        export(base, tmp_path / "out", kind="F32")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("architecture", [name for name in GGUF_ARCHITECTURES if name != "qwen3moe"])
 def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", architecture, MIXED)
     written = export(base, tmp_path / "out", kind="F32")

@@ -39,6 +39,7 @@ MIXED = {
     "": "Q4_0",
 }
 K_TYPES = {"token_embd": "Q6_K", "attn_q": "Q3_K", "attn_k": "Q2_K", "attn_v": "Q6_K", "ffn_down": "Q5_K", "": "Q4_K"}
+UNEVEN = {"token_embd": "Q6_K", "attn_q": "IQ4_NL", "attn_k": "TQ2_0", "attn_v": "MXFP4", "ffn_down": "TQ1_0", "": "IQ4_XS"}
 LARGER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
 
 
@@ -74,8 +75,10 @@ def test_every_type_has_the_bits_of_transformers(kinds: str | Mapping[str, str],
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", "llama", kinds))
 
 
-def test_k_types_have_the_bits_of_transformers(tmp_path: Path) -> None:
-    assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", "llama", K_TYPES, **LARGER))
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("kinds", [K_TYPES, UNEVEN], ids=["K", "uneven"])
+def test_blocks_of_256_have_the_bits_of_transformers(kinds: Any, architecture: str, tmp_path: Path) -> None:
+    assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, kinds, **LARGER))
 
 
 def test_a_tied_table_in_codes_is_embedding_and_head(tmp_path: Path) -> None:
@@ -168,15 +171,21 @@ def test_low_rank_steps_are_those_on_the_decoded_model(kinds: Any, tmp_path: Pat
         assert reader.fingerprint == open_checkpoint(path).weights.fingerprint
 
 
-def adapter() -> Adapter:
-    return Adapter(config=LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=True), seed=4)
+def adapter(*targets: str) -> Adapter:
+    names = list(targets) or ["q_proj", "down_proj"]
+    return Adapter(config=LoraConfig(r=2, target_modules=names, init_lora_weights=True), seed=4)
 
 
-def test_gradients_of_an_adapter_are_those_on_the_decoded_model(tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("architecture", "targets"), [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))]
+)
+def test_gradients_of_an_adapter_are_those_on_the_decoded_model(
+    architecture: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = save_gguf(tmp_path / "model.gguf", architecture, MIXED, num_hidden_layers=3)
     found = []
     for base in (path, decoded_twin(path, tmp_path / "decoded")):
-        model = open_checkpoint(base, dtype=torch.float32, adapter=adapter())
+        model = open_checkpoint(base, dtype=torch.float32, adapter=adapter(*targets))
         batch = make_batch(model.config.vocab_size, [7, 5])
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -308,6 +317,8 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
         ("llama", {"general.architecture": "mamba"}, "architecture 'mamba'"),
         ("llama", {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type 'yarn'"),
         ("llama", {"llama.expert_count": 8}, "a mixture of experts"),
+        ("qwen3moe", {"qwen3moe.expert_weights_norm": False}, "expert_weights_norm False"),
+        ("qwen3moe", {"qwen3moe.expert_feed_forward_length": 0}, "expert_feed_forward_length"),
         ("phi3", {"phi3.rope.dimension_count": 12}, "rope.dimension_count 12"),
         ("gemma2", {"gemma2.block_count": 46}, "27 billion"),
         ("llama", {"llama.block_count": 3}, "no tensor"),

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -42,6 +43,7 @@ _KINDS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3moe": Qwen3MoeConfig,
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -66,6 +68,9 @@ def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     }
     if architecture == "qwen3":
         shape |= {"head_dim": 128}  # transformers' reader has no other
+    if architecture == "qwen3moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        shape |= {"moe_intermediate_size": 768}  # transformers' reader has no other
     if architecture.startswith("gemma"):
         shape |= {"tie_word_embeddings": True}
     if architecture == "phi3":
@@ -73,14 +78,24 @@ def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     return _KINDS[architecture](**{**shape, **changes})
 
 
+_RANDOM = {  # types that the gguf package cannot encode, and the bytes at which their blocks have float16 scales
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
 def packed(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
     """A matrix in blocks: encoded, or random codes where the gguf package has no encoder."""
     block = GGUF_BLOCKS[kind]
-    if kind not in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"):
+    if kind not in _RANDOM:
         return gguf.quantize(values, gguf.GGMLQuantizationType[kind]).tobytes()
     codes = rng.integers(0, 256, (values.size // block.weights, block.nbytes), dtype=np.uint8)
-    scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
-    for at in scales:
+    for at in _RANDOM[kind]:
         codes[:, at : at + 2] = rng.uniform(1e-4, 4e-4, (len(codes), 1)).astype("<f2").view(np.uint8)
     return codes.tobytes()
 
@@ -112,6 +127,12 @@ def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
     }
+    if architecture == "qwen3moe":
+        values["qwen3moe.expert_count"], values["qwen3moe.expert_used_count"] = (
+            config.num_experts,
+            config.num_experts_per_tok,
+        )
+        values["qwen3moe.expert_feed_forward_length"] = config.moe_intermediate_size
     if architecture.startswith("gemma"):
         values[f"{architecture}.attention.sliding_window"] = config.sliding_window
     return values
@@ -126,16 +147,34 @@ def tensors(
     names, written = gguf.get_tensor_name_map(number, config.num_hidden_layers), []
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
+        if path.endswith(".experts"):
+            written += _stacks(path.split(".")[2], leaf, parameter.detach().float().numpy(), kind_of, rng)
+            continue
         place, values = f"{names.get_name(path)}.{leaf}", parameter.detach().float().numpy()
         if architecture == "llama" and (".attn_q." in place or ".attn_k." in place):
             heads = config.num_attention_heads if ".attn_q." in place else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture.startswith("gemma") and place.endswith("norm.weight"):
             values = values + 1
-        kind = "F32" if values.ndim == 1 else kind_of(place)
+        kind = "F32" if values.ndim == 1 or "ffn_gate_inp" in place else kind_of(place)
         content = packed(np.ascontiguousarray(values), kind, rng)
         written.append(Tensor(place, values.shape, kind, content))
     return written
+
+
+def _stacks(
+    layer: str, leaf: str, values: np.ndarray, kind_of: Callable[[str], str], rng: np.random.Generator
+) -> list[Tensor]:
+    """A layer's experts: a stack for each of the projections in a parameter."""
+    parts = {"down": values}
+    if leaf == "gate_up_proj":
+        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+    places = {f"blk.{layer}.ffn_{part}_exps.weight": stack for part, stack in parts.items()}
+    kinds = {place: kind_of(place) for place in places}
+    return [
+        Tensor(place, stack.shape, kinds[place], packed(np.ascontiguousarray(stack), kinds[place], rng))
+        for place, stack in places.items()
+    ]
 
 
 def save_gguf(

@@ -7,7 +7,7 @@
 enum { CHUNK = 1024 }; /* weights, worked on while they are in the first cache; a multiple of all blocks */
 
 /* By the order of the names in native.py. */
-enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0 };
 
 INLINE float half_at(const uint8_t *bytes) { return from_half((uint16_t)(bytes[0] | bytes[1] << 8)); }
 
@@ -125,6 +125,70 @@ INLINE void block_q6_k(float *restrict x, const uint8_t *restrict b) {
     }
 }
 
+/* ---- Blocks of codes that stand for uneven values, and of three values ---- */
+
+static const int8_t uneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t twice_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+typedef int8_t values16 __attribute__((vector_size(16)));
+typedef uint8_t codes16 __attribute__((vector_size(16)));
+
+/* What 16 codes below 16 stand for. The table fits into one register, which compilers do not find. */
+INLINE values16 values_of(codes16 codes, values16 table) {
+#if defined(__clang__)
+    values16 values;
+    for (int i = 0; i < 16; i++) values[i] = table[codes[i]];
+    return values;
+#else
+    return __builtin_shuffle(table, (values16)codes);
+#endif
+}
+
+INLINE void looked_up(float *restrict x, const uint8_t *restrict q, float d, const int8_t *table) {
+    codes16 codes;
+    values16 values;
+    memcpy(&codes, q, 16);
+    memcpy(&values, table, 16);
+    const values16 low = values_of(codes & 15, values), high = values_of(codes >> 4, values);
+    EACH(i, 16) x[i] = d * (float)low[i];
+    EACH(i, 16) x[i + 16] = d * (float)high[i];
+}
+
+INLINE void block_iq4_nl(float *x, const uint8_t *b) { looked_up(x, b + 2, half_at(b), uneven); }
+
+INLINE void block_iq4_xs(float *restrict x, const uint8_t *restrict b) {
+    const float d = half_at(b);
+    const int high = b[2] | b[3] << 8;
+    for (int group = 0; group < 8; group++) {
+        const int scale = (b[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
+        looked_up(x + 32 * group, b + 8 + 16 * group, d * (float)(scale - 32), uneven);
+    }
+}
+
+INLINE void block_mxfp4(float *x, const uint8_t *b) {
+    const uint32_t exponent = b[0]; /* half of the power of 2, since the values are twice as large */
+    looked_up(x, b + 1, number(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23), twice_e2m1);
+}
+
+/* Digits to the base of 3 of `count` bytes: the first one of all bytes, then the next. */
+INLINE float *digits(float *restrict x, const uint8_t *restrict q, int count, int each, float d) {
+    static const uint8_t powers[5] = {1, 3, 9, 27, 81};
+    for (int n = 0; n < each; n++, x += count)
+        for (int i = 0; i < count; i++) x[i] = d * (float)(((uint8_t)(q[i] * powers[n]) * 3 >> 8) - 1);
+    return x;
+}
+
+INLINE void block_tq1_0(float *x, const uint8_t *b) {
+    const float d = half_at(b + 52);
+    digits(digits(digits(x, b, 32, 5, d), b + 32, 16, 5, d), b + 48, 4, 4, d);
+}
+
+INLINE void block_tq2_0(float *restrict x, const uint8_t *restrict b) {
+    const float d = half_at(b + 64);
+    for (int group = 0; group < 8; group++)
+        EACH(i, 32) x[group * 32 + i] = d * (float)((b[group / 4 * 32 + i] >> group % 4 * 2 & 3) - 1);
+}
+
 /* ---- Matrices ---- */
 
 #define BLOCKS(decode, weights, nbytes)                                                              \
@@ -143,6 +207,11 @@ CLONES static void decode_blocks(int kind, float *restrict x, const uint8_t *res
         case Q4_K: BLOCKS(block_q4_k, 256, 144);
         case Q5_K: BLOCKS(block_q5_k, 256, 176);
         case Q6_K: BLOCKS(block_q6_k, 256, 210);
+        case IQ4_NL: BLOCKS(block_iq4_nl, 32, 18);
+        case IQ4_XS: BLOCKS(block_iq4_xs, 256, 136);
+        case MXFP4: BLOCKS(block_mxfp4, 32, 17);
+        case TQ1_0: BLOCKS(block_tq1_0, 256, 54);
+        case TQ2_0: BLOCKS(block_tq2_0, 256, 66);
         case F16:
             for (size_t i = 0; i < count; i++) x[i] = half_at(from + 2 * i);
             break;

@@ -5,9 +5,14 @@ The operations and their order are those of llama.cpp's gguf package, so the bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zo2core.types import GGUF_BLOCKS, GGUFRows
+
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4's codes
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def decode_rows(encoding: GGUFRows, codes: torch.Tensor) -> torch.Tensor:
@@ -112,6 +117,40 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return _scaled(scales, codes.to(torch.int8) - 32)
 
 
+def _looked_up(codes: torch.Tensor, table: Sequence[int]) -> torch.Tensor:
+    """The values that codes of 4 bits stand for, float32."""
+    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * _looked_up(_shifted(blocks[:, 2:], 4, 16), UNEVEN)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).view(len(blocks), 8)
+    scales = _numbers(blocks, 0, 2) * ((low | _shifted(blocks[:, 2:4], 2, 1) << 4).to(torch.int8) - 32).float()
+    return _scaled(scales, _looked_up(_shifted(blocks[:, 8:], 4, 16), UNEVEN))
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    exponents = blocks[:, :1].int()
+    halves = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), exponents - 1 << 23).view(torch.float32)
+    return halves * _looked_up(_shifted(blocks[:, 1:], 4, 16), TWICE_E2M1)
+
+
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for first, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):  # each byte has digits to the base of 3
+        powers = torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8, device=blocks.device)
+        parts.append((blocks[:, None, first:stop] * powers[:, None]).reshape(len(blocks), -1))
+    digits = (torch.cat(parts, dim=1).int() * 3 >> 8) - 1
+    return _numbers(blocks, 52, 54) * digits.float()
+
+
+def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 64, 66) * (_shifted(blocks[:, :64], 2, 32).to(torch.int8) - 1).float()
+
+
 _DECODERS = {
     "F32": lambda blocks: _numbers(blocks, 0, 4, torch.float32),
     "F16": lambda blocks: _numbers(blocks, 0, 2),
@@ -126,4 +165,9 @@ _DECODERS = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
 }

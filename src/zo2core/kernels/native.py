@@ -22,7 +22,7 @@ from zo2core.kernels.four_bits import Groups
 from zo2core.kernels.table import row, table
 from zo2core.types import GGUF_BLOCKS, Distribution, FourBitGroups, GGUFRows, NF4Blocks, Perturb, Program
 
-_REVISION = 11  # of the C files
+_REVISION = 12  # of the C files
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}

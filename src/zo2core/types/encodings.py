@@ -111,6 +111,11 @@ GGUF_BLOCKS: Mapping[str, GGUFBlock] = MappingProxyType(  # by the names of ggml
         "Q4_K": GGUFBlock(256, 144),
         "Q5_K": GGUFBlock(256, 176),
         "Q6_K": GGUFBlock(256, 210),
+        "IQ4_NL": GGUFBlock(32, 18),
+        "IQ4_XS": GGUFBlock(256, 136),
+        "MXFP4": GGUFBlock(32, 17),
+        "TQ1_0": GGUFBlock(256, 54),
+        "TQ2_0": GGUFBlock(256, 66),
     }
 )
 

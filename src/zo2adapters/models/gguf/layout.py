@@ -16,7 +16,7 @@ from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # by llama.cpp's names; all are tested
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
 GGUF_EXTRA = "zo2core[gguf]"
 ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -32,6 +33,10 @@ from zo2core.types import GGUFRows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
+
+
+_MIXTURES = ("qwen3moe",)  # architectures of experts in a stack a projection, all of which are routed to
+_EXPERTS, _ROUTER = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight"), ".ffn_gate_inp."
 
 
 class GGUFModel:
@@ -63,7 +68,7 @@ class GGUFModel:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
-        found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1}
+        found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1 and _ROUTER not in entry.name}
         return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
     @property
@@ -78,6 +83,13 @@ class GGUFModel:
         self._processed: dict[str, TensorEntry] = {}
         for entry in self.file.tensors.values():
             if entry.name == ROTARY_FACTORS:
+                continue
+            if (experts := _EXPERTS.fullmatch(entry.name)) is not None and len(entry.shape) == 3:
+                for expert in _matrices(entry, f"model.layers.{experts[1]}.mlp.experts.{{}}.{experts[2]}_proj.weight"):
+                    entries[expert.name] = expert
+                    if entry.dtype not in _FLOATS:
+                        entries[expert.name] = expert._replace(dtype=plain)
+                        encoded[expert.name] = EncodedTensor(GGUFRows(entry.dtype), expert.shape, (expert,))
                 continue
             if entry.name not in names:
                 raise CheckpointError(
@@ -130,10 +142,19 @@ class GGUFModel:
             ) from error
         config.tie_word_embeddings = "output.weight" not in self.file.tensors  # transformers saw no tensors
         config.name_or_path = ""
+        if self._architecture in _MIXTURES:
+            config.moe_intermediate_size = self._experts_width()
         factors = self.file.tensors.get(ROTARY_FACTORS)
         if factors is not None:
             config.rope_parameters = self._scaled_rotary(config, factors)
         return config
+
+    def _experts_width(self) -> int:
+        """The number of each expert's hidden features, which transformers' reader leaves at its default."""
+        width = self.file.metadata.get(f"{self._architecture}.expert_feed_forward_length")
+        if type(width) is not int or not 0 < width < 1 << 31:
+            raise self._refused(f"expert_feed_forward_length {str(width)[:40]}", "the width of an expert")
+        return width
 
     def _require_known_settings(self) -> None:
         """Refuse settings that change the model's forward and that transformers' reader ignores."""
@@ -143,8 +164,11 @@ class GGUFModel:
             raise self._refused(
                 f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}", "no scaled rotary tables"
             )
-        if metadata.get(f"{architecture}.expert_count"):
-            raise self._refused("a mixture of experts", "a dense model")
+        if metadata.get(f"{architecture}.expert_count") and architecture not in _MIXTURES:
+            raise self._refused("a mixture of experts", f"a dense model, or one of {', '.join(_MIXTURES)}")
+        scale, norm = (metadata.get(f"{architecture}.expert_weights_{key}") for key in ("scale", "norm"))
+        if scale not in (None, 0.0, 1.0) or norm not in (None, True):
+            raise self._refused(f"expert_weights_scale {scale}, expert_weights_norm {norm}", "1 and true, or neither")
         width, heads = (metadata.get(f"{architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
         rotated = metadata.get(f"{architecture}.rope.dimension_count")
         if (
@@ -189,6 +213,15 @@ class GGUFModel:
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
         remedy = "use the model in the Hugging Face layout"
         return UnsupportedModelError(self.where, found=found, expected=expected, remedy=remedy)
+
+
+def _matrices(stack: TensorEntry, name: str) -> Iterator[TensorEntry]:
+    """The matrices of a stack, named as a checkpoint of transformers 4 names them."""
+    count, *shape = stack.shape
+    nbytes = stack.nbytes // count
+    for index in range(count):
+        start = stack.start + index * nbytes
+        yield stack._replace(name=name.format(index), shape=tuple(shape), start=start, nbytes=nbytes)
 
 
 def _excerpt(file: GGUFFile) -> bytes:
