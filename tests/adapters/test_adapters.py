@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
     "layers that cannot be cut apart": (lambda d: edit_config(d, model_type="rwkv"), UnsupportedModelError, "Architecture"),
     "unknown to transformers": (lambda d: edit_config(d, model_type="nobody"), UnsupportedModelError, "remote code"),
     "quantised by config": (
-        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda d: edit_config(d, quantization_config={"quant_method": "quip", "bits": 2}),
         UnsupportedModelError,
         "unquantised",
     ),

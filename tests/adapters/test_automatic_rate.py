@@ -79,7 +79,7 @@ def trials(run: str) -> list[dict[str, Any]]:
     return [{**trial, "seconds": None} for trial in read_trials(Path(run))]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")
 def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., Ended], method: list[object]) -> None:
@@ -92,7 +92,7 @@ def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., End
     assert outcome("again") == outcome("run")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")
 def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
@@ -152,7 +152,7 @@ def test_the_report_shows_the_choice_and_its_curves(finished: Callable[..., Ende
     assert "Learning rate of" not in page([read_run(Path("plain"))])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_method
 @pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))  # the second round's first trial, and others
 @pytest.mark.usefixtures("here")

@@ -173,6 +173,7 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(place: Path, monkey
     assert ended.out.splitlines() == [first, expected(place, f"the cat {first} the dog ", 1)]
 
 
+@pytest.mark.long_profile
 def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -76,6 +76,7 @@ def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
     assert counted.device_plan.nbytes < mezo.device_plan.nbytes
 
 
+@pytest.mark.long_profile
 def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
     arguments = ["plan", "--model", str(tmp_path / "opt"), "--device-memory", "24GB", "--memory", "400GB"]

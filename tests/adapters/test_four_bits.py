@@ -165,6 +165,7 @@ def lora() -> Adapter:
     return Adapter(config=peft.LoraConfig(r=2, target_modules=["auto"], init_lora_weights=False), seed=1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "family", "buckets"), each_choice(FORMATS, ["llama", "qwen3_moe", "mixtral"], [None, 2]))
 def test_a_model_trains_as_the_decoded_one(kind: str, family: str, buckets: int | None, tmp_path: Path) -> None:
     plain, coded = save(kind, tmp_path, family)

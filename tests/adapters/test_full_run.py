@@ -445,7 +445,7 @@ def states_in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -
     return outcome(folder / "run")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", STATES_PLACES)
 def test_a_run_with_states_on_disk_killed_at_any_place_ends_as_one_in_memory(
     place: str, here: Path, apart: Apart, states_in_memory: dict[str, object]
@@ -525,7 +525,7 @@ def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     print(f"{method}, {'blocks on disk' if where else 'in memory'}: {seen}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])
 def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)

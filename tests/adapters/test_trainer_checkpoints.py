@@ -177,7 +177,7 @@ def shards_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
 WHOLE, CUT = 10**9, 4000  # bytes of a shard
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(WHOLE, WHOLE), (CUT, CUT), (WHOLE, CUT), (CUT, WHOLE)])
 def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int

@@ -39,6 +39,7 @@ def asked(options: TrainOptions, **changes: Any) -> list[object]:
     return ["train", *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["two", "one that comes later"])
 def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kept: bool) -> None:
     options = small_run(tmp_path)

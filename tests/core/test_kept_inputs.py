@@ -186,6 +186,7 @@ def outcome(engine: Engine, batch: Any, steps: int = 3) -> tuple[list[float], li
     return losses, [value.tolist() for name, value in engine.parameters_now() if name in engine.parameters]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("buckets", [None, 2])
 def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
     base: Path, buckets: int | None, tmp_path: Path, request: pytest.FixtureRequest
@@ -399,6 +400,7 @@ def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path
     assert computed.end() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("host_room", [None, 0])
 def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_bits(
     host_room: int | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

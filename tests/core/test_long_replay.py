@@ -72,7 +72,7 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [0, 100])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_long_replay_holds_a_bounded_number_of_generators(

@@ -368,7 +368,7 @@ def deaths(rng: random.Random, whole: Undisturbed) -> dict[str, Any]:
     return {"kill_at": rng.randint(1, whole.calls), "moment": rng.choice(MOMENTS)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_setup
 def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
     server: Server,
@@ -389,7 +389,7 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
         assert_ended_as(run, reference)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_setup
 def test_writes_cut_in_half_are_made_up_for(
     server: Server, setup: Setup, reference: dict[str, object], tmp_path: Path
@@ -401,6 +401,7 @@ def test_writes_cut_in_half_are_made_up_for(
     assert_ended_as(run, reference)
 
 
+@pytest.mark.long_profile
 @pytest.mark.parametrize("buckets", short_first([1], [None]))
 def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(
     server: Server, buckets: int | None, reference: dict[str, object], tmp_path: Path

@@ -532,6 +532,7 @@ def test_a_run_whose_schedule_ends_is_not_lengthened(place: Path) -> None:
 # The system
 
 
+@pytest.mark.long_profile
 def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:
     ended = apart.run("journal", run, out="/dev/full")
     assert ended.status == 2

@@ -119,6 +119,7 @@ def ended(run: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long_profile
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     placed: str, kills: int, here: Path, apart: Apart
 ) -> None:
