@@ -104,11 +104,10 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture(scope="session", autouse=True)
 def _disks_and_options_are_read_quickly() -> Iterator[None]:
-    from command_lines import PROBED_BYTES, keep_docstrings
+    from command_lines import PROBED_BYTES
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zo2core.planning.speeds._BYTES", PROBED_BYTES)
-        keep_docstrings(patch)
         yield
 
 

@@ -27,7 +27,7 @@ from transformers import MistralConfig
 
 from zo2adapters.cli import main
 from zo2core import Journal
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -22,7 +22,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
 LEVELS = (
-    {"errors", "io"},
+    {"errors", "io", "names", "exports"},
     {"types", "ranges"},
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
@@ -149,25 +149,25 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
-    "zo2adapters": 546,
-    "zo2adapters/commands": 3062,
+    "zo2adapters": 513,
+    "zo2adapters/commands": 3126,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1242,
     "zo2adapters/models": 5087,
-    "zo2adapters/tasks": 3470,
-    "zo2adapters/trainers": 5077,
-    "zo2core": 1257,
+    "zo2adapters/tasks": 3473,
+    "zo2adapters/trainers": 5103,
+    "zo2core": 1311,
     "zo2core/checkpoint": 938,
     "zo2core/devices": 168,
-    "zo2core/estimators": 535,
+    "zo2core/estimators": 521,
     "zo2core/io": 442,
     "zo2core/journal": 635,
     "zo2core/kernels": 1215,
     "zo2core/methods": 1022,
     "zo2core/noise": 168,
-    "zo2core/optimizers": 563,
+    "zo2core/optimizers": 562,
     "zo2core/perturbation": 502,
-    "zo2core/planning": 649,
+    "zo2core/planning": 633,
     "zo2core/profiling": 202,
     "zo2core/schedulers": 365,
     "zo2core/shared": 317,

@@ -35,7 +35,7 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch, Lane
 

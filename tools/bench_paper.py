@@ -43,8 +43,9 @@ from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import activation_bytes
 from zo2core import MemoryPolicy, ZO2Error
-from zo2core.planning.memory import Machine, free_memory, parse_size
+from zo2core.planning.memory import Machine, free_memory
 from zo2core.planning.run_spec import RunRequest, plan_device_memory
+from zo2core.ranges import parse_size
 from zo2core.types import Batch, BlockLayout
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU

@@ -27,8 +27,8 @@ from zo2adapters import open_checkpoint
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import CudaDevice, Engine, HostDevice, SegmentStore, SequentialNoise, ZerothOrder
-from zo2core.planning.memory import parse_size
 from zo2core.protocols import TensorReader
+from zo2core.ranges import parse_size
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import Batch
 

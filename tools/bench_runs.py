@@ -28,7 +28,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, SharedBase, ZerothOrder
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 from zo2core.types import Batch, Lane
 
 RUNS = (1, 2, 4, 8)

@@ -40,7 +40,8 @@ from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.step_memory import reserved_bytes
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZerothOrder
-from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
+from zo2core.names import OptimizerName
+from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import resident_memory
 from zo2core.types import Lane
 

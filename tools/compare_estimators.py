@@ -47,7 +47,8 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
-from zo2core.estimators import EstimatorName
+from zo2core.estimators import ESTIMATORS
+from zo2core.names import EstimatorName
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
 LR = RECIPE.optimization.rate
@@ -71,7 +72,7 @@ class EstimatorVariant:
     @property
     def forwards(self) -> int:
         """Forwards of a batch in a step."""
-        return 2 if self.per_row else self.name_of_estimator.evaluations(self.queries)
+        return 2 if self.per_row else ESTIMATORS[self.name_of_estimator].multi_query.forwards(self.queries)
 
     def estimator(self, steps: int) -> ZOEstimator:
         """Make the estimator, with the demo's schedule."""

@@ -47,7 +47,7 @@ from zo2adapters.trainers.run_directory import METRICS
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine
 from zo2core.errors import OptionError
-from zo2core.estimators import EstimatorName
+from zo2core.names import EstimatorName
 
 GROUP, GRPO_BATCH = 8, 64  # completions of a prompt, and of a step
 SUPERVISED_BATCH = 16

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 
 
 def main() -> None:

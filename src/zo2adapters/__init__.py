@@ -4,10 +4,7 @@ Importing this package imports nothing else, since torch and transformers take s
 used. A star import imports all names but Lightning's modules, which need the extra ``zo2core[lightning]``.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zo2adapters.commands.train import train as train
@@ -41,51 +38,7 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.objectives import preference_batch as preference_batch
     from zo2adapters.tasks.scoring import Scored as Scored
     from zo2adapters.tasks.scoring import score as score
+else:
+    from zo2core.exports import exports
 
-_MODULES = {
-    "train": "zo2adapters.commands.train",
-    "write_program": "zo2adapters.edge.lowering",
-    "ProgramState": "zo2adapters.edge.running",
-    "ProgramStep": "zo2adapters.edge.running",
-    "TrainingProgram": "zo2adapters.edge.running",
-    "BackpropLightningModule": "zo2adapters.frameworks.lightning_modules",
-    "BackpropGRPOMixin": "zo2adapters.frameworks.backprop_grpo_mixin",
-    "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
-    "ZOArguments": "zo2adapters.frameworks.arguments",
-    "FullBackpropLightningModule": "zo2adapters.frameworks.lightning_modules",
-    "FullBackpropTrainerMixin": "zo2adapters.frameworks.full_trainer_mixin",
-    "ZOLightningModule": "zo2adapters.frameworks.lightning_modules",
-    "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",
-    "Architecture": "zo2adapters.models.architecture",
-    "CalledForward": "zo2adapters.models.called_forward",
-    "open_checkpoint": "zo2adapters.models.checkpoint",
-    "HFBlockModel": "zo2adapters.models.hf",
-    "MonolithicMeZO": "zo2adapters.models.monolithic",
-    "pack": "zo2adapters.models.packing",
-    "Adapter": "zo2adapters.models.peft_model",
-    "Precision": "zo2adapters.models.precision",
-    "Sampling": "zo2adapters.tasks.generation",
-    "generate": "zo2adapters.tasks.generation",
-    "ChoiceError": "zo2adapters.tasks.objectives",
-    "ChoiceF1Error": "zo2adapters.tasks.objectives",
-    "ChoiceLoss": "zo2adapters.tasks.objectives",
-    "PreferenceLoss": "zo2adapters.tasks.objectives",
-    "choice_batch": "zo2adapters.tasks.objectives",
-    "preference_batch": "zo2adapters.tasks.objectives",
-    "Scored": "zo2adapters.tasks.scoring",
-    "score": "zo2adapters.tasks.scoring",
-}
-
-if not TYPE_CHECKING:  # type checkers take the aliases above
-    __all__ = [name for name in _MODULES if not name.endswith("LightningModule")]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    __all__, __getattr__, __dir__ = exports(__name__, left_out="LightningModule")

@@ -40,6 +40,14 @@ class Interruptible(Protocol):
         """One line: what was written so far, or how to continue."""
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A command whose options are checked before anything slow is imported."""
+
+    def check(self) -> None:
+        """Refuse options that depend on neither model nor data nor machine."""
+
+
 class CommandEntry(NamedTuple):
     """Where a command is defined, and its summary, which is printed without importing it."""
 
@@ -186,6 +194,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         return REFUSED
     try:
         command = _parse_command(name, rest)
+        if isinstance(command, Checked):
+            command.check()
         for module in COMMANDS[name].needs:
             importlib.import_module(module)
         _quieten_libraries()
@@ -242,13 +252,17 @@ def _main_help(arguments: list[str]) -> int:
 
         print(program_help(_DESCRIPTION, {name: entry.summary for name, entry in COMMANDS.items()}))
         raise SystemExit(0)
-    found = repr(arguments[0]) if arguments else "nothing"
+    if not arguments:
+        from zo2adapters.commands.help_text import first_steps
+
+        print(first_steps(_DESCRIPTION))
+        return 0
     expected = f"one of {', '.join(COMMANDS)}"
     import difflib
 
-    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
+    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
     meant = f"; did you mean {near[0]}" if near else ""
-    print(f"zo2: command: found {found}; expected {expected}{meant}. What to do: see zo2 --help.", file=sys.stderr)
+    print(f"zo2: command: found {arguments[0]!r}; expected {expected}{meant}. What to do: see zo2 --help.", file=sys.stderr)
     return REFUSED
 
 

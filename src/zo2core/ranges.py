@@ -1,8 +1,10 @@
-"""Checks that numbers are in their ranges."""
+"""Checks that numbers and sizes are in their ranges."""
 
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 from numbers import Real
 from typing import Any
 
@@ -44,3 +46,23 @@ def require_number(
 def shown(value: int) -> str:
     """A whole number in a few characters. Python refuses to write one of thousands of digits."""
     return str(value) if abs(value) < 10**24 else "a number of more than 24 digits"
+
+
+_UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
+    ("B", 1000), ("iB", 1024), ("", 1024)
+)}  # fmt: skip
+_MOST = float(2**63)  # bytes, the size of the address space
+
+
+def parse_size(size: int | str, *, option: str = "memory") -> int:
+    """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
+    nbytes = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
+    if not 1 <= nbytes < _MOST:
+        raise OptionError(
+            option,
+            found=reprlib.repr(size),
+            expected="a size such as 6GiB or 500MB, or 'auto' for memory",
+            remedy="pass a number of bytes, or one with a unit such as GiB",
+        )
+    return int(nbytes)

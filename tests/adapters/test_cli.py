@@ -30,7 +30,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
 from zo2core.errors import OptionError
-from zo2core.estimators import EstimatorName
+from zo2core.names import EstimatorName
 
 ROWS = [
     {"text": "the cat sat"},

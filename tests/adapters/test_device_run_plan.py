@@ -24,7 +24,7 @@ from zo2adapters.trainers.run_plan import BUS, Transfers, plan_run
 from zo2adapters.trainers.step_memory import step_memory
 from zo2core import DevicePlan
 from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.estimators import EstimatorName
+from zo2core.names import EstimatorName
 
 BLOCKS = 4
 MEZO = Optimization(exact_mezo=True)

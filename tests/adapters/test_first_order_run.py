@@ -27,7 +27,8 @@ from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, Snapshot
 from zo2core import Journal, MemoryPolicy
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.record_log import from_line, to_line
-from zo2core.optimizers import OPTIMIZERS, OptimizerName
+from zo2core.names import OF_ADAPTERS, OptimizerName
+from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart
 from zo2core.planning.run_spec import RunRequest, plan_host
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -165,6 +166,7 @@ def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
 
 def test_the_registry_has_all_optimizers_that_can_be_named() -> None:
     assert set(OPTIMIZERS) == set(get_args(OptimizerName))
+    assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(OF_ADAPTERS)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from zo2core.build import RunOptions, request_of
 from zo2core.checkpoint import Snapshots
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.record_log import RecordFile
-from zo2core.optimizers import OptimizerName, make_block_update
+from zo2core.names import OptimizerName
+from zo2core.optimizers import make_block_update
 from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6

@@ -19,7 +19,7 @@ from zo2adapters.trainers.optimization import Noise
 from zo2adapters.trainers.option_table import EXCLUDED, NEEDED, OPTIONS, Change, require_unchanged
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2core.errors import OptionError
-from zo2core.estimators import EstimatorName, Fitness
+from zo2core.names import EstimatorName, Fitness
 
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),

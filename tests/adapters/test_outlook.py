@@ -18,7 +18,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.planning import plan_of
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2core import HostPlan
-from zo2core.optimizers import OptimizerName
+from zo2core.names import OptimizerName
 
 pytest.importorskip("peft")
 

@@ -21,7 +21,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import ZO2Error
 from zo2core.errors import JournalError
-from zo2core.optimizers import OptimizerName
+from zo2core.names import OptimizerName
 
 
 @pytest.fixture

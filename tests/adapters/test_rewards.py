@@ -31,7 +31,7 @@ from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.task import RewardOptions, TaskOptions
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
-from zo2core.estimators import Fitness
+from zo2core.names import Fitness
 
 ROWS = [
     {"prompt": "the cat", "completion": " ran", "weight": 2},

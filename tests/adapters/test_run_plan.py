@@ -30,7 +30,8 @@ from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.run_plan import RunPlan, Together, duration
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
-from zo2core.planning.memory import MemoryPart, parse_size
+from zo2core.planning.memory import MemoryPart
+from zo2core.ranges import parse_size
 from zo2core.types import shown_bytes
 
 CONFIGURATIONS = {

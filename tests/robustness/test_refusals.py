@@ -176,7 +176,13 @@ def test_a_command_that_is_none_is_refused_in_one_line() -> None:
     said = refusal("trian")
     assert "command: found 'trian'; expected one of demo, init, train" in said
     assert "; did you mean train." in said
-    assert "command: found nothing" in refusal()
+
+
+def test_the_program_alone_says_what_to_do_first() -> None:
+    ended = run_here()
+    assert ended.status == 0
+    commands = [line.split()[1] for line in ended.out.splitlines() if line.startswith("  zo2 ")]
+    assert commands == ["demo", "init", "train", "chat"]
 
 
 def test_an_absurd_learning_rate_that_is_within_bounds_ends_with_a_warning(place: Path) -> None:
@@ -645,19 +651,43 @@ def test_what_is_said_of_a_command_is_its_docstring() -> None:
 IMPORTS = """
 import sys
 from zo2adapters.cli import main
-for unused, line in zip(sys.argv[1::2], sys.argv[2::2]):
+for line in sys.argv[1:]:
     try: main(line.split())
     except SystemExit: pass
-    assert not set(unused.split()) & set(sys.modules), line
+    imported = {unused} & set(sys.modules)
+    assert not imported, (line, imported)
 """
 
 
-def test_commands_import_what_they_use(prepared: Path) -> None:
-    lines = ["journal {run}", "train --help", "plan --help-all", "evaluate --help-all", "train --steps x"]
-    given = ["torch transformers tyro zo2core", "--help"]
-    for line in lines:
-        given += ["transformers matplotlib", line.format(run=prepared / "run")]
-    subprocess.run([sys.executable, "-c", IMPORTS, *given], check=True, capture_output=True, env=environment())
+def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path) -> None:
+    asked = [*(f"{name} --help-all" for name in COMMANDS), *(f"{name} --unknown" for name in COMMANDS), "", "--help", "none"]
+    run = "train --model base --data {rows} --output new"
+    refused = [
+        "train --steps x",
+        f"{run} --method adam",
+        f"{run} --steps 0",
+        f"{run} --method adamw --queries 2",
+        f"{run} --estimator fzoo --queries 1",
+        f"{run} --lora-rank 8 --adapter there",
+        f"{run} --evaluation nowhere.jsonl",
+        "train nowhere.yaml",
+        "train --resume nowhere",
+        "tune --model base",
+        "init --model base --data {rows} --memory 1XB",
+        "init --model base --data nowhere.jsonl",
+    ]
+    given = [line.format(rows=prepared / "rows.jsonl") for line in (*asked, *refused)]
+    code = IMPORTS.format(unused={"torch", "transformers", "numpy"})
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *given], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert ended.stderr.count("What to do:") == len(COMMANDS) + 1 + len(refused)
+
+
+def test_a_command_imports_what_it_uses(prepared: Path) -> None:
+    code = IMPORTS.format(unused={"transformers", "matplotlib"})
+    line = f"journal {prepared / 'run'}"
+    subprocess.run([sys.executable, "-c", code, line], check=True, capture_output=True, env=environment())
 
 
 def test_the_help_of_train_is_what_people_need_first() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib
 import importlib.util
@@ -22,10 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 import psutil
-import pytest
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
-from tyro import _docstrings
 
 from zo2adapters.cli import COMMANDS, main
 from zo2core.planning import speeds
@@ -33,7 +30,6 @@ from zo2core.planning import speeds
 SECONDS = 120  # a command takes a fraction of them
 PROBED_BYTES = 1 << 20  # written to measure a disk, which 64 of them would measure better
 NEEDS = (  # what commands import later: a process that is forked has it
-    "tyro",
     "zo2adapters.commands.help_text",
     "zo2adapters.commands.refusals",
     "transformers.models.llama.modeling_llama",
@@ -199,21 +195,13 @@ class Apart:
             os.kill(self.pid, number)
 
 
-def keep_docstrings(patch: pytest.MonkeyPatch) -> None:
-    """Have tyro read the source of a command's options, for their descriptions, once a process and not once a command."""
-    make: Any = _docstrings._ClassTokenization.make
-    patch.setattr(_docstrings._ClassTokenization, "make", staticmethod(functools.cache(make)))
-
-
 def serve() -> None:
     """Fork a process for each command of standard input, and wait for those that are asked for; answer with a number."""
     torch.set_num_threads(1)
     speeds._BYTES = PROBED_BYTES
-    keep_docstrings(pytest.MonkeyPatch())
     for place in COMMANDS.values():
         for module in (place.module, *place.needs, *NEEDS):
             importlib.import_module(module)
-    run_here("train", "--help")  # with what tyro imports only then
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     gc.freeze()  # a child that looks through all of these objects would copy their memory first
     for line in sys.stdin:

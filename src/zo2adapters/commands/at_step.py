@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import tyro
-
+from zo2adapters.commands.option_fields import NO_OPTION, Written
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.evaluations import best_step, criteria_of
@@ -18,13 +17,12 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core import AtSnapshot, Engine, Journal, MemoryPolicy, SharedBase, Workers
-from zo2core.checkpoint import Snapshots, require_unused
 from zo2core.errors import JournalError, OptionError, OutputError
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
+    from zo2core import Engine, Journal, SharedBase, Workers
 
 T = TypeVar("T")
 _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
@@ -39,14 +37,14 @@ class AtStep:
     names."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
-    run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
+    run_directory: Annotated[Path | None, Written(name="run", aliases=("--run-directory",))] = None
     """Directory of a run, which determines base, dtype and journal. With torchrun, which has an option --run of its own,
     write --run-directory."""
     at: int | None = None
     """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the
     best evaluation, and with --method those of the last snapshot if the run was stopped."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
-    adapter_seed: tyro.conf.Suppress[int] = 0
+    adapter_seed: Annotated[int, NO_OPTION] = 0
     """Seed of the run's adapter."""
     resources: Resources = field(default_factory=Resources)
     verify_base: bool = False
@@ -117,6 +115,8 @@ class AtStep:
     @contextmanager
     def shared_base(self, others: Sequence[AtStep]) -> Iterator[SharedBase | None]:
         """Open the base for this step and others, so that each pass over the blocks serves all."""
+        from zo2core import MemoryPolicy, SharedBase
+
         if not others or not all(at.reads_base_only for at in (self, *others)):
             yield None
             return
@@ -164,6 +164,8 @@ class AtStep:
         shared: SharedBase | None = None,
     ) -> Engine:
         """Build a runner whose weights are those of the step."""
+        from zo2core import Engine, Journal, MemoryPolicy
+
         journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
         taken = 0 if journal is None else journal.version
         if self.at is not None and not 0 <= self.at <= taken:
@@ -196,6 +198,8 @@ class AtStep:
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.trainers.engines import parameters_at
+        from zo2core import AtSnapshot, Engine
+        from zo2core.checkpoint import Snapshots
 
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
@@ -226,6 +230,8 @@ class WritesDirectory(AtStep):
 
     def require_output(self) -> None:
         """Refuse an output path that is in use, or that is the name of a file."""
+        from zo2core.checkpoint import require_unused
+
         require_unused(self.output)
         if self.output.suffix.lower() in _FILES:
             raise OutputError(
@@ -269,6 +275,8 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
     It is the step whose model the run exports: that of the best evaluation if it keeps the best, otherwise the last step.
     A first-order run that was stopped has no weights of its last step, but those of its last snapshot.
     """
+    from zo2core.checkpoint import Snapshots
+
     last = journal.version
     losses = criteria_of({step: results for step, results in journal.evaluations.items() if step <= last})
     best = best_step(losses) if losses and RunDirectory.options(run).keep_best else None

@@ -15,20 +15,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-import tyro
-
 from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.option_fields import POSITIONAL, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core import Engine, ZO2Error
-from zo2core.errors import DataError, NonFiniteLossError, OptionError
+from zo2core.errors import DataError, NonFiniteLossError, OptionError, ZO2Error
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling
+    from zo2core import Engine
 
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
 _HELP = "/reset forgets the conversation, /quit ends"
@@ -53,12 +52,12 @@ class Chat:
         "memory",
     )
 
-    run_directory: tyro.conf.Positional[Path | None] = None
+    run_directory: Annotated[Path | None, POSITIONAL] = None
     """Directory of a run, instead of --model. A run on rows with labels chooses a label for each line, and says how sure it
     is."""
     model: str | None = None
     """The model: a directory, a GGUF file, or a hub id. By default the base that --adapter names."""
-    adapters: Annotated[tuple[Path, ...], tyro.conf.arg(name="adapter")] = ()
+    adapters: Annotated[tuple[Path, ...], Written(name="adapter")] = ()
     """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
     or its run, and /adapter none to the model alone."""
     at: int | None = None

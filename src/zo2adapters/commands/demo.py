@@ -12,22 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.candidates import tokenized_choice
 from zo2adapters.tasks.demo_task import LABELS, read_rows
-from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, Recipe, prepare
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
-from zo2adapters.trainers.trainer import Trainer
-from zo2core import Engine
-from zo2core.checkpoint import require_unused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from zo2adapters.models.hf import HFBlockModel
+    from zo2core import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +38,8 @@ class Demo:
 
     def run(self) -> None:
         """Run the demo."""
+        from zo2core.checkpoint import require_unused
+
         if self.keep is not None:
             require_unused(self.keep)
             run_demo(self.keep, seed=self.seed)
@@ -59,6 +58,8 @@ class TaskScore:
 
 def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> tuple[TaskScore, TaskScore]:
     """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned."""
+    from zo2adapters.trainers.trainer import Trainer
+
     task = prepare(directory, seed=seed, recipe=recipe, quiet=quiet)
     losses, output = task.pretraining_losses, directory / "run"
     print(
@@ -109,6 +110,10 @@ def accuracy(
     labels: Sequence[str] = LABELS,
 ) -> TaskScore:
     """Compute how often the likeliest label is the right one."""
+    from zo2adapters.tasks.candidates import tokenized_choice
+    from zo2adapters.tasks.scoring import score
+    from zo2adapters.tasks.tokenizer import pad_token_id
+
     choices = [tokenized_choice(row["prompt"], labels, labels.index(row["completion"]), tokenizer) for row in rows]
     scored = score(
         engine,
@@ -127,6 +132,9 @@ def accuracy(
 
 def _score_of(task: DemoTask, directory: Path) -> TaskScore:
     """Score a model, before or after fine-tuning, on the evaluation rows."""
+    from zo2adapters.models.checkpoint import open_checkpoint
+    from zo2adapters.tasks.tokenizer import load_tokenizer
+
     model = open_checkpoint(directory)
     with AtStep(model=str(directory)).engine(model) as engine:
         return accuracy(engine, model, read_rows(task.evaluation), load_tokenizer(task.model), labels=task.labels)

@@ -10,23 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import tyro
-
 from zo2adapters.commands.at_step import AtStep, names_of, run_together
+from zo2adapters.commands.option_fields import Written
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import Engine, SharedBase, Workers
 from zo2core.errors import NonFiniteLossError, OptionError
-from zo2core.planning.memory import parse_size
-from zo2core.ranges import require_whole
+from zo2core.ranges import parse_size, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
     from zo2adapters.tasks.measures import Evaluated, Measure
     from zo2adapters.tasks.row_files import EvaluationRows
+    from zo2core import Engine, SharedBase, Workers
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
 BATCHES = 8  # batches of the longest rows that memory is reserved for by default
@@ -52,7 +50,7 @@ class Evaluate(AtStep):
     data: Path | None = None
     """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and
     answers. A model with another --head takes rows with text and label. By default the rows that the run evaluated."""
-    beside_base: Annotated[bool, tyro.conf.arg(name="base")] = True
+    beside_base: Annotated[bool, Written(name="base")] = True
     """Evaluate the base, too, and print both in a table, for a run or an adapter."""
     others: tuple[Path, ...] = ()
     """Further runs, or directories with saved adapters, of the same base, to compare on the same rows. All share each pass

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Journal
 from zo2core.errors import OptionError
 
 
@@ -47,6 +46,7 @@ class Export(WritesDirectory):
         from zo2adapters.models.export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
         from zo2adapters.trainers.progress_bar import export_bar
+        from zo2core import Journal
 
         self.require_output()
         self._require_format()

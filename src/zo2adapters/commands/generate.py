@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zo2adapters.commands.at_step import AtStep, names_of, run_together
 from zo2adapters.tasks.row_options import with_line_breaks
 from zo2adapters.trainers.run_directory import name_of
-from zo2core import SharedBase
 from zo2core.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.tasks.next_token import Sampling  # command lines are parsed without importing transformers
+    from zo2core import SharedBase
 
 
 @dataclass(frozen=True, kw_only=True)

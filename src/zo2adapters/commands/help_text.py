@@ -28,6 +28,19 @@ def program_help(description: str, summaries: Mapping[str, str]) -> str:
     return "\n".join([*lines, "", "zo2 COMMAND --help lists the options of a command."])
 
 
+def first_steps(description: str) -> str:
+    """What one who has typed nothing but ``zo2`` does first."""
+    lines = [*_wrapped(description, 0), "", "What to do first"]
+    for command, effect in (
+        ("zo2 demo", "a small model learns here, in two minutes"),
+        ("zo2 init --model MODEL --data FILE", "look at a model and rows, and write a recipe"),
+        ("zo2 train recipe.yaml", "train as the recipe says"),
+        ("zo2 chat --run run", "talk to the result"),
+    ):
+        lines.append(f"  {command:<36}{effect}")
+    return "\n".join([*lines, "", "zo2 --help lists all commands."])
+
+
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """The help of a command."""
     listed = list(option_fields(options))

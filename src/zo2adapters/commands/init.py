@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import tyro
-
+from zo2adapters.commands.option_fields import Written
 from zo2adapters.tasks.registry import AUTO, function_file
 from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.model_options import HeadName, RunModelOptions
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2core.errors import OutputError, reason
@@ -27,7 +27,7 @@ class Init:
     """Model directory with safetensors weights, or a hub id."""
     data: Path
     """File to train on, as for zo2 train."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("recipe.yaml")
+    output: Annotated[Path, Written(aliases=("-o",))] = Path("recipe.yaml")
     """Recipe to write; it must not exist."""
     evaluation: Path | None = None
     """File to evaluate on. By default a tenth of the rows is held out, at most 500."""
@@ -41,26 +41,20 @@ class Init:
     """Seed of the run."""
     rows: RowOptions = field(default_factory=RowOptions)
 
+    def check(self) -> None:
+        """See the contract."""
+        if self.output.exists() or self.output.is_symlink():
+            raise self._in_use("a file")
+        self._options().require_valid()
+        for path in filter(None, (self.data, self.evaluation)):
+            require_there(path)
+
     def run(self) -> None:
         """Write the recipe, and print what its run would take and the command that starts it."""
         from zo2adapters.trainers.initial_recipe import initial_recipe
 
-        if self.output.exists() or self.output.is_symlink():
-            raise self._in_use("a file")
         print("zo2 init reads the data and measures the model, which takes some seconds.", file=sys.stderr, flush=True)
-        recipe = initial_recipe(
-            TrainOptions(
-                model=self.model,
-                data=self.data,
-                output=_free_name(Path("run")),
-                evaluation=self.evaluation,
-                objective=self.objective,
-                seed=self.seed,
-                rows=self.rows,
-                model_options=RunModelOptions(head=self.head),
-                storage=Storage(memory=self.memory),
-            )
-        )
+        recipe = initial_recipe(self._options())
         try:
             with create_file(self.output) as file:
                 file.write(recipe.text().encode())
@@ -68,6 +62,19 @@ class Init:
             raise self._in_use(reason(error)) from error
         consent = "" if function_file(self.objective) is None else f" --objective {self.objective}"
         print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}{consent}"]))
+
+    def _options(self) -> TrainOptions:
+        return TrainOptions(
+            model=self.model,
+            data=self.data,
+            output=_free_name(Path("run")),
+            evaluation=self.evaluation,
+            objective=self.objective,
+            seed=self.seed,
+            rows=self.rows,
+            model_options=RunModelOptions(head=self.head),
+            storage=Storage(memory=self.memory),
+        )
 
     def _in_use(self, found: str) -> OutputError:
         return OutputError(

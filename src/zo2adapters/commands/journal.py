@@ -6,16 +6,17 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
+from zo2adapters.commands.option_fields import POSITIONAL
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core import Journal
-from zo2core.checkpoint import Snapshots
 from zo2core.ranges import require_whole
+
+if TYPE_CHECKING:
+    from zo2core import Journal
+
 
 _TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}  # of a header's keys; others are their own title
 _CONFIG = ("model_type", "num_hidden_layers", "n_layer", "hidden_size", "n_embd", "d_model", "vocab_size", "attention")
@@ -26,7 +27,7 @@ _WIDTH = 110  # columns of a value
 class ShowJournal:
     """Print what happened in a run, step by step."""
 
-    run_directory: tyro.conf.Positional[Path]
+    run_directory: Annotated[Path, POSITIONAL]
     """Directory of the run."""
     last: int | None = None
     """Number of steps to print, counted from the end; by default all."""
@@ -51,6 +52,8 @@ class ShowJournal:
 
     def _print_commits(self, journal: Journal) -> None:
         """Print the steps of a first-order run, and mark those that have a snapshot."""
+        from zo2core.checkpoint import Snapshots
+
         snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
         commits = journal.commits if self.last is None else journal.commits[-self.last :]
         print(f"{journal.version} steps\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, acquire, directory_lock, replace_file
-from zo2core import Journal, ZO2Error
-from zo2core.errors import OptionError, OutputError, reason
-from zo2core.planning.run_spec import MOST_RUNS
+from zo2core.errors import OptionError, OutputError, ZO2Error, reason
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions  # a command line is read without transformers
@@ -66,6 +64,8 @@ class Outcome:
 
 def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     """Read the runs' names, and the options in which they differ."""
+    from zo2core.planning.run_spec import MOST_RUNS
+
     runs: dict[str, Mapping[object, object]] = {}
     try:
         named = read_recipe(path)
@@ -168,6 +168,8 @@ def _outcome(
 
 def _failed(run: PlannedRun, error: Exception) -> Outcome:
     """The outcome of a run that ended early, with the steps that its journal has."""
+    from zo2core import Journal
+
     losses: list[float] = []
     if (run.options.output / OPTIONS).exists():
         try:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Journal
 from zo2core.errors import OptionError
 
 _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
@@ -28,6 +27,7 @@ class Merge(WritesDirectory):
         from zo2adapters.trainers.model_card import CARD, merged_card, model_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
+        from zo2core import Journal
 
         self.require_output()
         at = self.resolved()

@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-_POSITIONAL, _SUPPRESSED = "Positional", "Suppress"  # marks of tyro in the types of fields
+
+
+class Written(NamedTuple):
+    """How an option is written, where that is not its field's name with hyphens: a mark in the annotation of the field."""
+
+    name: str | None = None
+    aliases: tuple[str, ...] = ()  # further names, with hyphens
+    is_positional: bool = False
+
+
+POSITIONAL = Written(is_positional=True)
+NO_OPTION = "no option"  # mark of a field that is set by programs only
 
 
 class OptionField(NamedTuple):
@@ -25,14 +36,28 @@ class OptionField(NamedTuple):
     is_positional: bool
 
     @property
+    def flag(self) -> str:
+        """The option on the command line, such as ``--batch-size``."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of which a value is one."""
+        return get_args(self.type) if get_origin(self.type) in {Union, UnionType} else (self.type,)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a value is several texts."""
+        return any(get_origin(kind) is tuple for kind in self.kinds)
+
+    @property
     def written(self) -> str:
         """How the option is written, with the kind of its value, such as ``--steps INT``."""
         if self.is_positional:
             return self.field.upper() + (" ..." if get_origin(self.type) is tuple else "")
-        flag = f"--{self.name.replace('_', '-')}"
-        names = ", ".join([flag, *self.aliases])
+        names = ", ".join([self.flag, *self.aliases])
         if self.type is bool:
-            return f"{names}, --no-{flag.removeprefix('--')}"
+            return f"{names}, --no-{self.flag.removeprefix('--')}"
         return f"{names} {_kind(self.type)}"
 
 
@@ -48,13 +73,12 @@ def option_fields(command: Any) -> Iterator[OptionField]:
         marks: list[Any] = []
         if get_origin(hint) is Annotated:
             hint, *marks = get_args(hint)
-        kinds = [str(mark) for mark in marks]
-        if _SUPPRESSED in kinds:
+        if NO_OPTION in marks:
             continue
-        name = next((mark.name for mark in marks if getattr(mark, "name", None)), option.name)
-        aliases: tuple[str, ...] = next((tuple(mark.aliases) for mark in marks if getattr(mark, "aliases", None)), ())
+        written = next((mark for mark in marks if isinstance(mark, Written)), Written())
         default = getattr(command, option.name, MISSING)
-        yield OptionField(owner, option.name, name, aliases, hint, default, _POSITIONAL in kinds)
+        name = written.name or option.name
+        yield OptionField(owner, option.name, name, written.aliases, hint, default, written.is_positional)
 
 
 def _kind(hint: Any) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
-import io
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import NoneType
+from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
-from zo2adapters.commands.option_fields import option_fields, option_names
+from zo2adapters.commands.option_fields import OptionField, option_fields, option_names
 from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
 from zo2core.errors import OptionError
 
-_KINDS = {"FLOAT": "a number", "INT": "a whole number", "PATH": "a path", "STR": "a text", "NONE": "none"}
+_NUMBERS = {int: "a whole number", float: "a number"}
+_WHERE = "command line"
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
@@ -82,81 +83,108 @@ def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
     return command
 
 
-def parse_options(name: str, options: Any, arguments: Sequence[str], **default: Any) -> Any:
-    """Fill in a command's options."""
-    import tyro
-
-    message = io.StringIO()
-    arguments = [_SECTION.sub("--", argument) for argument in arguments]
+def parse_options(name: str, options: Any, arguments: Sequence[str], *, default: Any = None) -> Any:
+    """Fill in a command's options. Those that are not given are a default's, where there is one."""
+    listed, known = list(option_fields(options)), option_names(options)
+    arguments = [_with_hyphens(argument) for argument in arguments]
+    flags = {"--"}.union(*((option.flag, *option.aliases, f"--no-{option.flag[2:]}") for option in listed))
+    for flag in (argument.partition("=")[0] for argument in arguments):
+        if flag.startswith("--") and flag not in flags:
+            words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
+            raise OptionError(_WHERE, found=f"the unknown option {flag[:80]}", **words)
+    see = f"see zo2 {name} --help"
     try:
-        with contextlib.redirect_stderr(message):
-            return tyro.cli(
-                options,
-                prog=f"zo2 {name}",
-                args=list(arguments),
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
-                **default,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise _usage_error(name, options, arguments, message.getvalue()) from None
-
-
-def _usage_error(name: str, options: Any, arguments: Sequence[str], message: str) -> OptionError:
-    """Turn tyro's message, a box of many lines, into an error of one line."""
-    lines = [line.strip("│╭╮╰╯ \t") for line in message.splitlines()[1:]]  # the first one is the box's title
-    lines = list(itertools.dropwhile(lambda line: not line.strip("─-"), lines))
-    first_error = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
-    found = " ".join(first_error).rstrip(".:")
-    known = option_names(options)
-    unknown = next((argument for argument in arguments if _is_unknown(argument, known)), None)
-    if unknown is not None:
-        flag = unknown.partition("=")[0]
-        words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
-        return OptionError("command line", found=f"the unknown option {flag[:80]}", **words)
-    if (plain := _plain_error(name, found, options)) is not None:
-        return plain
-    return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
-
-
-def _plain_error(name: str, message: str, options: Any) -> OptionError | None:
-    """The error of a message of tyro whose kind is known, in plain words; None for others."""
-    see, where = f"see zo2 {name} --help", "command line"
-    if whole := re.match(r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)", message):
-        found, remedy = f"{whole[2][:80]} as {whole[1]}", "write it in digits, such as 1000"
-        return OptionError(where, found=found, expected="a whole number", remedy=remedy)
-    if number := re.match(r"Error parsing (--\S+): could not convert string to float: (.*)", message):
-        found, remedy = f"{number[2][:80]} as {number[1]}", "write it in digits, such as 1e-3"
-        return OptionError(where, found=found, expected="a number", remedy=remedy)
-    if kind := re.match(r"Error parsing (--\S+): no type matching (\S+) could be instantiated from \[(.*)\]", message):
-        kinds = (_KINDS.get(word, word) for word in re.findall(r"[\w.-]+", kind[2]))
-        return OptionError(where, found=f"{kind[3][:80]} as {kind[1]}", expected=" or ".join(kinds), remedy=see)
-    if choice := re.match(r"invalid choice '(.*)' for argument '(--[\w-]+).*'\. Expected one of \((.*)\)", message):
-        choices = sorted({text.strip("' ") for text in choice[3].split(",")} - {"", "None"})
-        begun = (word for word in choices if word.startswith(choice[1]))
-        near = next(begun, None) or nearest_name(choice[1], choices)
-        return OptionError(
-            where,
-            found=f"{choice[1][:80]!r} as {choice[2]}",
-            expected=f"one of {', '.join(choices)}" + ("" if near is None else f"; did you mean {near}"),
-            remedy=see if near is None else f"write {near} if that is meant",
-        )
-    if value := re.match(r"Missing value for argument '(--[\w-]+)", message):
-        return OptionError(where, found=f"no value after {value[1]}", expected="a value", remedy=see)
-    if message.startswith("Missing from "):
-        flags = re.findall(r"\s(--[\w-]+)(?:,\s*-\w)? [A-Z{\[]", message)
-        required = (option._replace(aliases=()).written for option in option_fields(options) if option.default is MISSING)
-        missing = [text for text in required if not flags or text.partition(" ")[0] in flags]
-        if missing:
-            found = ", ".join(f"no {text.partition(' ')[0]}" for text in missing)
-            return OptionError(where, found=found, expected=" and ".join(missing), remedy=see)
-    if stray := re.match(r"Unrecognized options: (\S+)", message):
+        parsed, stray = _parser(listed).parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name).partition("/")[0]
+        no_value = error.message.startswith("expected")
+        found, expected = (f"no value after {flag}", "a value") if no_value else (f"a value after {flag}", "none")
+        raise OptionError(_WHERE, found=found, expected=expected, remedy=see) from None
+    if stray:
         expected, remedy = f"options of zo2 {name}, which begin with --", see
-        if "run" in option_names(options) and (Path(stray[1]) / "journal.jsonl").is_file():
-            expected, remedy = f"an option before it; did you mean --run {stray[1]}", f"write --run {stray[1]}"
-        return OptionError(where, found=f"the word {stray[1][:80]} without an option", expected=expected, remedy=remedy)
-    return None
+        if "run" in known and (Path(stray[0]) / "journal.jsonl").is_file():
+            expected, remedy = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
+        raise OptionError(_WHERE, found=f"the word {stray[0][:80]} without an option", expected=expected, remedy=remedy)
+    given = vars(parsed)
+    values = {option.field: _value(option, given[option.field], see) for option in listed if option.field in given}
+    missing = [
+        option._replace(aliases=()).written for option in listed if option.default is MISSING if option.field not in values
+    ]
+    if missing and default is None:
+        found = ", ".join(f"no {written.partition(' ')[0]}" for written in missing)
+        raise OptionError(_WHERE, found=found, expected=" and ".join(missing), remedy=see)
+    return _filled(options if default is None else default, values)
+
+
+def _with_hyphens(argument: str) -> str:
+    """An argument with its option as it is called, such as ``--weight-decay=0`` for ``--method.weight_decay=0``."""
+    flag, equals, value = argument.partition("=")
+    return _SECTION.sub("--", flag).replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+
+def _parser(listed: Iterable[OptionField]) -> argparse.ArgumentParser:
+    """A parser that splits a command line into options and their texts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in listed:
+        names, several = (option.flag, *option.aliases), "*" if option.takes_several else None
+        if option.is_positional:
+            parser.add_argument(option.field, nargs=several or "?", default=argparse.SUPPRESS)
+        elif option.type is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(*names, dest=option.field, default=argparse.SUPPRESS, action=action)
+        else:
+            parser.add_argument(*names, dest=option.field, default=argparse.SUPPRESS, nargs=several)
+    return parser
+
+
+def _value(option: OptionField, given: Any, see: str) -> Any:
+    """The value of an option for which a text, a list of texts, or whether it is on, is given."""
+    if isinstance(given, bool):
+        return given
+    if given in ("None", ["None"]) and NoneType in option.kinds:
+        return None
+    if not option.takes_several:
+        return _converted(given, option.kinds, option, see)
+    kind, *more = next(get_args(kind) for kind in option.kinds if get_origin(kind) is tuple)
+    if Ellipsis not in more and len(given) != 1 + len(more):
+        found, expected = f"{len(given)} values after {option.flag}", f"{1 + len(more)} values"
+        raise OptionError(_WHERE, found=found, expected=expected, remedy=see)
+    return tuple(_converted(text, (kind,), option, see) for text in given)
+
+
+def _converted(text: str, kinds: Sequence[Any], option: OptionField, see: str) -> Any:
+    """A text as a value of one of some kinds: a name, a number, a path or a text."""
+    named = {str(value): value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)}
+    named |= {
+        str(member.value): member for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
+    }
+    if text in named:
+        return named[text]
+    for kind in (kind for kind in kinds if kind in {int, float, str, Path}):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    found = f"{text!r:.80} as {option.name.upper() if option.is_positional else option.flag}"
+    if numbers := [words for kind, words in _NUMBERS.items() if kind in kinds]:
+        remedy = f"write it in digits, such as {'1000' if int in kinds else '1e-3'}"
+        raise OptionError(_WHERE, found=found, expected=" or ".join([*numbers, *named]), remedy=remedy)
+    choices = sorted(named)
+    near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(text, choices)
+    expected = f"one of {', '.join(choices)}" + ("" if near is None else f"; did you mean {near}")
+    raise OptionError(
+        _WHERE, found=found, expected=expected, remedy=see if near is None else f"write {near} if that is meant"
+    )
+
+
+def _filled(options: Any, values: Mapping[str, Any]) -> Any:
+    """Options with values in them and in their groups; a class is made with them."""
+    is_new, given = isinstance(options, type), dict[str, Any]()
+    for option in fields(options):
+        if option.default_factory is not MISSING:
+            group = option.default_factory() if is_new else getattr(options, option.name)
+            given[option.name] = _filled(group, values)
+        elif option.name in values:
+            given[option.name] = values[option.name]
+    return options(**given) if is_new else replace(options, **given)
 
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
@@ -239,10 +267,3 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     contained = [other for other in known if name.endswith(f"_{other}")]
     contained = [other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS]
     return max(contained, key=len, default=None)
-
-
-def _is_unknown(argument: str, names: Sequence[str]) -> bool:
-    """Whether an argument looks like an option and is none of these."""
-    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-    known = {*names, "help", "run_directory", ""}
-    return argument.startswith("--") and name not in known and name.removeprefix("no_") not in known

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import tyro
-
+from zo2adapters.commands.option_fields import POSITIONAL
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.errors import OptionError
 
@@ -20,7 +20,7 @@ _UPLOADED = ("*.safetensors", "*.gguf", "Modelfile", "*.json", "*.txt", "*.model
 class Push:
     """Upload an exported model or adapter, or the model of a run, to the Hugging Face hub."""
 
-    directory: tyro.conf.Positional[Path]
+    directory: Annotated[Path, POSITIONAL]
     """Directory that zo2 export wrote, or directory of a finished run, whose model/ is uploaded."""
     to: str
     """Name of the repository on the hub, as user/name. It is created if it does not exist."""

@@ -7,11 +7,8 @@ import re
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
-
 from zo2adapters.commands.option_fields import option_names
-from zo2core import ZO2Error
-from zo2core.errors import DeviceError, MemoryBudgetError, OutputError, reason
+from zo2core.errors import DeviceError, MemoryBudgetError, OutputError, ZO2Error, reason
 
 # The library's name of an option, to its name on the command line.
 _FLAGS = {
@@ -51,7 +48,7 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryBudgetError(
-            "device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory",
+            "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory",
             found=f"none left ({message})",
             expected="enough for these options",
             remedy="free memory",

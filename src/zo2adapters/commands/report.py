@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
+from zo2adapters.commands.option_fields import POSITIONAL, Written
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core.errors import OptionError, OutputError, reason
 from zo2core.io.durable import create_file, open_regular, replace_file
@@ -17,9 +16,9 @@ from zo2core.io.durable import create_file, open_regular, replace_file
 class Report:
     """Write a page with the curves, the cost and the options of one run, or of several side by side."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tuple[Path, ...], POSITIONAL]
     """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    output: Annotated[Path, Written(aliases=("-o",))]
     """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
 
     def run(self) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zo2core.checkpoint import require_unused
-from zo2core.checkpoint.writer import new_directory
 from zo2core.ranges import LARGEST, require_whole
 
 NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
@@ -41,6 +39,9 @@ class WriteRows:
 
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
+        from zo2core.checkpoint import require_unused
+        from zo2core.checkpoint.writer import new_directory
+
         require_unused(self.output)
         files = self.files()
         with new_directory(self.output) as partial:

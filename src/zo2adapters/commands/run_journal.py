@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import METRICS, OPTIONS
-from zo2core import Journal
 from zo2core.errors import JournalError
 from zo2core.io.durable import read_regular
+
+if TYPE_CHECKING:
+    from zo2core import Journal
 
 
 def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:
     """Open a journal for reading, and print a line if its last record is damaged or was not written whole."""
+    from zo2core import Journal
+
     raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
     journal = Journal(path)
     journal.close()

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
+from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.optimization import Optimization
@@ -31,8 +32,11 @@ from zo2adapters.trainers.worker_options import (
     torchrun_rank,
     worker_directory,
 )
-from zo2core import Workers
 from zo2core.errors import OptionError
+
+if TYPE_CHECKING:
+    from zo2core import Workers
+
 
 _NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
 
@@ -186,6 +190,16 @@ class Train(RunOptions):
         changes = (Change.RESUME, Change.BRANCH)
         require_unchanged(saved.to_json(), given.to_json(), *changes, remedy="or start a new run")
         return given
+
+    def check(self) -> None:
+        """See the contract. Of a benchmark and of several runs, each is checked when it begins."""
+        if self.plan or (self.runs is None and self.task is None):
+            options = self._planned_options() if self.plan else self.options()
+            options.require_valid()
+            if options.optimization.lr != "auto":
+                options.optimization.require_sane()
+            for path in filter(None, (self.data, self.evaluation)):
+                require_there(path)
 
     def run(self) -> None:
         """Train, and print where the result is; or print the plan."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, ClassVar
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import Workers
 from zo2core.errors import OptionError
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.tuning import Schedule, Trial  # command lines are parsed without importing transformers
+    from zo2core import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,8 @@ class Tune(RunOptions):
         """How to continue after an interruption."""
         return f"run the same command again to continue: finished work is in {self.output} and is not repeated"
 
-    def run(self) -> None:
-        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
-        from zo2adapters.trainers.tuning import tune
-
+    def check(self) -> None:
+        """See the contract."""
         require_whole("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
@@ -68,6 +66,11 @@ class Tune(RunOptions):
                 expected="no --steps, because --forwards sets the budget",
                 remedy="leave it out",
             )
+
+    def run(self) -> None:
+        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
+        from zo2adapters.trainers.tuning import tune
+
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions().workers() as workers:
             first = is_first(workers)

@@ -11,8 +11,7 @@ from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
-from zo2core import MeZOSGD
-from zo2core.optimizers import OptimizerName
+from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, require_whole
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class Verify:
         from zo2adapters.models.checkpoint import resolve_directory
         from zo2adapters.trainers.first_order_verification import verify_first_order
         from zo2adapters.trainers.verification import RandomBatches, verify
+        from zo2core import MeZOSGD
 
         require_whole("steps", self.steps, 1)
         require_whole("batch_size", self.batch_size, 1, MOST_ROWS)

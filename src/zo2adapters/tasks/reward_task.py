@@ -22,7 +22,7 @@ from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.task import RewardOptions, TaskOptions, gather_in_order
 from zo2core import Batch, Engine, StepResult
 from zo2core.errors import DivergenceError, OptionError
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements

@@ -73,6 +73,12 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
         raise DataError(path, found="no rows", expected=expected, remedy="write at least one row")
 
 
+def require_there(path: Path) -> None:
+    """Refuse the path of no data file; whether a dataset is there is seen when it is read."""
+    if _dataset(path) is None and not path.exists():
+        raise DataError(path, found="No such file or directory", expected="a readable file", remedy="check the path")
+
+
 def at_row(error: DataError, path: str | os.PathLike[str], number: int) -> DataError:
     """The same error with the file and the row."""
     return DataError(location(path, number), found=error.found, expected=error.expected, remedy=error.remedy)

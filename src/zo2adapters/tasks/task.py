@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zo2adapters.tasks.rewards import RewardName
-from zo2core import Batch, Engine, StepResult
 from zo2core.errors import OptionError
-from zo2core.planning.memory import parse_size
-from zo2core.ranges import require_number, require_whole
+from zo2core.ranges import parse_size, require_number, require_whole
+
+if TYPE_CHECKING:
+    from zo2core import Batch, Engine, StepResult
+
 
 _MOST_SECONDS = 1e6  # of a call; the system's timers end at some number
 

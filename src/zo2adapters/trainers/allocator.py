@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from zo2core import HostPlan
-from zo2core.planning.memory import MemoryPart
+if TYPE_CHECKING:
+    from zo2core import HostPlan
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = -1  # glibc converts it to the largest size
@@ -30,6 +32,8 @@ def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
 
     Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every allocation fits into it.
     """
+    from zo2core.planning.memory import MemoryPart
+
     kept = activation_bytes if activation_bytes <= plan.spare else 0
     part = MemoryPart(KEPT if kept else f"{KEPT}: none, returned to the system", kept)
     return replace(plan, parts=(*plan.parts, part))

@@ -10,8 +10,6 @@ from pathlib import Path
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import rescheduled
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, checksums_at, missing_directories, remove_files, require_new
-from zo2core import Journal, branch_journal
-from zo2core.checkpoint.writer import new_directory
 from zo2core.errors import OptionError
 from zo2core.io.durable import read_regular, replace_file
 from zo2core.ranges import shown
@@ -34,6 +32,9 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
 
 
 def _branch(parent: Path, step: int, options: TrainOptions) -> None:
+    from zo2core import Journal, branch_journal
+    from zo2core.checkpoint.writer import new_directory
+
     options.require_valid()
     estimator = options.estimator()
     require_new(options.output)

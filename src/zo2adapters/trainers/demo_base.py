@@ -12,17 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.demo_task import LABELS, pretraining_texts, question_rows, source_texts, write_rows
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
-from zo2core.checkpoint import require_unused
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
 
 PAD = "<pad>"
 
@@ -67,6 +70,10 @@ class DemoTask:
 
 def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> DemoTask:
     """Make a base model, and a task held out from its pre-training."""
+    import torch
+
+    from zo2core.checkpoint import require_unused
+
     require_unused(directory)
     files = source_texts(seed=seed)
     texts = pretraining_texts(files, recipe.characters)
@@ -96,6 +103,8 @@ def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool 
 
 def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE without an EOS token: an answer is one token, and the loss of a row is that token's."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,6 +120,9 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokeniz
 
 
 def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalLM:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=recipe.hidden,
@@ -135,6 +147,8 @@ def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalL
 
 def _pretrain(model: LlamaForCausalLM, ids: torch.Tensor, recipe: Recipe, *, seed: int, quiet: bool) -> tuple[float, ...]:
     """Take first-order steps on random windows of the tokens, shape (tokens,). Returns the loss of each step."""
+    import torch
+
     generator, steps = torch.Generator().manual_seed(seed), recipe.pretraining_steps
     lr = LearningRate(peak=recipe.pretraining_lr, decay=Decay.COSINE, warmup_steps=steps // 20, steps=steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.pretraining_lr, betas=(0.9, 0.95), weight_decay=0.01)

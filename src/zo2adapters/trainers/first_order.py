@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.optimization import StepSize
-from zo2core import BlockUpdate, Delayed, TorchOptimizer
 from zo2core.errors import OptionError
-from zo2core.optimizers import OPTIMIZERS, OptimizerName, make_block_update
+from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.ranges import require_number
+
+if TYPE_CHECKING:
+    from zo2core import BlockUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class FirstOrder:
 
     def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
         """The optimizer of all parameters."""
+        from zo2core import Delayed, TorchOptimizer
+        from zo2core.optimizers import make_block_update
+
         assert self.method is not None, "zeroth-order steps have no optimizer"
         options = self.optimizer_options
         update = make_block_update(
@@ -87,8 +92,7 @@ class FirstOrder:
 
 def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
     """Refuse a method that does not train adapters beside one."""
-    of_adapters = [name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None]
-    if method not in of_adapters and adapter.trains_adapter:
-        found, remedy = f"{method} with {adapter.adapter_name}", f"leave the adapter out, or pass --method {of_adapters[0]}"
-        expected = f"{' or '.join(of_adapters)} for an adapter; {method} trains all parameters"
+    if method not in OF_ADAPTERS and adapter.trains_adapter:
+        found, remedy = f"{method} with {adapter.adapter_name}", f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}"
+        expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
         raise OptionError("method", found=found, expected=expected, remedy=remedy)

@@ -24,7 +24,8 @@ from zo2adapters.trainers.verification import (
     whole_model,
 )
 from zo2core import Batch, Engine, FirstOrder, StepResult
-from zo2core.optimizers import OPTIMIZERS, OptimizerName, StateMemory, make_block_update
+from zo2core.names import OptimizerName
+from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
 from zo2core.protocols import UpdateInputs
 from zo2core.types import widened
 

@@ -35,7 +35,8 @@ from zo2adapters.trainers.run_plan import RunPlan, duration
 from zo2adapters.trainers.tuning import Schedule
 from zo2core import ZO2Error
 from zo2core.errors import MemoryBudgetError, MissingPackageError
-from zo2core.planning.memory import free_memory, parse_size
+from zo2core.planning.memory import free_memory
+from zo2core.ranges import parse_size
 from zo2core.types import shown_bytes
 
 _ROW_OPTIONS = (

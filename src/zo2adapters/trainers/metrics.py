@@ -12,15 +12,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import criterion, row_of_evaluation
-from zo2core import Batch, Journal, StepResult, Update
 from zo2core.errors import OutputError, reason
-from zo2core.types import Commit, shown_bytes
+
+if TYPE_CHECKING:
+    from zo2core import Batch, Journal, StepResult, Update
+    from zo2core.types import Commit
+
 
 Row = Mapping[str, Any]
 
@@ -56,6 +59,8 @@ def trial_rows(trials: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 def row_of(update: Update | Commit) -> dict[str, Any]:
     """The row of a step as far as the journal has it, without speed and memory."""
+    from zo2core.types import Commit
+
     if isinstance(update, Commit):
         return {"step": update.step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr}
     return {
@@ -124,6 +129,8 @@ def step_record(
 
 def progress(record: dict[str, Any]) -> str:
     """The text that the progress bar displays for a step."""
+    from zo2core.types import shown_bytes
+
     memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
     number = f"reward {record['reward']:.4f}" if "reward" in record else f"loss {record['loss']:.4f}"
     return f"{number}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"

@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.option_table import MOST_QUERIES
-from zo2core import (
-    BlockLayout,
-    Clipped,
-    DensePerturbation,
-    Distribution,
-    Guarded,
-    LowRankPerturbation,
-    NoiseGenerator,
-    PhiloxNoise,
-    ZOEstimator,
-)
 from zo2core.errors import OptionError
-from zo2core.estimators import EstimatorName, Fitness
-from zo2core.perturbation import Perturbation
-from zo2core.ranges import require_whole
+from zo2core.names import EstimatorName, Fitness
+
+if TYPE_CHECKING:
+    from zo2core import BlockLayout, Distribution, NoiseGenerator, ZOEstimator
+    from zo2core.estimators.registry import EstimatorClasses
+    from zo2core.perturbation import Perturbation
+
 
 # Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between 0.1 and 1000 for a
 # pre-trained model, whose weights are below 1. Useful rates lie between 1e-8 and 1e-2. With a rate above 1 a single step
@@ -42,6 +34,8 @@ class Noise(Enum):
     @property
     def distribution(self) -> Distribution | None:
         """Distribution of counter-based noise; None for MeZO's numbers, which are drawn by torch's generator."""
+        from zo2core import Distribution
+
         return None if self is Noise.MEZO else Distribution(self.value)
 
 
@@ -110,13 +104,21 @@ class Directions:
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
+        from zo2core import PhiloxNoise
+
         distribution = None if self.exact_mezo else self.noise.distribution
         return None if distribution is None else PhiloxNoise(distribution)
 
     @property
+    def _classes(self) -> EstimatorClasses:
+        from zo2core.estimators.registry import ESTIMATORS
+
+        return ESTIMATORS[self.estimator]
+
+    @property
     def evaluations(self) -> int:
         """Forward passes of a batch in a step."""
-        return 2 if self.per_row else self.estimator.evaluations(self.queries)
+        return 2 if self.per_row else self._classes.multi_query.forwards(self.queries)
 
     @property
     def stacked(self) -> int:
@@ -131,6 +133,8 @@ class Directions:
     @property
     def perturbation(self) -> Perturbation:
         """How directions are applied: to the weights, or as low-rank terms beside the activations."""
+        from zo2core import DensePerturbation, LowRankPerturbation
+
         if self.rank is None:
             return DensePerturbation()
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
@@ -153,18 +157,22 @@ class Optimization(StepSize, Directions):
 
     def require_consistent(self) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low rank."""
-        name, estimator = self.estimator.value, self.estimator.classes.multi_query
-        is_mezo, needed = self.estimator is EstimatorName.MEZO, estimator.distribution
-        known = {option.name for option in fields(estimator)}
+        name, is_mezo = self.estimator.value, self.estimator is EstimatorName.MEZO
+        is_fzoo = self.estimator is EstimatorName.FZOO
         for option, is_refused, found, expected in (
             ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo, whose steps it repeats bit for bit"),
-            ("fitness", self.fitness is not Fitness.SCALED and "fitness" not in known, name, "the estimator es"),
-            ("per_row", self.per_row and self.estimator.classes.per_row is None, name, "the estimator mezo"),
+            (
+                "fitness",
+                self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES,
+                name,
+                "the estimator es",
+            ),
+            ("per_row", self.per_row and not is_mezo, name, "the estimator mezo"),
             (
                 "noise",
-                needed not in (None, self.noise.distribution),
+                is_fzoo and self.noise is not Noise.RADEMACHER,
                 repr(self.noise.value),
-                f"{needed and needed.value!r}, which {name} requires",
+                "'rademacher', which fzoo requires",
             ),
             (
                 "noise",
@@ -172,18 +180,15 @@ class Optimization(StepSize, Directions):
                 "MeZO's numbers, which are drawn in sequence",
                 "gaussian or rademacher noise with --rank, whose factors are drawn in any order",
             ),
+            ("queries", is_fzoo and self.queries < 2, str(self.queries), "at least 2 with fzoo"),
         ):
             if is_refused:
-                raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
-        if self.queries < estimator.least_queries:
-            expected = f"at least {estimator.least_queries} with {name}"
-            raise OptionError("queries", found=str(self.queries), expected=expected, remedy="pass 8, as FZOO's authors do")
+                remedy = "leave one of the two out" if option != "queries" else "pass 8, as FZOO's authors do"
+                raise OptionError(option, found=found, expected=expected, remedy=remedy)
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run."""
-        require_whole("queries", self.queries, 1, MOST_QUERIES)
-        self.require_consistent()
-        classes, q = self.estimator.classes, self.queries
+        classes, q = self._classes, self.queries
         kind: Callable[..., Any] = classes.multi_query  # a dataclass
         if self.per_row and classes.per_row is not None:
             kind, q = classes.per_row, rows if q == 1 else q
@@ -204,6 +209,8 @@ class Optimization(StepSize, Directions):
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
         """The estimator with the clipping and the guard that the options ask for."""
+        from zo2core import Clipped, Guarded
+
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator

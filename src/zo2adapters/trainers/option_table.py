@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError
-from zo2core.optimizers import OPTIMIZERS, OptimizerName
-from zo2core.planning.memory import parse_size
-from zo2core.ranges import LARGEST, require_number, require_whole
+from zo2core.names import OptimizerName
+from zo2core.ranges import LARGEST, parse_size, require_number, require_whole
 
 OptionsT = TypeVar("OptionsT")
 Check: TypeAlias = Callable[[str, Any], None]  # of an option's name and value
@@ -53,7 +52,7 @@ class Option(NamedTuple):
     check: Check | None  # refuses values out of range; None and auto are not checked
 
 
-_GRADIENTS: tuple[OptimizerName, ...] = tuple(OPTIMIZERS)
+_GRADIENTS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 _ANY = Effect("any method", (None, *_GRADIENTS))
 _ZEROTH = Effect("no --method", (None,))
 _METHOD = Effect("--method", _GRADIENTS)
@@ -109,13 +108,15 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("method", "betas", _NEVER, _ADAMW, _rates),
     ("method", "momentum", _NEVER, _SGD, _rates),
     ("method", "max_grad_norm", _NEVER, _METHOD, _number(above=0)),
-    ("method", "estimator fitness per_row zo_eps guard", _BRANCH, _ZEROTH, None),
+    ("method", "estimator fitness per_row guard", _BRANCH, _ZEROTH, None),
+    ("method", "zo_eps", _BRANCH, _ZEROTH, _number(above=0)),
     ("method", "queries", _BRANCH, _ZEROTH, _whole(1, MOST_QUERIES)),
     ("method", "clip_grad clip_median", _BRANCH, _ZEROTH, None),
     ("method", "noise exact_mezo rank period stack reward max_new_tokens temperature top_p", _NEVER, _ZEROTH, None),
     ("method", "reward_seconds reward_memory max_drift", _RESUME, _ZEROTH, None),
     ("schedule", "steps", _RESUME, _ANY, _whole(1)),
-    ("schedule", "lr decay warmup_steps weight_decay", _BRANCH, _ANY, None),
+    ("schedule", "lr", _BRANCH, _ANY, _number(above=0)),
+    ("schedule", "decay warmup_steps weight_decay", _BRANCH, _ANY, None),
     ("schedule", "seed", _NEVER, _ANY, _whole(-LARGEST, LARGEST)),
     ("memory", "memory device_memory activation_memory", _RESUME, _ANY, _size),
     ("memory", "device", _NEVER, _ANY, None),

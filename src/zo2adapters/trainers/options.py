@@ -21,12 +21,12 @@ from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import require_valid
-from zo2core import BlockUpdate, ZOEstimator
 from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
     from zo2adapters.tasks.row_files import DataFiles
+    from zo2core import BlockUpdate, ZOEstimator
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
@@ -175,7 +175,9 @@ class RunOptions(EvaluationOptions):
             expected = "no snapshots, because only parameters in memory change"
             option, found = self.model_options.adapter_option, "--snapshot-every without --method"
             raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
-        if method is not None:
+        if method is None:
+            self.optimization.require_consistent()
+        else:
             self.first_order.require_valid(self.model_options, self.optimization)
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
             expected = "none with badam: the end of a turn is committed"

@@ -6,14 +6,17 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
-from zo2core.checkpoint import GGUFFile, StoredArray, is_gguf, read_gguf
 from zo2core.errors import DataError, OptionError, reason
 from zo2core.io.durable import open_regular
+
+if TYPE_CHECKING:
+    from zo2core.checkpoint import GGUFFile
+
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -127,6 +130,8 @@ def _schedule(options: TrainOptions) -> dict[str, Any]:
 
 def tokenizer_sha256(base: Path) -> str:
     """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
+    from zo2core.checkpoint import is_gguf, read_gguf
+
     digest = hashlib.sha256()
     if is_gguf(base):
         for value in _tokenizer_values(read_gguf(base)):
@@ -149,6 +154,8 @@ def file_sha256(path: Path) -> str:
 
 def _tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
     """Yield what a file says of its tokenizer, by key: numbers, texts, and the elements of arrays one after the other."""
+    from zo2core.checkpoint import StoredArray
+
     for key in sorted(file.metadata):
         if key.startswith("tokenizer."):
             value = file.metadata[key]

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -32,11 +32,13 @@ from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows, trial_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.recipe import RECIPE, recipe_text
-from zo2core import BlockModel, Journal, ZO2Error
-from zo2core.checkpoint import require_unused
-from zo2core.errors import DataError, OptionError, OutputError, reason
+from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
+
+if TYPE_CHECKING:
+    from zo2core import BlockModel, Journal
+
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -195,6 +197,8 @@ class RunDirectory:
 
 def header_of(journal: Path) -> Mapping[str, Any] | None:
     """Header of a journal; None if the journal is empty."""
+    from zo2core import Journal
+
     with contextlib.closing(Journal(journal)) as opened:
         return opened.header
 
@@ -246,6 +250,8 @@ def remove_trials(run: Path) -> None:
 
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed before its run started."""
+    from zo2core.checkpoint import require_unused
+
     _require_unstarted(path)
     if _ended_before_start(path):
         with (

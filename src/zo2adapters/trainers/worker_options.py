@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.run_directory import OPTIONS
-from zo2core import Workers
 from zo2core.errors import OptionError
-from zo2core.planning.memory import free_memory, resident_memory
 
 _SHARE = 0.9  # share of the free memory that the workers of a host use together
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
     from zo2adapters.trainers.options import Storage, TrainOptions
+    from zo2core import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +33,8 @@ class WorkerOptions:
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
         """Connect this process to the other workers; None if it works alone."""
+        from zo2core import Workers
+
         if torchrun_rank() is None:
             if self.split != "auto":
                 raise OptionError(
@@ -100,6 +101,8 @@ def require_same_steps(steps: int, workers: Workers | None) -> None:
 
 def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
     """Storage of a run that one of several workers executes alone: its own device and its part of the free memory."""
+    from zo2core.planning.memory import free_memory, resident_memory
+
     if workers is None:
         return storage
     neighbours, memory = workers.neighbours, storage.memory

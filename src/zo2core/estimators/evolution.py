@@ -5,20 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 
 from zo2core.estimators.rge import MultiQueryRGE
+from zo2core.names import Fitness
 from zo2core.types import Evaluation, Update
-
-
-class Fitness(Enum):
-    """How the losses of a step become weights of its directions."""
-
-    SCALED = "scaled"
-    RANKS = "ranks"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import NamedTuple
 
 from zo2core.estimators.evolution import EvolutionStrategies
@@ -11,23 +10,7 @@ from zo2core.estimators.fzoo import FZOO
 from zo2core.estimators.mezo import MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE
 from zo2core.estimators.rge import MultiQueryRGE
-
-
-class EstimatorName(Enum):
-    """Name of an estimator, as users choose it."""
-
-    MEZO = "mezo"
-    FZOO = "fzoo"
-    ES = "es"
-
-    @property
-    def classes(self) -> EstimatorClasses:
-        """The classes of this name."""
-        return ESTIMATORS[self]
-
-    def evaluations(self, queries: int) -> int:
-        """Number of forwards of a step along ``queries`` directions on one batch."""
-        return self.classes.multi_query.forwards(queries)
+from zo2core.names import EstimatorName
 
 
 class EstimatorClasses(NamedTuple):

@@ -14,7 +14,6 @@ from zo2core.optimizers.optimizer_states import require_optimizer_state as requi
 from zo2core.optimizers.optimizer_states import state_bytes as state_bytes
 from zo2core.optimizers.optimizer_states import unusable_state as unusable_state
 from zo2core.optimizers.registry import OPTIMIZERS as OPTIMIZERS
-from zo2core.optimizers.registry import OptimizerName as OptimizerName
 from zo2core.optimizers.registry import make_block_update as make_block_update
 from zo2core.optimizers.torch_optimizer import OptimizerFactory as OptimizerFactory
 from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer

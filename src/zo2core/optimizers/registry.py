@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
+from zo2core.names import OptimizerName
 from zo2core.optimizers.badam import BAdam
 from zo2core.optimizers.lomo import LOMO, AdaLOMO
 from zo2core.optimizers.torch_optimizer import TorchOptimizer
 from zo2core.protocols import BlockUpdate
 
-OptimizerName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
 SWITCH_EVERY = 50  # steps for which badam trains a block, as its authors' program does by default
 
 

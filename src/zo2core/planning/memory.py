@@ -5,8 +5,6 @@ Free host memory is that of the system and of the control groups that limit this
 
 from __future__ import annotations
 
-import re
-import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Self
 
 import psutil
 
-from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.errors import MemoryBudgetError
 from zo2core.io.process_memory import resident_memory as resident_memory
 from zo2core.protocols import Device
 from zo2core.sources.segment_store import READ_AHEAD
@@ -106,26 +104,6 @@ class DevicePlan(MemoryPlan):
 
     kept: int  # blocks that stay; the others pass through two slots
     activation_bytes: int  # for forwards and activations; activations that do not fit wait in host memory
-
-
-_UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
-    ("B", 1000), ("iB", 1024), ("", 1024)
-)}  # fmt: skip
-_MOST = float(2**63)  # bytes, the size of the address space
-
-
-def parse_size(size: int | str, *, option: str = "memory") -> int:
-    """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
-    nbytes = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
-    if not 1 <= nbytes < _MOST:
-        raise OptionError(
-            option,
-            found=reprlib.repr(size),
-            expected="a size such as 6GiB or 500MB, or 'auto' for memory",
-            remedy="pass a number of bytes, or one with a unit such as GiB",
-        )
-    return int(nbytes)
 
 
 def free_memory(*, root: Path = Path("/")) -> int:

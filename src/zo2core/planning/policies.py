@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zo2core.planning.memory import DevicePlan, HostPlan, parse_size
-from zo2core.ranges import require_number, require_whole
+from zo2core.planning.memory import DevicePlan, HostPlan
+from zo2core.ranges import parse_size, require_number, require_whole
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations by default
 

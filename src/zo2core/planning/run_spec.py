@@ -21,11 +21,12 @@ from zo2core.noise import PhiloxNoise
 from zo2core.noise.choice import SCRATCH, drawn_bytes, noise_bytes
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
-from zo2core.planning.memory import MOST_USEFUL_BUCKETS, DevicePlan, HostPlan, Machine, MemoryPart, free_memory, parse_size
+from zo2core.planning.memory import MOST_USEFUL_BUCKETS, DevicePlan, HostPlan, Machine, MemoryPart, free_memory
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import write_interval
 from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.ranges import parse_size
 from zo2core.schedulers.overlapped import SLOTS
 from zo2core.sources.loader import READERS
 from zo2core.sources.low_bit import staging_bytes

@@ -27,9 +27,10 @@ from zo2core import Engine, HostPlan, Journal, SharedBase, StepResult
 from zo2core.checkpoint import Snapshots
 from zo2core.errors import OptionError
 from zo2core.optimizers import OPTIMIZERS
-from zo2core.planning.memory import Machine, parse_size
+from zo2core.planning.memory import Machine
 from zo2core.planning.run_spec import plan
 from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.ranges import parse_size
 from zo2core.types import shown_bytes
 
 # Forward passes that a step costs: one, one more on the way back, and gradients of inputs, which cost another one; those

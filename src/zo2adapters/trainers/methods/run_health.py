@@ -9,6 +9,7 @@ from statistics import fmean, median
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import StepResult, Update, ZO2Error
 from zo2core.errors import DivergenceError
+from zo2core.estimators import ESTIMATORS
 from zo2core.estimators.guard import best_step
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change
@@ -71,7 +72,7 @@ def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
     The slope is computed from the losses, since g may have been clipped or divided. An estimator that evaluates
     one side of each direction, such as FZOO, gives no slope, and is not judged.
     """
-    if options.steps < _FEWEST_STEPS or not options.optimization.estimator.classes.multi_query.is_two_sided:
+    if options.steps < _FEWEST_STEPS or not ESTIMATORS[options.optimization.estimator].multi_query.is_two_sided:
         return None
     fall, loss = options.steps * median(map(_promised_fall, updates)), updates[0].losses[0]
     if fall >= LEAST_FALL * abs(loss):

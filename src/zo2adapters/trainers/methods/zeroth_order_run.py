@@ -14,7 +14,7 @@ from zo2adapters.trainers.run_notices import disk_writes
 from zo2adapters.trainers.step_memory import step_memory
 from zo2core import Engine, HostPlan, Journal, SharedBase, StepResult, ZO2Error
 from zo2core.errors import DivergenceError
-from zo2core.planning.memory import parse_size
+from zo2core.ranges import parse_size
 
 
 class ZerothOrderRun(RunMethod):

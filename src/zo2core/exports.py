@@ -1,0 +1,38 @@
+"""Names that a package exports, each imported when it is first used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+
+def exports(package: str, *, left_out: str = "\0") -> tuple[list[str], Callable[[str], Any], Callable[[], Sequence[str]]]:
+    """What a package needs to import its names lazily: its ``__all__``, ``__getattr__`` and ``__dir__``.
+
+    The names are those that its source imports for type checkers, ``from module import Name as Name``. Those that end with
+    ``left_out`` are no part of a star import.
+    """
+    itself = sys.modules[package]
+    loader = itself.__spec__ and itself.__spec__.loader
+    assert isinstance(loader, SourceFileLoader), "packages are installed as source"
+    nodes = ast.walk(ast.parse(loader.get_source(package) or ""))
+    modules = {
+        alias.name: str(node.module)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(modules[name]), name)
+        setattr(itself, name, value)
+        return value
+
+    return [name for name in modules if not name.endswith(left_out)], get, lambda: sorted([*vars(itself), *modules])
