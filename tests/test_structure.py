@@ -149,19 +149,19 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
-    "zo2adapters": 513,
-    "zo2adapters/commands": 3126,
+    "zo2adapters": 519,
+    "zo2adapters/commands": 3159,
     "zo2adapters/edge": 541,
-    "zo2adapters/frameworks": 1242,
+    "zo2adapters/frameworks": 1248,
     "zo2adapters/models": 5087,
-    "zo2adapters/tasks": 3473,
-    "zo2adapters/trainers": 5103,
-    "zo2core": 1311,
+    "zo2adapters/tasks": 3478,
+    "zo2adapters/trainers": 5109,
+    "zo2core": 1313,
     "zo2core/checkpoint": 938,
     "zo2core/devices": 168,
     "zo2core/estimators": 521,
     "zo2core/io": 442,
-    "zo2core/journal": 635,
+    "zo2core/journal": 636,
     "zo2core/kernels": 1215,
     "zo2core/methods": 1022,
     "zo2core/noise": 168,
@@ -174,7 +174,7 @@ MOST_LINES = {
     "zo2core/sources": 1073,
     "zo2core/sweep": 2573,
     "zo2core/types": 529,
-    "zo2core/workers": 320,
+    "zo2core/workers": 321,
 }
 
 

@@ -5,8 +5,9 @@
 Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
 have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
 enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4``, too, one layer is encoded as
-nf4, and all layers have its header, its scales and a hole. ``--gguf Q4_K`` writes a GGUF file of a Llama in the same way,
-with all matrices of this type.
+nf4, and all layers have its header, its scales and a hole; gpt-oss has MXFP4 experts instead. Of a mixture the embedding and
+the routers are written, so that tokens are routed to all experts. ``--gguf Q4_K`` writes a GGUF file of a Llama in the same
+way, with all matrices of this type.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from typing import IO, Any
 import gguf
 import numpy as np
 import torch
-from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
@@ -120,6 +130,22 @@ def geometries() -> dict[str, PretrainedConfig]:
         "qwen3-8b": qwen3(4096, 36, 32, 12288, tied=False),
         "qwen3-14b": qwen3(5120, 40, 40, 17408, tied=False),
         "qwen3-32b": qwen3(5120, 64, 64, 25600, tied=False),
+        "qwen3-30b-a3b": Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is read from other names
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
     }
 
 
@@ -148,38 +174,71 @@ def make_checkpoint(
     return sum(spec.nbytes for spec in specs)
 
 
-def make_sparse_nf4(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype) -> int:
-    """Write config and one shard of a model with nf4 layers, whose data is a hole; return the bytes of the weights."""
-    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype) -> int:
+    """Write config and one shard of a model with coded layers, whose data is a hole; return the bytes of the weights."""
+    layers, layer_types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    is_dense = config.model_type in ARCHITECTURES
+    config.num_hidden_layers = 1
+    if layer_types is not None:
+        config.layer_types = layer_types[:1]
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         one = Path(folder)
-        make_checkpoint(config, one / "plain", dtype=dtype, sparse=True)
-        quantize(one / "plain", one / "nf4", "nf4")
-        entries = find_tensors(one / "nf4")
+        if is_dense:
+            make_checkpoint(config, one / "plain", dtype=dtype, sparse=True)
+        else:
+            torch.manual_seed(0)
+            whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            whole.save_pretrained(one / "plain")
+            del whole
+        if config.model_type == "gpt_oss":
+            with_mxfp4_experts(one / "plain", one / "coded")
+        else:
+            quantize(one / "plain", one / "coded", "nf4")
         header: dict[str, Any] = {}
-        sources: list[TensorEntry] = []
+        sources: list[tuple[str, TensorEntry]] = []
         nbytes = 0
-        for name, entry in sorted(entries.items()):
+        for name, entry in sorted(find_tensors(one / "coded").items()):
             for layer in range(layers if ".layers.0." in name else 1):
                 offsets = [nbytes, nbytes := nbytes + entry.nbytes]
                 renamed = name.replace(".layers.0.", f".layers.{layer}.")
                 header[renamed] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-                sources.append(entry)
+                sources.append((name, entry))
         directory.mkdir()
         text = json.dumps(header).encode()
         text = text.ljust(-(-len(text) // 16) * 16 + 8)  # so that data begins at a multiple of 16
         with (directory / "model.safetensors").open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for entry in sources:
-                if entry.nbytes > LARGEST_SCALES:
+            for name, entry in sources:
+                if entry.nbytes > LARGEST_SCALES and (is_dense or not is_routing(name)):
                     file.seek(file.truncate(file.tell() + entry.nbytes))
                 else:
                     with entry.path.open("rb") as source:
                         source.seek(entry.start)
                         file.write(source.read(entry.nbytes))
-        written = json.loads((one / "nf4" / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**written, "num_hidden_layers": layers}))
+        written = json.loads((one / "coded" / "config.json").read_text())
+    written |= {"num_hidden_layers": layers} | ({} if layer_types is None else {"layer_types": layer_types})
+    (directory / "config.json").write_text(json.dumps(written))
     return nbytes
+
+
+def is_routing(name: str) -> bool:
+    """Whether a tensor decides which experts a token goes to."""
+    return "embed_tokens" in name or name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+
+
+def with_mxfp4_experts(plain: Path, coded: Path) -> None:
+    """Write a model of gpt-oss with experts of zeros in MXFP4: blocks of 32 weights, each with a scale."""
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        rows = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.zeros((*rows, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(rows, dtype=torch.uint8)
+    coded.mkdir()
+    save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    described = json.loads((plain / "config.json").read_bytes())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (coded / "config.json").write_text(json.dumps(described))
 
 
 def make_sparse_gguf(config: PretrainedConfig, directory: Path, kind: str) -> int:
@@ -255,7 +314,7 @@ def main() -> None:
     parser.add_argument(
         "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
     )
-    parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4")
+    parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4, gpt-oss as MXFP4")
     parser.add_argument("--gguf", choices=list(GGUF_BLOCKS), help="with --sparse: a GGUF file with matrices of this type")
     options = parser.parse_args()
     if options.gguf:
@@ -267,8 +326,8 @@ def main() -> None:
     if options.nf4 and not options.sparse:
         parser.error("--nf4 needs --sparse; encode other checkpoints with zo2 convert --quantize nf4")
     if options.nf4:
-        written = make_sparse_nf4(geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype])
-        print(f"{options.directory}: {written / 1e9:.2f} GB of nf4 weights")
+        written = make_sparse_coded(geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype])
+        print(f"{options.directory}: {written / 1e9:.2f} GB of 4-bit weights")
         return
     written = make_checkpoint(
         geometries()[options.geometry],

@@ -183,6 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     """Run a command line; return the exit status."""
+    if "COMP_LINE" in os.environ:  # set by the shell for ``complete -C zo2 zo2``
+        from zo2adapters.commands.completion import completions
+
+        line = os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))]
+        sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, _options_of))
+        return 0
     name, *rest = arguments or [""]
     if name not in COMMANDS:
         return _main_help(arguments)
@@ -266,10 +272,14 @@ def _main_help(arguments: list[str]) -> int:
     return REFUSED
 
 
+def _options_of(name: str) -> Any:
+    """The dataclass of a command."""
+    return getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].name)
+
+
 def _parse_command(name: str, arguments: list[str]) -> Command:
     """Import a command and fill in its options."""
-    entry = COMMANDS[name]
-    options: Any = getattr(importlib.import_module(entry.module), entry.name)
+    options = _options_of(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
         help_text = importlib.import_module("zo2adapters.commands.help_text")
         print(help_text.command_help(name, options, lists_all="--help-all" in arguments))

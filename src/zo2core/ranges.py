@@ -66,3 +66,8 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
             remedy="pass a number of bytes, or one with a unit such as GiB",
         )
     return int(nbytes)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things as text, such as ``1 row`` or ``2 rows``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

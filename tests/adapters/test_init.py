@@ -139,13 +139,13 @@ def test_numbers_follow_from_the_rows(here: Path) -> None:
     assert values["steps"] == 50, "two steps pass all rows"
     assert values["sequence_length"] >= 2
     assert "micro_batch_size" not in values
-    assert "3 rows are evaluated on" in text
+    assert "on 3 rows instead of training" in text
     assert "50 steps of 16 rows pass the 27 rows 29.6 times" in text
     Path("recipe.yaml").unlink()
     few = written("few.jsonl")
     assert few["batch_size"] == 4
     assert "eval_split" not in few
-    assert "4 rows are too few" in Path("recipe.yaml").read_text()
+    assert "there are too few rows, 4" in Path("recipe.yaml").read_text()
 
 
 def test_an_objective_without_a_gradient_gets_zeroth_order_steps(here: Path) -> None:
@@ -241,7 +241,10 @@ def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.Mon
     write_rows(here / "long.jsonl", rows)
     assert written("long.jsonl")["sequence_length"] == 12, "the longest that the model takes"
     assert "1 longer ones are shortened or left out" in Path("recipe.yaml").read_text()
-    assert "1 rows were cut" in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01", *GIVEN_RATE).err
+    assert (
+        "cut to the sequence length: 1 row\n"
+        in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01", *GIVEN_RATE).err
+    )
 
 
 def test_options_of_the_user_are_kept(here: Path) -> None:

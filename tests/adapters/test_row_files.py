@@ -365,8 +365,8 @@ def test_the_number_of_rows_left_out_is_printed(tmp_path: Path) -> None:
     write_jsonl(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
     arguments = ("--model", options.model, "--data", options.data, "--too-long", "drop", "--sequence-length", 3)
     ended = run_here("train", *arguments, "--output", tmp_path / "out", "--steps", 1)
-    assert "1 rows were left out" in ended.err
-    assert "1 rows were left out" in run_here("evaluate", *arguments).err
+    assert "left out, since longer: 1 row\n" in ended.err
+    assert "left out, since longer: 1 row\n" in run_here("evaluate", *arguments).err
 
 
 # Rows to evaluate on that are taken from the training file

@@ -684,6 +684,27 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
     assert ended.stderr.count("What to do:") == len(COMMANDS) + 1 + len(refused)
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("zo2 tr", {"train"}),
+        ("zo2 ", set(COMMANDS)),
+        ("zo2 train --lora-r", {"--lora-rank"}),
+        ("zo2 train --resume run --no-pa", {"--no-pack"}),
+        ("zo2 train --dtype b", {"bfloat16"}),
+        ("zo2 train --pack ", set()),
+        ("zo2 train --data ro", set()),
+        ("zo2 nothing --o", set()),
+        ("zo2", set()),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(line: str, offered: set[str]) -> None:
+    code = IMPORTS.format(unused={"torch", "transformers", "numpy"})
+    typed = {**environment(), "COMP_LINE": f"{line}after the cursor", "COMP_POINT": str(len(line))}
+    ended = subprocess.run([sys.executable, "-c", code, ""], capture_output=True, text=True, env=typed, check=True)
+    assert set(ended.stdout.split()) == offered
+
+
 def test_a_command_imports_what_it_uses(prepared: Path) -> None:
     code = IMPORTS.format(unused={"transformers", "matplotlib"})
     line = f"journal {prepared / 'run'}"

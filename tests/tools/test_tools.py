@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import bench_prge
 import bench_queries
@@ -15,7 +16,8 @@ import make_chats
 import pytest
 import torch
 from bench_queries import SlowReader
-from make_checkpoint import main, make_checkpoint, make_sparse_gguf
+from families import small_config as small_mixture
+from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf
 from models import CONFIGS, make_batch, small_config
 
 from zo2adapters import open_checkpoint
@@ -23,7 +25,7 @@ from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine
-from zo2core.types import GGUFRows
+from zo2core.types import GGUFRows, MatrixStack, MXFP4Stack
 
 
 def head(path: Path) -> bytes:
@@ -94,6 +96,21 @@ def test_a_sparse_gguf_file_opens_and_takes_no_disk(tmp_path: Path) -> None:
     assert {spec.encoding.name for spec in specs if isinstance(spec.encoding, GGUFRows)} == {"Q4_K"}
     with Engine(model) as engine:
         assert engine.evaluate([make_batch(config.vocab_size, [5])]).loss == pytest.approx(math.log(config.vocab_size))
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {}), ("gpt_oss", {"hidden_size": 64, "intermediate_size": 32})])
+def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    config: Any = small_mixture(family)
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    layers = config.num_hidden_layers
+    make_sparse_coded(config, tmp_path / "sparse", dtype=torch.bfloat16)
+    model = open_checkpoint(tmp_path / "sparse")
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    assert len(model.layouts) == layers + 2
+    assert sum(isinstance(spec.encoding, MatrixStack | MXFP4Stack) for spec in specs) == 2 * layers
+    with Engine(model) as engine:
+        assert math.isfinite(engine.evaluate([make_batch(config.vocab_size, [5])]).loss)
 
 
 def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError, ZO2Error
-from zo2core.ranges import require_whole
+from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.tasks.generation import Sampling
@@ -298,8 +298,8 @@ class _Conversation(_Session):
         room = self._length - len(ids)
         if room < 1:
             print(
-                f"the conversation has {len(ids)} tokens, and at most {self._length - 1} leave room for an answer: "
-                "shorten the message, or type /reset",
+                f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room for an "
+                "answer: shorten the message, or type /reset",
                 file=sys.stderr,
             )
             return
@@ -364,7 +364,9 @@ class _Labelling(_Session):
         choice = tokenized_choice(row["prompt"], row["candidates"], 0, self._tokenizer)
         longest = max(tokens for tokens, _ in choice.sequences)
         if longest > self._length:
-            print(f"the prompt has {longest} tokens with a label, and at most {self._length} fit", file=sys.stderr)
+            print(
+                f"the prompt has {counted(longest, 'token')} with a label, and at most {self._length} fit", file=sys.stderr
+            )
             return
         scored = score(
             self._engine,

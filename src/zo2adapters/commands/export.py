@@ -10,6 +10,7 @@ from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core.errors import OptionError
+from zo2core.ranges import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Export(WritesDirectory):
                 with export_bar(model) as progress:
                     engine.export(self.output, files={CARD: card}, progress=progress)
             is_adapter = self.as_adapter or at.model_options.trains_adapter
-            after = "" if at.journal is None else f" after {engine.version} steps"
+            after = "" if at.journal is None else f" after {counted(engine.version, 'step')}"
             print(f"{self.output}: the {'adapter' if is_adapter else 'model'}{after}")
             if is_adapter and self.format == "gguf" and self.run_directory is not None:
                 print(f"for one GGUF file with base and adapter: zo2 merge --run {self.run_directory} --output merged")

@@ -12,7 +12,7 @@ from zo2adapters.commands.option_fields import POSITIONAL
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core.ranges import require_whole
+from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
     from zo2core import Journal
@@ -44,7 +44,9 @@ class ShowJournal:
             self._print_commits(journal)
             return
         updates = journal.updates if self.last is None else journal.updates[-self.last :]
-        print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
+        print(
+            f"{counted(len(journal.updates), 'step')}\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds"
+        )
         for update in updates:
             grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)
             seeds = " ".join(str(seed) for seed in update.seeds)
@@ -56,7 +58,7 @@ class ShowJournal:
 
         snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
         commits = journal.commits if self.last is None else journal.commits[-self.last :]
-        print(f"{journal.version} steps\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")
+        print(f"{counted(journal.version, 'step')}\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")
         for commit in commits:
             mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""
             print(f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} {commit.lr:10.3g}{mark}")

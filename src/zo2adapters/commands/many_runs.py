@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, acquire, directory_lock, replace_file
 from zo2core.errors import OptionError, OutputError, ZO2Error, reason
+from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions  # a command line is read without transformers
@@ -74,7 +75,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
         raise OptionError(path, found=error.found, expected=expected, remedy=error.remedy) from error
     if len(named) > MOST_RUNS:
         expected = f"at most {MOST_RUNS}, which take their steps together"
-        raise OptionError(path, found=f"{len(named)} runs", expected=expected, remedy="write several files")
+        raise OptionError(path, found=counted(len(named), "run"), expected=expected, remedy="write several files")
     for name, values in named.items():
         values = {} if values is None else values
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):

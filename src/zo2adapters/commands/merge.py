@@ -9,6 +9,7 @@ from typing import ClassVar
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core.errors import OptionError
+from zo2core.ranges import counted
 
 _FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
 
@@ -62,4 +63,4 @@ class Merge(WritesDirectory):
             else:
                 with export_bar(model, "merge") as progress:
                     engine.export(self.output, files={CARD: card}, progress=progress)
-            print(f"{self.output}: the model" + ("" if at.journal is None else f" after {engine.version} steps"))
+            print(f"{self.output}: the model" + ("" if at.journal is None else f" after {counted(engine.version, 'step')}"))

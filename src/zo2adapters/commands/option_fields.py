@@ -41,9 +41,22 @@ class OptionField(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """All that it can be called by on the command line."""
+        negation = [f"--no-{self.flag.removeprefix('--')}"] if self.type is bool else []
+        return () if self.is_positional else (self.flag, *self.aliases, *negation)
+
+    @property
     def kinds(self) -> tuple[Any, ...]:
         """The types of which a value is one."""
         return get_args(self.type) if get_origin(self.type) in {Union, UnionType} else (self.type,)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values that have a name, such as those of an enumeration."""
+        literals = [value for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        members = [member for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+        return {str(value): value for value in literals} | {str(member.value): member for member in members}
 
     @property
     def takes_several(self) -> bool:

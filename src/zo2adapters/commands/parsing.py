@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
+from typing import Any, Protocol, get_args, get_origin, runtime_checkable
 
 from zo2adapters.commands.option_fields import OptionField, option_fields, option_names
 from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
@@ -87,7 +87,7 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
     """Fill in a command's options. Those that are not given are a default's, where there is one."""
     listed, known = list(option_fields(options)), option_names(options)
     arguments = [_with_hyphens(argument) for argument in arguments]
-    flags = {"--"}.union(*((option.flag, *option.aliases, f"--no-{option.flag[2:]}") for option in listed))
+    flags = {"--"}.union(*(option.flags for option in listed))
     for flag in (argument.partition("=")[0] for argument in arguments):
         if flag.startswith("--") and flag not in flags:
             words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
@@ -154,10 +154,7 @@ def _value(option: OptionField, given: Any, see: str) -> Any:
 
 def _converted(text: str, kinds: Sequence[Any], option: OptionField, see: str) -> Any:
     """A text as a value of one of some kinds: a name, a number, a path or a text."""
-    named = {str(value): value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)}
-    named |= {
-        str(member.value): member for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind
-    }
+    named = option.named
     if text in named:
         return named[text]
     for kind in (kind for kind in kinds if kind in {int, float, str, Path}):

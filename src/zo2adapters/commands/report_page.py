@@ -25,6 +25,7 @@ from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError, MissingPackageError, OptionError, reason
 from zo2core.estimators.guard import is_refused
 from zo2core.io.durable import read_regular
+from zo2core.ranges import counted
 from zo2core.types import Commit, Lane, shown_bytes
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def _samples(run: Run) -> str:
         first = next(sample for sample in given if sample is not None)
         texts = ["" if sample is None else sample["generated"] for sample in given]
         rows.append([first["prompt"], first["expected"], *texts])
-    return _table(["prompt", "expected", *(f"after {step} steps" for step in steps)], rows)
+    return _table(["prompt", "expected", *(f"after {counted(step, 'step')}" for step in steps)], rows)
 
 
 def _trials(run: Run) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zo2core.ranges import LARGEST, require_whole
+from zo2core.ranges import LARGEST, counted, require_whole
 
 NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
 
@@ -51,7 +51,7 @@ class WriteRows:
 
     def print_summary(self, files: Mapping[str, bytes]) -> None:
         """Print the directory of the files, and how many rows each has."""
-        counts = ", ".join(f"{content.count(NEWLINE)} rows in {name}" for name, content in files.items())
+        counts = ", ".join(f"{counted(content.count(NEWLINE), 'row')} in {name}" for name, content in files.items())
         print(f"{self.output}: {counts}")
 
     def files(self) -> dict[str, bytes]:

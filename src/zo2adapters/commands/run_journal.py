@@ -10,6 +10,7 @@ from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import METRICS, OPTIONS
 from zo2core.errors import JournalError
 from zo2core.io.durable import read_regular
+from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2core import Journal
@@ -36,7 +37,7 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
         journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
         if journal.torn:
             print(
-                f"{path}: the last record is damaged or incomplete and is ignored; the run has {steps} steps",
+                f"{path}: the last record is damaged or incomplete and is ignored; the run has {counted(steps, 'step')}",
                 file=sys.stderr,
             )
     return journal

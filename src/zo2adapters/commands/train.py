@@ -33,6 +33,7 @@ from zo2adapters.trainers.worker_options import (
     worker_directory,
 )
 from zo2core.errors import OptionError
+from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2core import Workers
@@ -347,7 +348,7 @@ class Train(RunOptions):
             finished = resume and trainer.engine.version >= options.steps
             lines = trainer.notices() if chooses else trainer.first_lines()
             if finished:
-                lines = [f"{options.output} is finished after {options.steps} steps"]
+                lines = [f"{options.output} is finished after {counted(options.steps, 'step')}"]
             for line in lines if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):

@@ -12,7 +12,7 @@ from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2core.names import OptimizerName
-from zo2core.ranges import LARGEST, require_whole
+from zo2core.ranges import LARGEST, counted, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
@@ -74,4 +74,4 @@ class Verify:
         equal = (
             f"{scalars} and all {result.parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
         )
-        print(f"EQUAL over {result.steps} steps, bit for bit: {equal}")
+        print(f"EQUAL over {counted(result.steps, 'step')}, bit for bit: {equal}")

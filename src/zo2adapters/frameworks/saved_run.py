@@ -20,6 +20,7 @@ from zo2core import Engine, Journal
 from zo2core.errors import JournalError, OutputError, reason
 from zo2core.io.durable import sync_path
 from zo2core.journal import copy_journal
+from zo2core.ranges import counted
 
 JOURNAL = "journal.jsonl"
 _SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # keys of a model's config
@@ -161,10 +162,15 @@ def read_journal(path: Path, version: int | None, *, name: str | None = None) ->
         steps = len(journal.updates)
         if journal.torn or journal.header is None:
             last = "a last record that is cut or damaged" if journal.torn else "an empty file"
-            raise JournalError(where, found=f"{last}, after {steps} steps", expected="whole records", remedy=remedy)
+            raise JournalError(
+                where, found=f"{last}, after {counted(steps, 'step')}", expected="whole records", remedy=remedy
+            )
         if version is not None and steps != version:
             raise JournalError(
-                where, found=f"{steps} steps", expected=f"{version}, as when the checkpoint was saved", remedy=remedy
+                where,
+                found=counted(steps, "step"),
+                expected=f"{version}, as when the checkpoint was saved",
+                remedy=remedy,
             )
         return journal.until(steps)
     finally:

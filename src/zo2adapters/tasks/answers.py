@@ -23,6 +23,7 @@ from zo2adapters.tasks.rows import TOO_LONG, FileRows, converted_rows, is_droppe
 from zo2adapters.tasks.task import gather_in_order, is_own_shard
 from zo2core import Engine
 from zo2core.errors import DataError
+from zo2core.ranges import counted
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -104,7 +105,7 @@ def read_questions(
             is_long = len(ids) > most_tokens
             raise DataError(
                 where,
-                found=f"a prompt of {len(ids)} tokens",
+                found=f"a prompt of {counted(len(ids), 'token')}",
                 expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )

@@ -18,6 +18,7 @@ from typing import Any
 
 from zo2core.errors import DataError
 from zo2core.io.durable import open_no_follow
+from zo2core.ranges import counted
 
 LABELS = (" a", " b")  # docstring text, code; letters without a meaning, so that an untrained model guesses
 QUESTION = "\nKind:"  # follows the line; it does not occur in pre-training
@@ -63,7 +64,7 @@ def question_rows(files: Iterator[str], wanted: int, *, pairs_per_file: int, kno
             taken.update(pair)
         if len(rows) >= wanted:
             return rows[:wanted]
-    raise _too_little(f"{len(rows)} rows", f"{wanted}")
+    raise _too_little(counted(len(rows), "row"), f"{wanted}")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

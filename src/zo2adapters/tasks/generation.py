@@ -22,6 +22,7 @@ from zo2adapters.tasks.next_token import DRAW, STREAM, NextToken
 from zo2adapters.tasks.next_token import Sampling as Sampling
 from zo2core import Batch, Engine, Evaluation
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError
+from zo2core.ranges import counted
 
 _SHRINK_AT = 0.75  # share of a group's rows still running at which the others' keys and values are dropped: a copy of all
 _JOIN_AT = 0.25  # share of the places that is free before waiting rows start: each group is a forward of its own
@@ -257,7 +258,7 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
         if longest is not None and len(prompt) >= longest:
             raise BatchError(
                 f"prompts[{number}]",
-                found=f"{len(prompt)} tokens",
+                found=counted(len(prompt), "token"),
                 expected=f"at most {longest - 1}, one less than the model's longest sequence",
                 remedy="shorten this prompt",
             )

@@ -17,6 +17,7 @@ from zo2adapters.tasks.row_files import EvaluationRows
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2core import Engine
+from zo2core.ranges import counted
 
 
 class Measure(NamedTuple):
@@ -85,11 +86,6 @@ def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | N
     mean = math.fsum(sums) / total
     squares = math.fsum((value - mean * weight) ** 2 for value, weight in zip(sums, weights, strict=True))
     return math.sqrt(squares * count / (count - 1)) / total
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things as text, such as ``1 row`` or ``2 rows``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _size(*parts: tuple[int, str]) -> str:

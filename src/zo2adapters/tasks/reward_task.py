@@ -22,7 +22,7 @@ from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.task import RewardOptions, TaskOptions, gather_in_order
 from zo2core import Batch, Engine, StepResult
 from zo2core.errors import DivergenceError, OptionError
-from zo2core.ranges import parse_size
+from zo2core.ranges import counted, parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements
@@ -67,7 +67,9 @@ class RewardTask(GeneratedTask):
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
         if limit is not None and longest.prompt_length + self._settings.max_new_tokens > limit:
-            prompt = f"a prompt of {longest.prompt_length} tokens, in the row on line {longest.line} of --{option}"
+            prompt = (
+                f"a prompt of {counted(longest.prompt_length, 'token')}, in the row on line {longest.line} of --{option}"
+            )
             raise OptionError(
                 "max_new_tokens",
                 found=f"{self._settings.max_new_tokens} after {prompt}",

@@ -19,7 +19,7 @@ from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core.errors import DataError
-from zo2core.ranges import require_whole
+from zo2core.ranges import counted, require_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def read_dataset(
                 continue
             _require(
                 not is_long or options.too_long != "refuse",
-                f"a row of {len(ids)} tokens",
+                f"a row of {counted(len(ids), 'token')}",
                 f"at most {sequence_length} with --too-long refuse",
                 f"{TOO_LONG}; or pass --too-long cut or drop",
             )
@@ -183,7 +183,7 @@ def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence
     if not kept:
         raise DataError(
             path,
-            found=f"{dropped} rows, all of more than {sequence_length} tokens",
+            found=f"{counted(dropped, 'row')}, all of more than {counted(sequence_length, 'token')}",
             expected="a row that is short enough, with --too-long drop",
             remedy="raise `sequence_length`, or pass --too-long cut",
         )
@@ -195,7 +195,7 @@ def is_dropped(where: str, tokens: int, sequence_length: int, options: RowOption
         return tokens > sequence_length and options.too_long == "drop"
     raise DataError(
         where,
-        found=f"{tokens} tokens in a row with candidates, preferences or answers, which cannot be cut",
+        found=f"{counted(tokens, 'token')} in a row with candidates, preferences or answers, which cannot be cut",
         expected=f"at most {sequence_length} with --too-long cut",
         remedy=f"{TOO_LONG}; or pass --too-long drop",
     )
@@ -211,13 +211,13 @@ def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
     )
     _require(
         tokens > prompt,
-        f"a prompt of {prompt} tokens, and no token of a completion",
+        f"a prompt of {counted(prompt, 'token')}, and no token of a completion",
         "at least one token after the prompt",
         "write a completion, or remove the row",
     )
     _require(
         prompt < sequence_length,
-        f"a prompt of {prompt} tokens, which leaves no token of the row's {sequence_length} for the completion",
+        f"a prompt of {counted(prompt, 'token')}, which leaves no token of the row's {sequence_length} for the completion",
         f"a prompt of at most {sequence_length - 1} tokens",
         TOO_LONG,
     )

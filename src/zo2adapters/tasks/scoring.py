@@ -22,6 +22,7 @@ from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import gather_in_order, is_own_shard
 from zo2core import Batch, Engine
 from zo2core.errors import BatchError
+from zo2core.ranges import counted
 
 
 class Scored(NamedTuple):
@@ -109,7 +110,7 @@ def score(
         if longest is not None and longest_row > longest:
             raise BatchError(
                 f"prompts[{number}]",
-                found=f"{len(prompt)} tokens, {longest_row} with the longest candidate",
+                found=f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate",
                 expected=f"at most {longest} together, the model's longest sequence",
                 remedy="shorten this prompt or its candidates",
             )

@@ -38,6 +38,7 @@ from zo2adapters.trainers.tuning import Schedule, Trial, least_forwards, planned
 from zo2core import Journal
 from zo2core.errors import DivergenceError
 from zo2core.io.durable import read_regular
+from zo2core.ranges import counted
 
 _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
 
@@ -155,7 +156,7 @@ def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[s
     options = inputs.options
     trials = (
         f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to {schedule.rounds[-1]} steps: "
-        f"{schedule.steps} steps, {schedule.forwards} forward passes of {options.batching.batch_size} rows"
+        f"{schedule.steps} steps, {schedule.forwards} forward passes of {counted(options.batching.batch_size, 'row')}"
     )
     together = " They share the model and run together, as far as memory allows." if can_share(options) else ""
     if plan is None:

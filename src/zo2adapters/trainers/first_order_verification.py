@@ -27,6 +27,7 @@ from zo2core import Batch, Engine, FirstOrder, StepResult
 from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
 from zo2core.protocols import UpdateInputs
+from zo2core.ranges import counted
 from zo2core.types import widened
 
 
@@ -125,5 +126,5 @@ def _compared(steps: int, ours: Iterable[tuple[str, torch.Tensor]], trained: Map
     for name, value in ours:
         place = first_difference(value.detach(), trained[name].detach())
         if place is not None:
-            return Comparison(steps, len(trained), f"after {steps} steps, {name}{place}")
+            return Comparison(steps, len(trained), f"after {counted(steps, 'step')}, {name}{place}")
     return Comparison(steps, len(trained), None)

@@ -36,7 +36,7 @@ from zo2adapters.trainers.tuning import Schedule
 from zo2core import ZO2Error
 from zo2core.errors import MemoryBudgetError, MissingPackageError
 from zo2core.planning.memory import free_memory
-from zo2core.ranges import parse_size
+from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
 
 _ROW_OPTIONS = (
@@ -337,7 +337,7 @@ def _rate_choices(options: TrainOptions, rates: Sequence[float], schedule: Sched
     yield Choice(
         "lr",
         "auto",
-        f"auto tries {tried} in short runs first, and takes the best: {schedule.steps} steps, about "
+        f"auto tries {tried} in short runs first, and takes the best: {counted(schedule.steps, 'step')}, about "
         f"{duration(schedule.steps * plan.seconds)}.",
     )
     if options.optimization.decay is not Decay.CONSTANT:
@@ -350,8 +350,8 @@ def _batch_choices(options: TrainOptions, lengths: _Lengths, inputs: RunInputs, 
     yield Choice(
         "steps",
         options.steps,
-        f"{options.steps} steps of {batch_size} rows pass the {rows} rows {epochs:.1f} times, at about "
-        f"{duration(plan.seconds)} a step.",
+        f"{counted(options.steps, 'step')} of {counted(batch_size, 'row')} pass the {rows} rows {epochs:.1f} times, at "
+        f"about {duration(plan.seconds)} a step.",
     )
     yield Choice("batch_size", batch_size)
     if options.batching.micro_batch_size is not None:
@@ -379,13 +379,13 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
     if is_written and plan.host_plan.buckets is None:
         yield Choice("samples", _SAMPLES, "So many prompts are answered before and after training.")
     if inputs.evaluation is None:
-        yield Choice(None, None, f"Nothing is held out to evaluate on: {len(inputs.data)} rows are too few.")
+        yield Choice(None, None, f"Nothing is held out to evaluate on: there are too few rows, {len(inputs.data)}.")
         return
     count, seconds = len(inputs.evaluation), duration(plan.evaluation_seconds)
     if options.evaluation is not None:
         yield Choice("evaluation", str(options.evaluation), f"An evaluation on {count} rows takes about {seconds}.")
     else:
-        reason = f"{count} rows are evaluated on instead of trained on, about {seconds} each time."
+        reason = f"About {seconds} each time, on {counted(count, 'row')} instead of training on them."
         yield Choice("eval_split", options.eval_split, reason)
     if options.evaluate_every is not None:
         yield Choice("evaluate_every", options.evaluate_every)
@@ -394,9 +394,9 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
 
 def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:
     trials = schedule.steps * plan.seconds
-    evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
+    evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""
     writes = method_of(options).writes(plan.write_back_every, inputs.model, plan.host_plan)
     return (
-        f"{method_words(options)}{evaluations}, and {schedule.steps} steps to choose the learning rate: about "
+        f"{method_words(options)}{evaluations}, and {counted(schedule.steps, 'step')} to choose the learning rate: about "
         f"{duration(plan.run_seconds + trials)} in all. " + storage(plan.host_plan, None, options.storage, writes)
     )

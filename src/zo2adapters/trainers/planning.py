@@ -13,6 +13,7 @@ from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run
 from zo2core import ZO2Error
 from zo2core.optimizers import OPTIMIZERS
+from zo2core.ranges import counted
 
 
 def plan_of(inputs: RunInputs) -> RunPlan:
@@ -48,7 +49,7 @@ def planned(inputs: RunInputs) -> RunPlan | None:
 
 def first_line(options: RunOptions, plan: RunPlan) -> str:
     """Method, steps and time of a run."""
-    evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
+    evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""
     return f"{method_words(options)}{evaluations}, about {duration(plan.run_seconds)}."
 
 
@@ -58,4 +59,4 @@ def method_words(options: RunOptions) -> str:
     adapter = model.adapter_name
     trained = "all parameters" if adapter is None else f"the adapter {adapter}" if model.adapter else adapter
     steps = f"Zeroth-order steps train {trained}" if method is None else f"{OPTIMIZERS[method].title} trains {trained}"
-    return f"{steps}: {options.steps} steps of {options.batching.batch_size} rows"
+    return f"{steps}: {counted(options.steps, 'step')} of {counted(options.batching.batch_size, 'row')}"

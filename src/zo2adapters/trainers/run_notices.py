@@ -9,7 +9,6 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.measures import counted
 from zo2adapters.tasks.registry import names_model_loss
 from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
@@ -18,6 +17,7 @@ from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.write_interval import terabytes_written
+from zo2core.ranges import counted
 from zo2core.types import shown_bytes
 
 _MOST_COLUMNS = 12  # that a line lists
@@ -56,10 +56,8 @@ def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
 
 def length_notices(rows: EvaluationRows) -> list[str]:
     """Lines about rows that are longer than the sequence length."""
-    lines = [f"{rows.truncated} rows were cut to the sequence length"] if rows.truncated else []
-    return (
-        [*lines, f"{rows.dropped} rows were left out: they are longer than the sequence length"] if rows.dropped else lines
-    )
+    numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
+    return [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
 
 
 def storage(host: HostPlan, device: DevicePlan | None, limits: Resources, disk_writes: str) -> str:

@@ -36,7 +36,7 @@ from zo2core.planning.run_spec import MOST_RUNS, RunNeeds, RunRequest, RunSpec, 
 from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
 from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise
-from zo2core.ranges import parse_size, require_whole
+from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device
@@ -157,7 +157,7 @@ class RunPlan:
 
     def table(self) -> str:
         """The plan as a table."""
-        buckets, counted = self.host_plan.buckets, f"{self.steps} steps"
+        buckets, all_steps = self.host_plan.buckets, counted(self.steps, "step")
         rows: list[tuple[str, object]] = [
             ("blocks", "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"),
             ("read per step", shown_bytes(self.read_bytes)),
@@ -191,8 +191,8 @@ class RunPlan:
             rows.append(("expected per step", duration(self.seconds)))
             if self.evaluations:
                 rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
-                counted = f"{counted}, {self.evaluations} evaluations"
-            rows.append(("expected in total", f"{duration(self.run_seconds)} ({counted})" if self.steps else None))
+                all_steps = f"{all_steps}, {counted(self.evaluations, 'evaluation')}"
+            rows.append(("expected in total", f"{duration(self.run_seconds)} ({all_steps})" if self.steps else None))
         device = [] if self.device_plan is None else ["", "device memory", self.device_plan.table()]
         lines = [f"{name:26s} {value}" for name, value in rows if value is not None]
         return "\n".join(["host memory", self.host_plan.table(), *device, "", *lines])

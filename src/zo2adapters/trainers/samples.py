@@ -19,6 +19,7 @@ from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.trainers.run_directory import read_samples
 from zo2core import Engine
 from zo2core.errors import OptionError
+from zo2core.ranges import counted
 
 _MOST_TOKENS = 50  # most tokens of an answer
 
@@ -42,7 +43,7 @@ class Samples:
         room = _MOST_TOKENS if model.longest_row is None else model.longest_row - self.longest_prompt
         self._most = min(_MOST_TOKENS, room)
         if self._most < 1:
-            found = f"a prompt of {self.longest_prompt} tokens, the model's longest sequence"
+            found = f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
             raise OptionError("samples", found=found, expected="room for an answer", remedy="leave it out")
 
     @property

@@ -66,6 +66,7 @@ from zo2core.errors import (
     ScratchError,
 )
 from zo2core.io.durable import open_no_follow
+from zo2core.ranges import counted
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # errors of a disk, after whose repair runs resume
 
@@ -359,7 +360,7 @@ class Trainer:
         best = best_step(criteria_of(evaluations))
         if best is None:
             return None
-        return f"best of {len(evaluations)} evaluations: step {best}, {shown_results(evaluations[best])}"
+        return f"best of {counted(len(evaluations), 'evaluation')}: step {best}, {shown_results(evaluations[best])}"
 
     def evaluation_losses(self) -> list[float]:
         """The number of each evaluation so far by which steps are compared. See ``criterion``."""

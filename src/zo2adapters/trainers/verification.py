@@ -29,6 +29,7 @@ from zo2adapters.trainers.optimization import StepSize
 from zo2core import Batch, Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.planning.memory import free_memory
+from zo2core.ranges import counted
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes
 
@@ -93,7 +94,7 @@ def verify(
         for name, tensor in engine.parameters_now():
             difference = first_difference(tensor, reference[name].data)
             if difference is not None:
-                return Comparison(batches.steps, count, f"after {batches.steps} steps, {name}{difference}")
+                return Comparison(batches.steps, count, f"after {counted(batches.steps, 'step')}, {name}{difference}")
     return Comparison(batches.steps, count, None)
 
 

@@ -40,6 +40,7 @@ from zo2core.journal.records import (
     shown,
     unwritable,
 )
+from zo2core.ranges import counted
 from zo2core.types import Commit, Update
 
 
@@ -284,7 +285,7 @@ class Journal:
             torn = " and a damaged last record" if self._torn else ""
             raise JournalError(
                 self._name,
-                found=f"{self.version} steps{torn}",
+                found=f"{counted(self.version, 'step')}{torn}",
                 expected=f"at least {version}, since {where} knows of step {version - 1}",
                 remedy=f"restore the journal from a copy: its end was damaged or cut; or remove {where} to do without them",
             )
@@ -298,7 +299,7 @@ class Journal:
         if not 0 <= step <= self.version:
             raise JournalError(
                 self._name,
-                found=f"{self.version} steps",
+                found=counted(self.version, "step"),
                 expected=f"at least {shown(step)}",
                 remedy=f"pass a step from 0 to {self.version}",
             )

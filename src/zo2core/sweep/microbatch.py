@@ -15,7 +15,7 @@ import torch
 
 from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
-from zo2core.ranges import require_whole
+from zo2core.ranges import counted, require_whole
 from zo2core.types import Batch, RowGroup, require_tensors
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
@@ -70,7 +70,7 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
     if rows % groups:
         raise BatchError(
             "batch",
-            found=f"{rows} rows for {groups} directions",
+            found=f"{counted(rows, 'row')} for {groups} directions",
             expected="a multiple of the number of directions, so that each has equally many rows",
             remedy=f"pass batches of {max(groups, rows - rows % groups)} rows, or choose another number of directions",
         )

@@ -12,6 +12,7 @@ from zo2core.errors import WorkerError
 from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
+from zo2core.ranges import counted
 from zo2core.types import BlockLayout
 from zo2core.workers.workers import Workers, mismatch
 
@@ -33,7 +34,7 @@ def sync_journals(journal: Journal, workers: Workers) -> None:
         if found[rank] not in (None, expected[rank]):
             raise WorkerError(
                 f"worker {rank}",
-                found=f"a journal of {step} steps that does not belong to worker {longest}'s run",
+                found=f"a journal of {counted(step, 'step')} that does not belong to worker {longest}'s run",
                 expected=f"the first {step} steps of its {steps[longest]}",
                 remedy="start all workers with the same command, or move that worker's run directory away",
             )
@@ -73,7 +74,7 @@ def require_agreement(
         journal.begin(first_header)
     for rank, (_, steps_of_rank, drawn) in enumerate(states):
         if steps_of_rank != first_steps:
-            found = f"a journal of {steps_of_rank[0]} steps that differs from worker 0's"
+            found = f"a journal of {counted(steps_of_rank[0], 'step')} that differs from worker 0's"
             raise mismatch(rank, found, f"its {first_steps[0]} steps")
         if drawn != first_noise:
             raise WorkerError(

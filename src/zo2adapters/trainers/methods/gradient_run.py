@@ -30,7 +30,7 @@ from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.memory import Machine
 from zo2core.planning.run_spec import plan
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.ranges import parse_size
+from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
 
 # Forward passes that a step costs: one, one more on the way back, and gradients of inputs, which cost another one; those
@@ -137,7 +137,7 @@ class GradientRun(RunMethod):
 
     def how_to_continue(self, engine: Any) -> str:
         """From which snapshot or commit. See the contract."""
-        stopped, resume = f"stopped after {engine.version} steps;", self.options.resume_command
+        stopped, resume = f"stopped after {counted(engine.version, 'step')};", self.options.resume_command
         if self._streams:
             return f"{stopped} the run goes on from the commit of step {engine.committed}:\n  {resume}"
         last = engine.snapshots.last or 0

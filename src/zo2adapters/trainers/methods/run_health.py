@@ -11,6 +11,7 @@ from zo2core import StepResult, Update, ZO2Error
 from zo2core.errors import DivergenceError
 from zo2core.estimators import ESTIMATORS
 from zo2core.estimators.guard import best_step
+from zo2core.ranges import counted
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change
 LEAST_FALL = 0.1  # share of the loss by which all steps together should lower it
@@ -78,8 +79,8 @@ def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
     if fall >= LEAST_FALL * abs(loss):
         return None
     return (
-        f"after {len(updates)} steps: at this rate, all {options.steps} steps lower the loss of {loss:.3g} by at most "
-        f"{fall:.1g}; lr {options.optimization.rate:g} is far too small, and zo2 tune finds a better one"
+        f"after {counted(len(updates), 'step')}: at this rate, all {options.steps} steps lower the loss of {loss:.3g} by at "
+        f"most {fall:.1g}; lr {options.optimization.rate:g} is far too small, and zo2 tune finds a better one"
     )
 
 

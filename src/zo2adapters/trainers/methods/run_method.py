@@ -12,6 +12,7 @@ from zo2adapters.trainers.engines import Opening, open_engine
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_notices import storage
 from zo2core import Engine, HostPlan, Journal, SharedBase, StepResult, ZO2Error
+from zo2core.ranges import counted
 
 
 class RunMethod(ABC):
@@ -73,7 +74,7 @@ class RunMethod(ABC):
     def how_to_continue(self, engine: Any) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         return (
-            f"stopped after {engine.version} steps; to continue the run, or to export the model at this step:\n"
+            f"stopped after {counted(engine.version, 'step')}; to continue the run, or to export the model at this step:\n"
             f"  {self.options.resume_command}\n"
             f"  zo2 export --run {self.options.output} --output DIR"
         )
