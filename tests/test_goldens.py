@@ -9,6 +9,7 @@ STORED = load()
 OTHER_MACHINE = difference(STORED["machine"])
 
 
+@pytest.mark.few(20)
 @pytest.mark.skipif(OTHER_MACHINE is not None, reason=str(OTHER_MACHINE))
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_has_its_golden_bits(name: str) -> None:

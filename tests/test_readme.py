@@ -21,6 +21,7 @@ import torch
 from crews import Crew
 from gguf_models import save_gguf
 from models import WORDS, save_model, save_tokenizer, small_config
+from profiles import short_first
 from safetensors.torch import load_file
 from torch.distributed.run import parse_args
 from transformers import MistralConfig
@@ -35,6 +36,10 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+FIRST_PAGES = [page for page in PAGES if page.stem in {"README", "data", "first-order", "library"}]
+first_pages = pytest.mark.parametrize(
+    "page", short_first(FIRST_PAGES, [page for page in PAGES if page not in FIRST_PAGES]), ids=lambda page: page.stem
+)
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
@@ -177,7 +182,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str], crew: Crew) ->
         assert capsys.readouterr().out, command
 
 
-@every_page
+@first_pages
 def test_commands_and_examples_run_as_printed(
     page: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crew: Crew
 ) -> None:

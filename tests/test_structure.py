@@ -153,7 +153,7 @@ MOST_LINES = {
     "zo2adapters/commands": 3159,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1248,
-    "zo2adapters/models": 5087,
+    "zo2adapters/models": 5178,
     "zo2adapters/tasks": 3478,
     "zo2adapters/trainers": 5109,
     "zo2core": 1313,

@@ -69,6 +69,7 @@ def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(budget: 
     assert (f"{KEPT}: none, returned to the system" in plan.table()) is (kept == 0)
 
 
+@pytest.mark.long_profile
 @glibc
 def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
     """Blocks of 8 and 64 MiB, which glibc gives back by default."""

@@ -128,6 +128,7 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
         assert torch.equal(value, own[name.removeprefix("base_model.model.")]), name
 
 
+@pytest.mark.long_profile
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize(

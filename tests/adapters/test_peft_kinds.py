@@ -154,6 +154,7 @@ def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tup
     assert names == set(values)
 
 
+@pytest.mark.few(3)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "model_type"),

@@ -199,7 +199,7 @@ def test_exact_mezo_takes_monolithic_mezos_steps(task: Path, tmp_path: Path) -> 
         assert whole.step(collate(next(batches), pad_token_id=0), *update.seeds).losses == update.losses
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Path, tmp_path: Path) -> None:
     (variant,) = variants([name])

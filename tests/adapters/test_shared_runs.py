@@ -190,7 +190,7 @@ def test_more_runs_than_one_process_can_take_are_refused_at_once(options: TrainO
     assert "runs.yaml: found 1000 runs; expected at most 64" in told
 
 
-@pytest.mark.few(1)
+@pytest.mark.long_profile
 @pytest.mark.parametrize("method", METHODS)
 def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
     options: TrainOptions, tmp_path: Path, method: str

@@ -22,5 +22,6 @@ def test_the_interpreted_kernel_gives_the_references_bits(tmp_path: Path) -> Non
     run("interpret", tmp_path, TRITON_INTERPRET="1")
 
 
+@pytest.mark.long_profile
 def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(tmp_path: Path) -> None:
     run("compile", tmp_path)

@@ -793,7 +793,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", names(everything=metafunc.config.getoption("--long")))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_faults_are_reported_and_cost_no_step(outcome: Callable[[str], str], name: str) -> None:
     problem = outcome(name)
     assert not problem, problem

@@ -368,7 +368,7 @@ def deaths(rng: random.Random, whole: Undisturbed) -> dict[str, Any]:
     return {"kill_at": rng.randint(1, whole.calls), "moment": rng.choice(MOMENTS)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long_profile
 @every_setup
 def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
     server: Server,

@@ -64,6 +64,7 @@ def run_with_kills(folder: Path, rng: random.Random, kills: int, *, begun: bool)
     return seen
 
 
+@pytest.mark.long_profile
 @pytest.mark.parametrize("seed", [0])
 def test_killed_workers_lose_the_step_under_way_and_nothing_else(
     tmp_path: Path, seed: int, request: pytest.FixtureRequest

@@ -123,6 +123,7 @@ def test_shared_buckets_keep_each_segments_version() -> None:
     )
 
 
+@pytest.mark.long_profile
 def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
     out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB")
     (row,) = found["tables"]["main"]

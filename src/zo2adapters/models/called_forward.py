@@ -23,6 +23,7 @@ Call = Callable[[Any, dict[str, Any]], Any]  # takes the model and a batch
 
 _HEAD_ARGUMENTS = {  # arguments of the model's forward that have no effect before the last layer's output
     *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "fused_lm_head", "use_cache", "return_dict"),
+    "output_router_logits",
 }
 
 
@@ -106,7 +107,7 @@ class CalledForward:
         def resume(**arguments: Any) -> Any:
             _require_same(inputs, arguments)
             with branches_of(inputs):
-                output = self._model.epilogue(activations.hidden, **arguments)
+                output = self._model.epilogue(activations, **arguments)
             return _in_float32(output) if self._model.autocast is not None else output
 
         return self._call(CalledModel(self._model, resume), dict(batch))

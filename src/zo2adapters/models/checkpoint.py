@@ -38,6 +38,7 @@ from zo2adapters.models.peft_kinds.reader import AdapterReader
 from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
+from zo2adapters.models.router_losses import without_router_losses
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import HFVisionModel
 from zo2core import ZO2Error
@@ -147,7 +148,8 @@ def open_checkpoint(
         "export_dtype": exported if rounds else None,
     }
     if kind is CAUSAL_LM:
-        options["loss_chunk"] = _loss_chunk(files.config, chosen) if loss_chunk == "auto" else loss_chunk
+        automatic = None if without_router_losses(skeleton) else _loss_chunk(files.config, chosen)
+        options["loss_chunk"] = automatic if loss_chunk == "auto" else loss_chunk
     make, reader = _factory(model_class, kind, opened), files.reader(pieces)
     reader = reader if opened is None else AdapterReader(reader, opened)
     return make(skeleton, architecture, reader, files.companions(skeleton, exported), **options)

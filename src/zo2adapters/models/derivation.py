@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
 from zo2adapters.models.heads import CAUSAL_LM, Head
+from zo2adapters.models.router_losses import without_router_losses
 from zo2adapters.models.skeleton import StandIn
 from zo2core.errors import UnsupportedModelError
 
@@ -204,11 +205,12 @@ def _stubbed(model: nn.Module, layers: nn.ModuleList, owners: dict[str, nn.Modul
             yield
 
 
-def _run(model: nn.Module, *, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
-    return model(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False, **inputs)
+def _run(model: PreTrainedModel, *, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
+    off = without_router_losses(model)
+    return model(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False, **off, **inputs)
 
 
-def _require_short_rows(model: nn.Module, where: str) -> None:
+def _require_short_rows(model: PreTrainedModel, where: str) -> None:
     """Refuse a forward that takes no rows of one token, which is how logits of final hidden states are computed."""
     try:
         _run(model, rows=_SHORT_ROWS, tokens=1)
@@ -228,7 +230,7 @@ def _axes(long: torch.Size, short: torch.Size, *, where: str) -> tuple[int, int]
     return rows, tokens
 
 
-def _has_next_token_loss(model: nn.Module, *, is_causal_lm: bool) -> bool:
+def _has_next_token_loss(model: PreTrainedModel, *, is_causal_lm: bool) -> bool:
     """Run the forward, and return whether its loss is exactly the model's loss function of logits and labels.
 
     Counting labelled tokens and computing logits in chunks rely on that. Models with other heads need no such loss.

@@ -47,7 +47,11 @@ def forward_bytes(
     in_loss = logits if loss_rows is None else min(logits, loss_rows * tokens)
     is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None  # chunks are of mixed precision, too
     loss = in_loss * _FLOAT_BYTES * (2 if is_converted else 1)
-    return int(max(block, (logits * itemsize + loss) * config.vocab_size))
+    routed = 0
+    if getattr(config, "output_router_logits", False):  # with their gradients
+        experts = max(_largest(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        routed = 2 * positions * experts * config.num_hidden_layers * _FLOAT_BYTES
+    return int(max(block, (logits * itemsize + loss) * config.vocab_size) + routed)
 
 
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:

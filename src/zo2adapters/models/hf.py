@@ -43,6 +43,7 @@ from zo2adapters.models.packing import (
     require_separating_masks,
     stack_rows,
 )
+from zo2adapters.models.router_losses import RouterLogits
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCalls, Stub
 from zo2core import Batch
 from zo2core.perturbation import PerturbedParameter
@@ -55,6 +56,7 @@ class Activations(NamedTuple):
 
     hidden: torch.Tensor  # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
     calls: LayerCalls
+    routed: tuple[torch.Tensor | None, ...] = ()  # the logits of routers, if their loss is computed
 
 
 class HFBlockModel:
@@ -115,8 +117,12 @@ class HFBlockModel:
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
+        self._routers = RouterLogits(skeleton, self._layers)
         for i, layer in enumerate(self._layers):
             layers[i] = Stub(layer, self._recorder, last=i + 1 == len(self._layers), returned=architecture.returned)
+        self._routers.join(layers[-1])
+        if loss_chunk is not None:
+            self._routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -196,6 +202,7 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
+        self._routers.require_none("perturbation", "directions of low rank")
         self._low_rank = self._low_rank or LowRankModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
@@ -214,7 +221,7 @@ class HFBlockModel:
         hidden, options = self.by_token(activations.hidden), self._loss_options
         if self.loss_chunk is not None:
             return stacked_losses(hidden, batches, self.loss_chunk, logits=self.logits, **options)
-        return whole_losses(batches, self.targets, partial(self._epilogue, activations.hidden, "logits"), **options)
+        return whole_losses(batches, self.targets, partial(self._epilogue, activations, "logits"), **options)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
@@ -227,25 +234,25 @@ class HFBlockModel:
         recorder.reset()
         set_batch_shape(self._low_rank, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
-            self._called(**inputs)
+            self._called(**inputs, **self._routers.off)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
-        return Activations(recorder.hidden, LayerCalls.of(recorder.calls))
+        return Activations(recorder.hidden, LayerCalls.of(recorder.calls), self._routers.none)
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments."""
         args, kwargs = activations.calls.layer(index)
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
-        with self._casting():
+        with self._casting(), self._routers.recorded(activations.routed) as routed:
             out = self._layers[index](activations.hidden, *args, **kwargs)
-        return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
+        return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed))
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
         if self.loss_chunk is None:
             with branches_of(batch):
-                return self._epilogue(activations.hidden, "loss", **batch)
+                return self._epilogue(activations, "loss", **batch)
         hidden, options = self.by_token(activations.hidden), self._loss_options
         return chunked_loss(hidden, batch["labels"], predictions(batch), self.loss_chunk, logits=self.logits, **options)
 
@@ -262,19 +269,22 @@ class HFBlockModel:
         # Each token is a row, since there may be more tokens than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._stand_in_branches:
-            return self._epilogue(hidden[:, None].movedim((0, 1), self._axes), "logits", input_ids=ids)[:, 0]
+            final = Activations(hidden[:, None].movedim((0, 1), self._axes), LayerCalls.of([]))
+            return self._epilogue(final, "logits", input_ids=ids)[:, 0]
 
-    def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
+    def epilogue(self, final: Activations, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on, and return its result."""
-        self._recorder.final = final
-        set_batch_shape(self._low_rank, self.by_token(final))
+        self._recorder.final = final.hidden
+        self._recorder.at_end = partial(self._routers.replay, final.routed)
+        set_batch_shape(self._low_rank, self.by_token(final.hidden))
+        router_losses = {name: bool(final.routed) for name in self._routers.off}
         try:
             with self._casting():
-                return self._called(**inputs)
+                return self._called(**{**router_losses, **inputs})
         finally:
             self._recorder.final = None
 
-    def _epilogue(self, final: torch.Tensor, output_name: str, **inputs: torch.Tensor) -> torch.Tensor:
+    def _epilogue(self, final: Activations, output_name: str, **inputs: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), output_name))
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:

@@ -46,6 +46,7 @@ class CallRecorder:
         self.calls: list[LayerCall] = []
         self.hidden: torch.Tensor | None = None  # the last layer's input
         self.final: torch.Tensor | None = None  # set during the epilogue
+        self.at_end: Callable[[], object] = lambda: None  # called by the last stub in the epilogue
 
 
 class StandIn(nn.Module):
@@ -79,6 +80,8 @@ class Stub(StandIn):
         recorder = self.recorder
         if recorder.final is not None:
             hidden_states = recorder.final
+            if self.last:
+                recorder.at_end()
         else:
             recorder.calls.append((args, kwargs))
             if self.last:

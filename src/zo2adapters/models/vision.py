@@ -40,7 +40,7 @@ class HFVisionModel(HFBlockModel):
             return super().head(batch, activations)
         text = {name: value for name, value in batch.items() if name not in (*_IMAGES, *_KINDS)}
         with BranchCache():
-            return self._epilogue(activations.hidden, "loss", **text)
+            return self._epilogue(activations, "loss", **text)
 
     def forward_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula, including the vision tower's. See the contract."""
