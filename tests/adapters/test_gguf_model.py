@@ -40,6 +40,15 @@ MIXED = {
 }
 K_TYPES = {"token_embd": "Q6_K", "attn_q": "Q3_K", "attn_k": "Q2_K", "attn_v": "Q6_K", "ffn_down": "Q5_K", "": "Q4_K"}
 UNEVEN = {"token_embd": "Q6_K", "attn_q": "IQ4_NL", "attn_k": "TQ2_0", "attn_v": "MXFP4", "ffn_down": "TQ1_0", "": "IQ4_XS"}
+GRIDS = {
+    "token_embd": "Q6_K",
+    "attn_q": "IQ1_S",
+    "attn_k": "IQ2_XXS",
+    "attn_v": "IQ2_S",
+    "ffn_down": "IQ3_S",
+    "ffn_up": "IQ2_XS",
+    "": "IQ3_XXS",
+}
 LARGER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
 
 
@@ -76,7 +85,7 @@ def test_every_type_has_the_bits_of_transformers(kinds: str | Mapping[str, str],
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-@pytest.mark.parametrize("kinds", [K_TYPES, UNEVEN], ids=["K", "uneven"])
+@pytest.mark.parametrize("kinds", [K_TYPES, UNEVEN, GRIDS], ids=["K", "uneven", "grids"])
 def test_blocks_of_256_have_the_bits_of_transformers(kinds: Any, architecture: str, tmp_path: Path) -> None:
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, kinds, **LARGER))
 

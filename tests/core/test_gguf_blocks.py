@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from zo2core.errors import OptionError
 from zo2core.kernels import native
 from zo2core.kernels.encoding import decode
+from zo2core.kernels.gguf import grid_of
 from zo2core.types import GGUF_BLOCKS, GGUFRows, ParameterSpec
 
 # As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads
@@ -30,6 +33,12 @@ SCALES = {  # bytes at which a block has float16 scales
     "IQ4_XS": (0,),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
+    "IQ1_S": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
 }
 
 
@@ -105,6 +114,13 @@ def test_rows_of_heads_are_put_back(name: str, kernels: str) -> None:
     expected = weights.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(rows, -1)  # as transformers does
     assert not expected.equal(weights)
     assert same_bits(decoded(name, codes, torch.float32, heads=heads), expected)
+
+
+def test_types_whose_values_another_package_has_are_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_of.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(OptionError, match=r"IQ2_S; expected the package gguf.*pip install gguf"):
+        decoded("IQ2_S", edge_blocks("IQ2_S", np.random.default_rng(0)), torch.float32)
 
 
 @pytest.mark.parametrize("heads", [0, 5])

@@ -86,6 +86,7 @@ _RANDOM = {  # types that the gguf package cannot encode, and the bytes at which
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
 }
 
 

@@ -7,7 +7,8 @@
 enum { CHUNK = 1024 }; /* weights, worked on while they are in the first cache; a multiple of all blocks */
 
 /* By the order of the names in native.py. */
-enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0 };
+enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0, IQ1_S,
+       IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S };
 
 INLINE float half_at(const uint8_t *bytes) { return from_half((uint16_t)(bytes[0] | bytes[1] << 8)); }
 
@@ -189,13 +190,115 @@ INLINE void block_tq2_0(float *restrict x, const uint8_t *restrict b) {
         EACH(i, 32) x[group * 32 + i] = d * (float)((b[group / 4 * 32 + i] >> group % 4 * 2 & 3) - 1);
 }
 
+/* ---- Blocks whose codes are rows of a grid of 4 or 8 values, with a sign for each value or an offset for all ---- */
+
+/* 7 signs, and an eighth one that makes their number even. */
+INLINE unsigned even(unsigned signs) { return signs | (unsigned)__builtin_parity(signs) << 7; }
+
+typedef int8_t values8 __attribute__((vector_size(8)));
+typedef uint8_t bits8 __attribute__((vector_size(8)));
+typedef float floats8 __attribute__((vector_size(32)));
+
+/* 8 values, of one row or of two, negated where their bit is set. */
+INLINE void signed_rows(float *restrict x, const int8_t *first, const int8_t *second, unsigned signs, float d) {
+    values8 values;
+    memcpy(&values, first, 4);
+    memcpy((char *)&values + 4, second, 4);
+    const uint8_t s = (uint8_t)signs;
+    const bits8 bits = (bits8){s, s, s, s, s, s, s, s} & (bits8){1, 2, 4, 8, 16, 32, 64, 128};
+    const values8 minus = bits != 0;
+    const floats8 weights = d * __builtin_convertvector((values ^ minus) - minus, floats8);
+    memcpy(x, &weights, 32);
+}
+
+INLINE void signed_row(float *x, const int8_t *row, unsigned signs, float d) { signed_rows(x, row, row + 4, signs, d); }
+
+INLINE void moved_row(float *restrict x, const int8_t *row, float offset, float d) {
+    values8 values;
+    memcpy(&values, row, 8);
+    const floats8 weights = d * (__builtin_convertvector(values, floats8) + offset);
+    memcpy(x, &weights, 32);
+}
+
+INLINE int short_at(const uint8_t *bytes) { return bytes[0] | bytes[1] << 8; }
+
+INLINE int nibble_at(const uint8_t *bytes, int i) { return bytes[i / 2] >> i % 2 * 4 & 15; }
+
+INLINE void block_iq1_s(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const int high = short_at(b + 34 + n / 4 * 2), row = b[2 + n] | (high >> n % 4 * 3 & 7) << 8;
+        moved_row(x + 8 * n, grid + 8 * row, high & 0x8000 ? -0.125f : 0.125f, d * (float)(2 * (high >> 12 & 7) + 1));
+    }
+}
+
+INLINE void block_iq1_m(float *x, const uint8_t *b, const int8_t *grid) {
+    const uint8_t *s = b + 48; /* scales of 3 bits, four in each 12, and 4 bits of the block's scale above */
+    const float d = from_half((uint16_t)(s[1] >> 4 | (s[3] & 0xF0) | (s[5] & 0xF0) << 4 | (s[7] & 0xF0) << 8));
+    for (int n = 0; n < 32; n++) {
+        const int high = nibble_at(b + 32, n), row = b[n] | (high & 7) << 8;
+        const int scale = short_at(s + n / 8 * 2) >> n / 2 % 4 * 3 & 7;
+        moved_row(x + 8 * n, grid + 8 * row, high & 8 ? -0.125f : 0.125f, d * (float)(2 * scale + 1));
+    }
+}
+
+INLINE void block_iq2_xxs(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const uint8_t *group = b + 2 + n / 4 * 8;
+        const uint32_t word = word_at(group + 4);
+        const float scale = d * (0.5f + (float)(word >> 28)) * 0.25f;
+        signed_row(x + 8 * n, grid + 8 * group[n % 4], even(word >> n % 4 * 7 & 127), scale);
+    }
+}
+
+INLINE void block_iq2_xs(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const int code = short_at(b + 2 + 2 * n);
+        const float scale = d * (0.5f + (float)nibble_at(b + 66, n / 2)) * 0.25f;
+        signed_row(x + 8 * n, grid + 8 * (code & 511), even((unsigned)code >> 9), scale);
+    }
+}
+
+INLINE void block_iq2_s(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const int row = b[2 + n] | (b[66 + n / 4] >> n % 4 * 2 & 3) << 8;
+        const float scale = d * (0.5f + (float)nibble_at(b + 74, n / 2)) * 0.25f;
+        signed_row(x + 8 * n, grid + 8 * row, b[34 + n], scale);
+    }
+}
+
+INLINE void block_iq3_xxs(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const uint8_t *rows = b + 2 + 2 * n;
+        const uint32_t word = word_at(b + 66 + n / 4 * 4);
+        const float scale = d * (0.5f + (float)(word >> 28)) * 0.5f;
+        signed_rows(x + 8 * n, grid + 4 * rows[0], grid + 4 * rows[1], even(word >> n % 4 * 7 & 127), scale);
+    }
+}
+
+INLINE void block_iq3_s(float *x, const uint8_t *b, const int8_t *grid) {
+    const float d = half_at(b);
+    for (int n = 0; n < 32; n++) {
+        const uint8_t *rows = b + 2 + 2 * n;
+        const int high = b[66 + n / 4] >> n % 4 * 2;
+        const float scale = d * (float)(1 + 2 * nibble_at(b + 106, n / 4));
+        const int8_t *first = grid + 4 * (rows[0] | (high & 1) << 8), *second = grid + 4 * (rows[1] | (high & 2) << 7);
+        signed_rows(x + 8 * n, first, second, b[74 + n], scale);
+    }
+}
+
 /* ---- Matrices ---- */
 
-#define BLOCKS(decode, weights, nbytes)                                                              \
-    for (size_t i = 0; i < count; i += (weights)) decode(x + i, from + i / (weights) * (nbytes));     \
+#define BLOCKS(decode, weights, nbytes, ...)                                                                        \
+    for (size_t i = 0; i < count; i += (weights)) decode(x + i, from + i / (weights) * (nbytes) __VA_OPT__(, ) __VA_ARGS__); \
     break
 
-CLONES static void decode_blocks(int kind, float *restrict x, const uint8_t *restrict from, size_t count) {
+CLONES static void decode_blocks(
+    int kind, float *restrict x, const uint8_t *restrict from, size_t count, const int8_t *restrict grid) {
     switch (kind) {
         case Q4_0: BLOCKS(block_q4_0, 32, 18);
         case Q4_1: BLOCKS(block_q4_1, 32, 20);
@@ -212,6 +315,13 @@ CLONES static void decode_blocks(int kind, float *restrict x, const uint8_t *res
         case MXFP4: BLOCKS(block_mxfp4, 32, 17);
         case TQ1_0: BLOCKS(block_tq1_0, 256, 54);
         case TQ2_0: BLOCKS(block_tq2_0, 256, 66);
+        case IQ1_S: BLOCKS(block_iq1_s, 256, 50, grid);
+        case IQ1_M: BLOCKS(block_iq1_m, 256, 56, grid);
+        case IQ2_XXS: BLOCKS(block_iq2_xxs, 256, 66, grid);
+        case IQ2_XS: BLOCKS(block_iq2_xs, 256, 74, grid);
+        case IQ2_S: BLOCKS(block_iq2_s, 256, 82, grid);
+        case IQ3_XXS: BLOCKS(block_iq3_xxs, 256, 98, grid);
+        case IQ3_S: BLOCKS(block_iq3_s, 256, 110, grid);
         case F16:
             for (size_t i = 0; i < count; i++) x[i] = half_at(from + 2 * i);
             break;
@@ -223,9 +333,9 @@ CLONES static void decode_blocks(int kind, float *restrict x, const uint8_t *res
 }
 
 /* The stored rows `first` to `last` of a matrix of `rows`, of which each takes `row_bytes`, written where they belong. `heads`
- * is as in GGUFRows. */
+ * is as in GGUFRows, `grid` has the rows of values that the codes of some types stand for. */
 PUBLIC void zo2core_decode_gguf(
-    int dtype, void *out, const uint8_t *codes, int kind, uint64_t heads, uint64_t rows, uint64_t columns,
+    int dtype, void *out, const uint8_t *codes, int kind, const int8_t *grid, uint64_t heads, uint64_t rows, uint64_t columns,
     uint64_t row_bytes, uint64_t first, uint64_t last) {
     float x[CHUNK] __attribute__((aligned(64)));
     const uint64_t head_rows = heads ? rows / heads : rows, half = head_rows / 2;
@@ -234,7 +344,7 @@ PUBLIC void zo2core_decode_gguf(
         const uint64_t place = heads ? row - in_head + in_head % 2 * half + in_head / 2 : row;
         for (uint64_t column = 0; column < columns; column += CHUNK) {
             const size_t count = columns - column < CHUNK ? columns - column : CHUNK;
-            decode_blocks(kind, x, codes + row * row_bytes + row_bytes * column / columns, count);
+            decode_blocks(kind, x, codes + row * row_bytes + row_bytes * column / columns, count, grid);
             put(dtype, out, place * columns + column, x, count);
         }
     }

@@ -5,10 +5,13 @@ The operations and their order are those of llama.cpp's gguf package, so the bit
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
+from zo2core.errors import OptionError
 from zo2core.types import GGUF_BLOCKS, GGUFRows
 
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4's codes
@@ -151,6 +154,109 @@ def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
     return _numbers(blocks, 64, 66) * (_shifted(blocks[:, :64], 2, 32).to(torch.int8) - 1).float()
 
 
+@cache
+def grid_of(name: str) -> torch.Tensor | None:
+    """The rows of values that the codes of a type stand for, (rows, 4 or 8), int8; None for types that have none.
+
+    Raises:
+        OptionError: if the gguf package, which has these tables, is not installed.
+    """
+    if not name.startswith(("IQ1", "IQ2", "IQ3")):
+        return None
+    try:
+        table = getattr(importlib.import_module("gguf.quants"), name)
+    except ImportError as error:
+        found, expected = f"weights of the type {name}", "the package gguf, which has the values of its codes"
+        raise OptionError("the model's file", found=found, expected=expected, remedy="pip install gguf") from error
+    table.init_grid()
+    return torch.tensor(table.grid).view(-1, table.grid.shape[-1]).to(torch.int8)
+
+
+def _on_grid(name: str, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The values of rows of a type's grid, (blocks, weights), int8."""
+    grid = grid_of(name)
+    assert grid is not None, "the type has a grid"
+    return grid.to(device)[rows.reshape(len(rows), -1).long()].view(len(rows), -1)
+
+
+def _signed(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Negate values where their bit is set; each byte has those of 8 neighbours."""
+    return values * (1 - 2 * _shifted(signs.to(torch.uint8), 1, 1).to(torch.int8))
+
+
+def _even(words: torch.Tensor) -> torch.Tensor:
+    """Four times 7 signs of each word, and for each an eighth one that makes their number even: (blocks, 4 words)."""
+    signs = words[:, :, None] >> torch.arange(0, 28, 7, device=words.device) & 127
+    return _with_parity(signs.reshape(len(words), -1))
+
+
+def _with_parity(signs: torch.Tensor) -> torch.Tensor:
+    folded = signs ^ signs >> 4
+    folded = folded ^ folded >> 2
+    return signs | (folded ^ folded >> 1) << 7 & 128
+
+
+def _integers(blocks: torch.Tensor, start: int, stop: int, nbytes: int) -> torch.Tensor:
+    """Bytes of each block as integers without sign, int64."""
+    parts = blocks[:, start:stop].reshape(len(blocks), -1, nbytes).long()
+    return (parts << 8 * torch.arange(nbytes, device=blocks.device)).sum(dim=2)
+
+
+def _threes(codes: torch.Tensor) -> torch.Tensor:
+    """Four codes of 3 bits of each integer."""
+    return (codes[:, :, None] >> torch.arange(0, 12, 3, device=codes.device) & 7).reshape(len(codes), -1)
+
+
+def _quarters(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    return _numbers(blocks, 0, 2) * (0.5 + codes.float()) * 0.25
+
+
+def _iq1_s(blocks: torch.Tensor) -> torch.Tensor:
+    high = _integers(blocks, 34, 50, 2)
+    scales = _numbers(blocks, 0, 2) * (2 * (high >> 12 & 7) + 1).float()
+    values = _on_grid("IQ1_S", blocks[:, 2:34] | _threes(high) << 8, blocks.device).view(*high.shape, -1)
+    return _scaled(scales, (values + torch.where(high >> 15 == 0, 0.125, -0.125)[:, :, None]).view(len(blocks), -1))
+
+
+def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
+    parts, high = _integers(blocks, 48, 56, 2), _shifted(blocks[:, 32:48], 4, 1)
+    whole = (parts >> 12 << torch.arange(0, 16, 4, device=blocks.device)).sum(dim=1, keepdim=True)
+    whole = torch.where(whole < 1 << 15, whole, whole - (1 << 16)).to(torch.int16).view(torch.float16).float()
+    values = _on_grid("IQ1_M", blocks[:, :32] | (high & 7).long() << 8, blocks.device).view(*high.shape, -1)
+    values = values + torch.where(high & 8 == 0, 0.125, -0.125)[:, :, None]
+    return _scaled(whole * (2 * _threes(parts) + 1).float(), values.view(len(blocks), -1))
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    groups = blocks[:, 2:].reshape(-1, 8)
+    words = _integers(groups, 4, 8, 4).view(len(blocks), 8)
+    values = _on_grid("IQ2_XXS", groups[:, :4].reshape(len(blocks), -1), blocks.device)
+    return _scaled(_quarters(blocks, words >> 28), _signed(values, _even(words)))
+
+
+def _iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _integers(blocks, 2, 66, 2)
+    values = _signed(_on_grid("IQ2_XS", codes & 511, blocks.device), _with_parity(codes >> 9))
+    return _scaled(_quarters(blocks, _shifted(blocks[:, 66:74], 4, 1)), values)
+
+
+def _iq2_s(blocks: torch.Tensor) -> torch.Tensor:
+    values = _on_grid("IQ2_S", blocks[:, 2:34] | _shifted(blocks[:, 66:74], 2, 1).long() << 8, blocks.device)
+    return _scaled(_quarters(blocks, _shifted(blocks[:, 74:82], 4, 1)), _signed(values, blocks[:, 34:66]))
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    words = _integers(blocks, 66, 98, 4)
+    scales = _numbers(blocks, 0, 2) * (0.5 + (words >> 28).float()) * 0.5
+    return _scaled(scales, _signed(_on_grid("IQ3_XXS", blocks[:, 2:66], blocks.device), _even(words)))
+
+
+def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
+    rows = blocks[:, 2:66] | _shifted(blocks[:, 66:74], 1, 1).long() << 8
+    scales = _numbers(blocks, 0, 2) * (1 + 2 * _shifted(blocks[:, 106:110], 4, 1)).float()
+    return _scaled(scales, _signed(_on_grid("IQ3_S", rows, blocks.device), blocks[:, 74:106]))
+
+
 _DECODERS = {
     "F32": lambda blocks: _numbers(blocks, 0, 4, torch.float32),
     "F16": lambda blocks: _numbers(blocks, 0, 2),
@@ -170,4 +276,11 @@ _DECODERS = {
     "MXFP4": _mxfp4,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
 }

@@ -19,6 +19,7 @@ import torch
 
 from zo2core.errors import ZO2Warning
 from zo2core.kernels.four_bits import Groups
+from zo2core.kernels.gguf import grid_of
 from zo2core.kernels.table import row, table
 from zo2core.types import GGUF_BLOCKS, Distribution, FourBitGroups, GGUFRows, NF4Blocks, Perturb, Program
 
@@ -106,7 +107,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
         "decode_mxfp4": (*matrix, u64, u64, u64, u64),
         "decode_four_bits": (*matrix, pointer, pointer, integer, integer, *[u64] * 5),
-        "decode_gguf": (integer, pointer, pointer, integer, *[u64] * 6),
+        "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
     }.items():
@@ -305,7 +306,10 @@ def decode_gguf(out: torch.Tensor, codes: torch.Tensor, encoding: GGUFRows, firs
     rows, columns = out.shape
     kind, row_bytes = _GGUF_KINDS[encoding.name], codes.numel() // rows
     memory = DTYPES[out.dtype], out.data_ptr(), codes.data_ptr()
-    functions().zo2core_decode_gguf(*memory, kind, encoding.heads, rows, columns, row_bytes, first, last)
+    grid = grid_of(encoding.name)
+    address = None if grid is None else grid.data_ptr()
+    sizes = encoding.heads, rows, columns, row_bytes, first, last
+    functions().zo2core_decode_gguf(*memory, kind, address, *sizes)
 
 
 def encode_float8(

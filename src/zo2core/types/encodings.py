@@ -116,6 +116,13 @@ GGUF_BLOCKS: Mapping[str, GGUFBlock] = MappingProxyType(  # by the names of ggml
         "MXFP4": GGUFBlock(32, 17),
         "TQ1_0": GGUFBlock(256, 54),
         "TQ2_0": GGUFBlock(256, 66),
+        "IQ1_S": GGUFBlock(256, 50),
+        "IQ1_M": GGUFBlock(256, 56),
+        "IQ2_XXS": GGUFBlock(256, 66),
+        "IQ2_XS": GGUFBlock(256, 74),
+        "IQ2_S": GGUFBlock(256, 82),
+        "IQ3_XXS": GGUFBlock(256, 98),
+        "IQ3_S": GGUFBlock(256, 110),
     }
 )
 

@@ -28,6 +28,7 @@ from zo2adapters.optional_package import optional_package
 from zo2core import ParameterSpec
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
 from zo2core.errors import CheckpointError, UnsupportedModelError
+from zo2core.kernels.gguf import grid_of
 from zo2core.protocols import TensorReader
 from zo2core.types import GGUFRows
 
@@ -77,6 +78,8 @@ class GGUFModel:
 
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by their names in a model."""
+        for kind in {entry.dtype for entry in self.file.tensors.values()}:
+            grid_of(kind)  # refused here, not at the first step, where it is not installed
         names = self.layout.names(skeleton.state_dict())
         entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
         plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
