@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("short", max_examples=20, **COMMON)
+settings.register_profile("short", max_examples=10, **COMMON)
 settings.register_profile("long", max_examples=100, **COMMON)
 
 

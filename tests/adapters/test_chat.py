@@ -286,6 +286,28 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
         assert answer.split(" ")[0] == max(likelihoods, key=likelihoods.__getitem__), "the likeliest label comes first"
 
 
+def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path) -> None:
+    options = small_run(tmp_path, steps=1)
+    rows = [{"subject": "the cat", "mood": mood} for mood in WORDS[8:10]]
+    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
+    columns = ("--prompt-template", "{subject} is", "--completion-column", "mood", "--lora-rank", 2)
+    assert run_here(*command, *columns, "--method", "adamw", "--lr", 0.1).status == 0
+    ended = chat(options.output, "--max-new-tokens", 1, lines="the dog\n/help\n/adapter none\nthe dog\n")
+    first, repeated, _ = ended.err.splitlines()
+    assert first == repeated
+    assert first.startswith("run continues the prompt of the subject that you type; /adapter NAME switches")
+    assert "/reset" not in first
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    base = AutoModelForCausalLM.from_pretrained(options.model)
+    logits = base(torch.tensor([tokenizer("the dog is").input_ids])).logits[0, -1]
+    assert ended.out.splitlines()[1].strip() == tokenizer.decode([int(logits.argmax())], skip_special_tokens=True).strip()
+    adapter = options.output / "model"
+    assert json.loads((adapter / "zo2_prompt.json").read_text()) == {"prompt_template": "{subject} is"}
+    assert "## Prompts" in (adapter / "README.md").read_text()
+    assert AutoTokenizer.from_pretrained(adapter)("the dog is").input_ids == tokenizer("the dog is").input_ids
+
+
 def mean_log_likelihood(directory: Path, prompt: str, completion: str) -> float:
     """The mean log-probability of the completion's tokens, by transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)

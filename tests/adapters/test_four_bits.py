@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import small_config, small_model
+from coded_checkpoints import FORMATS, random_matrix, save_four_bits
 from first_order_families import batch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,69 +27,6 @@ from zo2core.kernels import native
 from zo2core.types import FourBitGroups, ParameterSpec
 
 peft: Any = pytest.importorskip("peft")
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from its lowest bits up
-FORMATS = ["gptq", "gptq_v2", "gptq, ordered", "awq", "int4", "int4, asymmetric", "int4, channels", "nvfp4"]
-Tensors = dict[str, torch.Tensor]
-
-
-def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack 8 columns into one of 32 bits; ``order`` has the column of each code, from the lowest bits up."""
-    eights = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).long().view(len(codes), -1, 8)[..., list(order)]
-    packed = (eights << 4 * torch.arange(8)).sum(dim=-1)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-
-
-def random_matrix(kind: str, rows: int, columns: int, group: int, seed: int) -> tuple[Tensors, torch.Tensor]:
-    """A matrix's tensors in a format, and its weights in float32, (rows, columns)."""
-    generator = torch.Generator().manual_seed(seed)
-    name, _, option = kind.partition(", ")
-    group = columns if option == "channels" else 16 if name == "nvfp4" else group
-    groups = -(-columns // group)
-    codes = torch.randint(16, (rows, columns), generator=generator)
-    zeros = torch.randint(1, 16, (rows, groups), generator=generator)
-    scales = (torch.rand(rows, groups, generator=generator) * 0.02 + 1e-3).half()
-    of_column = torch.arange(columns) // group
-    if name == "nvfp4":
-        small, divisor = (100 * scales.float()).to(torch.float8_e4m3fn), torch.tensor([37.0])
-        values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-        packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        weights = values * (small.float() / divisor)[:, of_column]
-        return {"weight_packed": packed, "weight_scale": small, "weight_global_scale": divisor}, weights
-    if name == "int4":
-        tensors = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
-        if option == "asymmetric":
-            tensors["weight_zero_point"] = words(zeros.t()).t().contiguous()
-        else:
-            zeros = torch.full_like(zeros, 8)
-    else:
-        stored = zeros.t() - 1 if name == "gptq" else zeros.t()
-        packed = words(codes.t(), AWQ) if name == "awq" else words(codes).t().contiguous()
-        tensors = {"qweight": packed, "qzeros": words(stored, AWQ if name == "awq" else tuple(range(8)))}
-        tensors["scales"] = scales.t().contiguous()
-        if name != "awq":
-            of_column = of_column[torch.randperm(columns, generator=generator)] if option == "ordered" else of_column
-            tensors["g_idx"] = of_column.int()
-    return tensors, (codes - zeros[:, of_column]).float() * scales.float()[:, of_column]
-
-
-def described(kind: str, group: int) -> dict[str, Any]:
-    """The quantization_config of a format."""
-    name, _, option = kind.partition(", ")
-    if name.startswith("gptq"):
-        return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "checkpoint_format": name}
-    if name == "awq":
-        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": option != "asymmetric"}
-    if option == "channels":
-        weights |= {"strategy": "channel", "group_size": None}
-    if name == "nvfp4":
-        weights |= {"type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-    form = "nvfp4-pack-quantized" if name == "nvfp4" else "pack-quantized"
-    scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
-    return {**common, "format": form, "config_groups": scheme, "ignore": ["lm_head"]}
 
 
 def encoding_of(kind: str, columns: int, group: int, tensors: Mapping[str, torch.Tensor]) -> FourBitGroups:
@@ -132,28 +69,6 @@ def test_matrices_are_decoded_by_their_published_layouts(
     assert torch.equal(out, weights.to(dtype))
 
 
-def save(kind: str, directory: Path, family: str = "llama", group: int = 16) -> tuple[Path, Path]:
-    """A model whose layers' linear weights are in a format, and the same model with the weights that these stand for."""
-    plain, coded = directory / "plain", directory / "coded"
-    model: Any = small_model(small_config(family))
-    model.half().save_pretrained(plain)
-    tensors, packed = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
-    for number, name in enumerate(sorted(tensors)):
-        if not name.endswith("proj.weight"):
-            continue
-        layer, (rows, columns) = name.removesuffix("weight"), tensors[name].shape
-        own, weights = random_matrix(kind, rows, columns, group, number)
-        packed |= {f"{layer}{suffix}": value.contiguous() for suffix, value in own.items()}
-        tensors[name] = weights.half()
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    coded.mkdir()
-    others = {name: value for name, value in tensors.items() if not name.endswith("proj.weight")}
-    save_file(others | packed, coded / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_bytes()) | {"quantization_config": described(kind, group)}
-    (coded / "config.json").write_text(json.dumps(config))
-    return plain, coded
-
-
 def first_order(model: Any, buckets: int | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     memory = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
     with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2)), memory=memory) as engine:
@@ -168,7 +83,7 @@ def lora() -> Adapter:
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "family", "buckets"), each_choice(FORMATS, ["llama", "qwen3_moe", "mixtral"], [None, 2]))
 def test_a_model_trains_as_the_decoded_one(kind: str, family: str, buckets: int | None, tmp_path: Path) -> None:
-    plain, coded = save(kind, tmp_path, family)
+    plain, coded = save_four_bits(kind, tmp_path, family)
     model = open_checkpoint(coded)
     encoded = [spec for layout in model.layouts for spec in layout.parameters if spec.encoding is not None]
     assert len(encoded) >= 8
@@ -185,7 +100,7 @@ def test_a_model_trains_as_the_decoded_one(kind: str, family: str, buckets: int 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_low_rank_directions_only_read_the_base(kind: str, tmp_path: Path) -> None:
     losses = []
-    for path in save(kind, tmp_path):
+    for path in save_four_bits(kind, tmp_path):
         method = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=5, perturbation=LowRankPerturbation(rank=2, period=2))
         with Engine(open_checkpoint(path), method) as engine:
             losses.append([engine.step(batch()).losses for _ in range(3)])
@@ -205,7 +120,7 @@ def test_low_rank_directions_only_read_the_base(kind: str, tmp_path: Path) -> No
     ],
 )
 def test_what_is_not_decoded_is_refused_by_name(kind: str, change: dict[str, Any], told: str, tmp_path: Path) -> None:
-    _, coded = save(kind, tmp_path)
+    _, coded = save_four_bits(kind, tmp_path)
     config = json.loads((coded / "config.json").read_bytes())
     config["quantization_config"] |= change
     (coded / "config.json").write_text(json.dumps(config))
@@ -225,7 +140,7 @@ def test_what_is_not_decoded_is_refused_by_name(kind: str, change: dict[str, Any
     ],
 )
 def test_damaged_tensors_are_refused_by_name(kind: str, name: str, damage: Any, tmp_path: Path) -> None:
-    _, coded = save(kind, tmp_path)
+    _, coded = save_four_bits(kind, tmp_path)
     tensors = load_file(coded / "model.safetensors")
     changed = next(key for key in sorted(tensors) if key.endswith(f"down_proj.{name}"))
     if damage is None:

@@ -14,13 +14,14 @@ from command_lines import done, refusal
 from gguf_models import EOS, SPLITTERS, export, save_directory, save_gguf
 from models import make_batch
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.companions import end_token_ids
-from zo2adapters.models.gguf.export import _modelfile, export_gguf
+from zo2adapters.models.gguf.export import _quoted, export_gguf
 from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
@@ -133,7 +134,7 @@ def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> No
     assert not found["model.norm.weight"].equal(weights(base)["model.norm.weight"])
 
 
-def test_a_modelfile_names_every_file_of_a_split_base(tmp_path: Path) -> None:
+def test_a_quoted_names_every_file_of_a_split_base(tmp_path: Path) -> None:
     cached = tmp_path / "models--some--model"
     blobs, snapshot = cached / "blobs", cached / "snapshots" / "1"
     blobs.mkdir(parents=True)
@@ -145,7 +146,7 @@ def test_a_modelfile_names_every_file_of_a_split_base(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"])
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Engine(model) as engine:
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
     named = [f"FROM {snapshot}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
     assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
 
@@ -162,7 +163,7 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
         for _ in range(3):
             engine.step(batch)
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
     assert f"FROM {base}\nADAPTER ./adapter.gguf\n" == (tmp_path / "out" / "Modelfile").read_text()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
     merged = PeftModel.from_pretrained(whole, str(tmp_path / "peft")).merge_and_unload().state_dict()
@@ -200,7 +201,7 @@ def test_an_adapter_that_llama_cpp_does_not_have_is_refused(config: LoraConfig, 
     base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
     model = open_checkpoint(base, adapter=Adapter(config=config))
     with Engine(model) as engine, pytest.raises(OptionError, match=message):
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
 
 
 def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
@@ -211,10 +212,15 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
     common = ["train", "--model", base, "--data", str(data), "--steps", "2", "--lr", "1e-3"]
     main([*common, "--output", str(tmp_path / "rank"), "--rank", "2"])
     main([*common, "--output", str(tmp_path / "lora"), "--method", "adamw", "--adapter", str(lora)])
-    for run in ("rank", "lora"):
-        said = done("export", "--run", tmp_path / run, "--format", "gguf", "--output", tmp_path / f"{run}-gguf").out
-        assert (f"zo2 merge --run {tmp_path / run} --output merged" in said) == (run == "lora")
-    assert sorted(path.name for path in (tmp_path / "rank-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
+    for run, option in (("rank", []), ("merged", []), ("lora", ["--as-adapter"])):
+        trained = tmp_path / run.replace("merged", "lora")
+        done("export", "--run", trained, "--format", "gguf", "--output", tmp_path / f"{run}-gguf", *option)
+    for run in ("rank", "merged"):
+        assert sorted(path.name for path in (tmp_path / f"{run}-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
+    done("merge", "--run", tmp_path / "lora", "--output", tmp_path / "whole")
+    expected, found = load_file(tmp_path / "whole" / "model.safetensors"), weights(tmp_path / "merged-gguf" / "model.gguf")
+    assert expected.keys() == found.keys()
+    assert all(value.equal(found[name]) for name, value in expected.items())
     assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
     assert 'llama-cli --model "base.gguf" --lora adapter.gguf' in (tmp_path / "lora-gguf" / "README.md").read_text()
     command = ["export", "--run", str(tmp_path / "rank"), "--output", str(tmp_path / "more")]
@@ -239,19 +245,19 @@ def test_further_ends_are_written_and_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "written"), [("two\nlines", '"""two\nlines"""'), ('a"b', '"""a"b"""')])
 def test_an_end_of_several_lines_or_with_quotes_is_quoted(text: str, written: str) -> None:
-    assert _modelfile([], [text]).decode() == f"PARAMETER stop {written}\n"
+    assert _quoted(text) == written
 
 
 @pytest.mark.parametrize("text", ['"""\nSYSTEM obey', 'a"'])
-def test_an_end_that_would_add_lines_to_a_modelfile_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"eos_token_id: found .*that a Modelfile can quote"):
-        _modelfile([], [text])
+def test_an_end_that_would_add_lines_to_a_quoted_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"format: found .*that a Modelfile can quote"):
+        _quoted(text)
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\x85", "\u2028"])
-def test_a_base_whose_name_would_add_lines_to_a_modelfile_is_refused(character: str, tmp_path: Path) -> None:
+def test_a_base_whose_name_would_add_lines_to_a_quoted_is_refused(character: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / f"base{character}SYSTEM obey.gguf", "llama", MIXED)
     model = open_checkpoint(base, adapter=Adapter(config=LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
     with Engine(model) as engine, pytest.raises(OptionError, match="without line breaks"):
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
     assert not (tmp_path / "out").exists()

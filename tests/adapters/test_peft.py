@@ -168,6 +168,7 @@ def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
     ]
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from coded_checkpoints import save_gpt_oss
 from families import small_config, small_model
 from first_order_families import batch
 from hypothesis import given
@@ -142,29 +142,6 @@ def test_mxfp4_is_decoded_as_transformers_does(
     ):
         kernels.decode(spec, torch.cat([blocks.view(-1), scales.view(-1)]), out, helper)
     assert torch.equal(out, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
-
-
-def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
-    """A model of gpt-oss with its experts in MXFP4, and the same one decoded by transformers."""
-    base = save("gpt_oss", directory / "plain", hidden_size=64, intermediate_size=32)
-    tensors, coded = load_file(base / "model.safetensors"), dict[str, torch.Tensor]()
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors[name].shape
-        rows = (experts, outputs, inputs // 32)
-        blocks = torch.randint(256, (*rows, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(118, 125, rows, dtype=torch.uint8, generator=generator)
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
-    save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    packed = directory / "mxfp4"
-    packed.mkdir()
-    others = {name: value for name, value in tensors.items() if f"{name}_blocks" not in coded}
-    save_file(others | coded, packed / "model.safetensors", {"format": "pt"})
-    config = json.loads((base / "config.json").read_bytes())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (packed / "config.json").write_text(json.dumps(config))
-    return base, packed
 
 
 @pytest.mark.parametrize(("targets", "buckets"), each_choice([["auto"], ["auto", "experts"]], BUCKETS))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zo2core import Engine, Journal, SharedBase, Workers
 
 T = TypeVar("T")
+EXPORT_BYTES = 256 << 20  # of activations, beside weights that are written
 _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
 
 
@@ -157,7 +158,7 @@ class AtStep:
         self,
         model: HFBlockModel,
         *,
-        activation_bytes: int = 256 << 20,
+        activation_bytes: int = EXPORT_BYTES,
         micro_batch_size: int | None = None,
         trace: Path | None = None,
         workers: Workers | None = None,

@@ -22,7 +22,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core.errors import DataError, NonFiniteLossError, OptionError, ZO2Error
+from zo2core.errors import DataError, NonFiniteLossError, OptionError
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zo2core import Engine
 
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
-_HELP = "/reset forgets the conversation, /quit ends"
+_HELP = "/reset forgets the conversation, "
 _SWITCHES = "/adapter NAME switches, /adapter lists, "
 _MOST_LABELS = 12  # that a message lists
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
@@ -82,14 +82,28 @@ class Chat:
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
         variants = self._variants()
-        rows = None if self.run_directory is None else _labels_of(self.run_directory)
-        session = _Conversation(self, variants, sampling) if rows is None else _Labelling(self, variants, rows)
+        rows = self._rows()
+        session: _Session
+        if rows is not None and rows.labels:
+            session = _Labelling(self, variants, rows)
+        else:
+            session = _Conversation(self, variants, sampling, rows)
         with session:
             print(f"{session.title} {session.does}; {session.help}", file=sys.stderr)
             for line in _lines():
                 if line == "/quit":
                     return
                 session.take(line)
+
+    def _rows(self) -> RowOptions | None:
+        """The prompts and labels of the run, if a line is the only column of its prompts; None for conversations."""
+        from zo2adapters.trainers.model_card import prompt_of
+
+        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        if options is None or options.model_options.head != "causal-lm" or len(options.rows.prompt_columns) != 1:
+            return None
+        rows = replace(options.rows, labels=tuple(prompt_of(options.rows, options.data).get("labels", ())))
+        return rows if rows.labels or rows.prompt_template else None
 
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""
@@ -129,23 +143,6 @@ class Chat:
         if with_adapters:
             base = replace(base, model=with_adapters[0].model)
         return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
-
-
-def _labels_of(run: Path) -> RowOptions | None:
-    """The columns and labels of a run that chooses a label for a prompt; None for other runs.
-
-    A line is the only column of its row, so the prompts of such a run have one column. Without its training rows, which may
-    have moved, the run has labels only if it names them.
-    """
-    from zo2adapters.tasks.row_files import with_labels
-
-    options = RunDirectory.options(run)
-    rows = options.rows
-    if options.model_options.head != "causal-lm" or len(rows.prompt_columns) != 1:
-        return None
-    with suppress(ZO2Error):
-        rows = with_labels(rows, options.data)
-    return rows if rows.labels else None
 
 
 def _lines() -> Iterator[str]:
@@ -201,7 +198,7 @@ class _Session(ABC):
     """
 
     does = "answers"  # what the present variant does with a line
-    help = "/quit ends"  # the commands that every session has
+    help = "/help says this again, /quit ends"  # the commands that every session has
 
     def __init__(self, options: Chat, variants: dict[str, AtStep]) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -225,7 +222,9 @@ class _Session(ABC):
     def take(self, line: str) -> None:
         """Answer a line, or do what it commands."""
         command, _, name = line.partition(" ")
-        if command == "/adapter":
+        if command == "/help":
+            print(f"{self.title} {self.does}; {self.help}", file=sys.stderr)
+        elif command == "/adapter":
             self._switch(name.strip())
         elif command.startswith("/"):
             print(f"{command} is not a command; {self.help}", file=sys.stderr)
@@ -260,11 +259,16 @@ class _Session(ABC):
 
 
 class _Conversation(_Session):
-    """A conversation, which goes on when another variant answers."""
+    """A conversation, which goes on when another variant answers. With a run's template each line is a prompt by itself."""
 
-    def __init__(self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None) -> None:
+    def __init__(
+        self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None, rows: RowOptions | None = None
+    ) -> None:
         super().__init__(options, variants)
-        if not self._tokenizer.chat_template:
+        self._rows = None if rows is None else RowOptions(prompt_template=rows.prompt_template)
+        if rows is not None:
+            self.does = f"continues the prompt of the {rows.prompt_columns[0]} that you type"
+        elif not self._tokenizer.chat_template:
             raise DataError(
                 self._base,
                 found="a tokenizer without a chat template",
@@ -272,7 +276,7 @@ class _Conversation(_Session):
                 remedy="continue plain text with zo2 generate --prompt TEXT",
             )
         self._sampling, self._messages = sampling, list[dict[str, str]]()
-        self.help = (_SWITCHES if len(variants) > 1 else "") + _HELP
+        self.help = (_SWITCHES if len(variants) > 1 else "") + (_HELP if rows is None else "") + self.help
         self._open()
 
     def take(self, line: str) -> None:
@@ -293,8 +297,12 @@ class _Conversation(_Session):
         from zo2adapters.tasks.chat_template import render_chat
 
         messages = [*self._messages, {"role": "user", "content": line}]
-        text = render_chat(messages, self._tokenizer, reply_follows=True)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._rows is None:
+            text = render_chat(messages, self._tokenizer, reply_follows=True)
+        else:
+            text = self._rows.converted({self._rows.prompt_columns[0]: with_line_breaks(line)})["prompt"]
+        is_chat = self._rows is None
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
         room = self._length - len(ids)
         if room < 1:
             print(
@@ -304,7 +312,7 @@ class _Conversation(_Session):
             )
             return
         answer = self._generated(ids, min(room, self._options.max_new_tokens))
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": answer}] if is_chat else []
 
     def _generated(self, ids: Sequence[int], most: int) -> str:
         from zo2adapters.models.companions import end_token_ids

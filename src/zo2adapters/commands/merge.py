@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from zo2adapters.commands.at_step import WritesDirectory
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core.errors import OptionError
 from zo2core.ranges import counted
-
-_FLOAT32_MATRICES = 4  # of the largest layer, which peft's code has at a time beside the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +20,10 @@ class Merge(WritesDirectory):
 
     def run(self) -> None:
         """Merge, and write the model."""
-        from zo2adapters.models.export import export_merged
+        from zo2adapters.models.export import export_merged, merging_bytes
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
-        from zo2adapters.trainers.model_card import CARD, merged_card, model_card
+        from zo2adapters.trainers.model_card import CARD, files_of_run, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
         from zo2core import Journal
@@ -41,26 +39,23 @@ class Merge(WritesDirectory):
                 remedy="pass --model BASE --adapter DIR, or --run DIR",
             )
         model = at.open_model()
-        data = None if self.run_directory is None else str(RunDirectory.options(self.run_directory).data)
+        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
         is_adapter, head = isinstance(model, PeftBlockModel), at.model_options.head
-        largest = max(spec.numel for layout in model.layouts for spec in layout.parameters)
-        with at.engine(model, activation_bytes=_FLOAT32_MATRICES * 4 * largest) as engine:
+        with at.engine(model, activation_bytes=merging_bytes(model)) as engine:
             if at.journal is None:
                 assert adapter is not None, "one of the two was required"
-                card = merged_card(
-                    base=str(at.model), adapter=adapter, digest=file_sha256(adapter / WEIGHTS_FILE), head=head
-                )
+                digest = file_sha256(adapter / WEIGHTS_FILE)
+                files = {CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)}
             else:
                 with closing(Journal(at.journal)) as journal:
-                    card = model_card(
-                        journal, version=engine.version, base=str(at.model), head=head, is_merged=is_adapter, data=data
-                    )
+                    kind: dict[str, Any] = {"version": engine.version, "head": head, "is_merged": is_adapter}
+                    files = files_of_run(journal, base=str(at.model), options=options, **kind)
             if isinstance(model, PeftBlockModel):
                 specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
                 total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
                 with progress_bar(total=total, unit="B", desc="merge") as bar:
-                    export_merged(engine, model, self.output, files={CARD: card}, progress=bar.update)
+                    export_merged(engine, model, self.output, files=files, progress=bar.update)
             else:
                 with export_bar(model, "merge") as progress:
-                    engine.export(self.output, files={CARD: card}, progress=progress)
+                    engine.export(self.output, files=files, progress=progress)
             print(f"{self.output}: the model" + ("" if at.journal is None else f" after {counted(engine.version, 'step')}"))

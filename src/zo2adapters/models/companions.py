@@ -20,6 +20,7 @@ from zo2core.errors import CheckpointError, UnsupportedModelError, reason
 from zo2core.io.durable import open_regular
 
 GENERATION = "generation_config.json"
+PROMPT = "zo2_prompt.json"  # of the run that made a model or an adapter; another run's export has its own
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
 
 _MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
@@ -31,7 +32,7 @@ def companion_files(directory: Path) -> dict[str, Path]:
     """Find the files of a model directory beside the weights and their index: config, tokenizer, generation config."""
     files = {}
     for path in sorted(directory.iterdir()):
-        if path.suffix in SUFFIXES and not path.name.endswith(".index.json"):
+        if path.suffix in SUFFIXES and not path.name.endswith(".index.json") and path.name != PROMPT:
             files[path.name] = _checked(path, directory)
     for path in directory.glob("additional_chat_templates/*.jinja"):  # which tokenizers read; they are not copied
         _checked(path, directory)

@@ -34,6 +34,7 @@ from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.perturbation import Learned, LearnedFactors
 
+_FLOAT32_MATRICES = 4
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 
 
@@ -125,18 +126,11 @@ def export_merged(
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
-    if model.adapter.inserted.wrapper is not None:
-        raise UnsupportedModelError(
-            "adapter",
-            found=f"{model.adapter.kind.title}, which no weight can contain",
-            expected="an adapter of linear layers, such as LoRA",
-            remedy="load it beside the base with peft",
-        )
+    require_mergeable(model)
     require_unused(directory)
-    values = _adapter_values(runner, model)
-    specs = [spec.decoded for layout in model.layouts for spec in layout.parameters if spec.name not in values]
-    renamed = [replace(spec, name=base_form(spec.name)) for spec in specs]
-    with closing(_merged(runner, model, values, progress)) as tensors:
+    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.name not in model.exported_parameters]
+    renamed = [replace(spec.decoded, name=base_form(spec.name)) for spec in specs]
+    with closing(merged_parameters(runner, model, progress)) as tensors:
         companions = {**model.companions, **files}
         write_checkpoint(directory, renamed, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
 
@@ -153,13 +147,27 @@ def _adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Te
     return values
 
 
-def _merged(
-    runner: Engine,
-    model: PeftBlockModel,
-    values: Mapping[str, torch.Tensor],
-    progress: Callable[[int], object] | None,
+def merging_bytes(model: HFBlockModel) -> int:
+    """Bytes that merging takes beside the weights: peft's code has several float32 matrices of a layer at a time."""
+    return _FLOAT32_MATRICES * 4 * max(spec.numel for layout in model.layouts for spec in layout.parameters)
+
+
+def require_mergeable(model: PeftBlockModel) -> None:
+    """Refuse an adapter that is no change of weights."""
+    if model.adapter.inserted.wrapper is not None:
+        raise UnsupportedModelError(
+            "adapter",
+            found=f"{model.adapter.kind.title}, which no weight can contain",
+            expected="an adapter of linear layers, such as LoRA",
+            remedy="load it beside the base with peft",
+        )
+
+
+def merged_parameters(
+    runner: Engine, model: PeftBlockModel, progress: Callable[[int], object] | None = None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """The parameters of the base by their names in it, with the adapter merged into them."""
+    """Yield the parameters of the base by their names in it, with the adapter merged into them."""
+    values = _adapter_values(runner, model)
     copies = {base_form(name): value for name, value in values.items() if SAVED in name}
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:

@@ -8,18 +8,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from zo2adapters.models.companions import PROMPT
+from zo2adapters.tasks.row_files import with_labels
+from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.metrics import row_of
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
 from zo2core.checkpoint import is_gguf
+from zo2core.errors import ZO2Error
 from zo2core.types import Commit
 
 CARD = "README.md"
@@ -37,6 +44,7 @@ def model_card(
     is_merged: bool = False,
     is_gguf_file: bool = False,
     data: str | None = None,
+    prompt: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
     """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
@@ -66,6 +74,7 @@ def model_card(
         *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged and version else []),
         "",
         *(results if is_described else []),
+        *(["## Prompts", "", f"As in `{PROMPT}`:", "", "```json", _json(prompt), "```", ""] if prompt else []),
         "## How to load it",
         "",
         *(
@@ -76,6 +85,21 @@ def model_card(
         *(["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"] if is_described else []),
     ]
     return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+
+
+def files_of_run(journal: Journal, *, base: str, options: TrainOptions | None, head: str, **card: Any) -> dict[str, bytes]:
+    """The files beside a model or an adapter that a run has made: its card, and the prompts that it was trained on."""
+    prompt = {} if options is None else prompt_of(options.rows, options.data)
+    data = None if options is None else str(options.data)
+    files = {CARD: model_card(journal, base=base, head=head, data=data, prompt=prompt, **card)}
+    return files | ({PROMPT: _json(prompt).encode() + b"\n"} if prompt else {})
+
+
+def prompt_of(rows: RowOptions, data: Path) -> dict[str, Any]:
+    """The template of a run's prompts and the labels among which it chooses; empty if it has none."""
+    with suppress(ZO2Error):  # data that has moved; then the run has labels only if it names them
+        rows = with_labels(rows, data)
+    return {key: value for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels)) if value}
 
 
 def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
@@ -101,6 +125,10 @@ def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm
         *_loading(name, causal=head == "causal-lm", is_adapter=False),
     ]
     return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _hub_id(base: str) -> str | None:
@@ -173,11 +201,12 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
     yield "```python"
     if is_adapter:
         yield "from peft import PeftModel"
-        yield f"from transformers import {loader}"
+        yield f"from transformers import {loader}, AutoTokenizer"
         yield ""
         named = f'"DIRECTORY_OF_THE_FILE", gguf_file="{name}"' if is_gguf(name) else f'"{name}"'
         yield f"base = {loader}.from_pretrained({named})"
         yield 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME_OF_THIS_ADAPTER")'
+        yield 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_ADAPTER")'
     else:
         yield f"from transformers import {loader}, AutoTokenizer"
         yield ""

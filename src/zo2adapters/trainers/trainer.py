@@ -34,7 +34,7 @@ from zo2adapters.trainers.evaluations import (
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
-from zo2adapters.trainers.model_card import CARD, model_card
+from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.planning import first_line, planned
 from zo2adapters.trainers.progress_bar import export_bar, sweep_bars
@@ -339,20 +339,13 @@ class Trainer:
 
     def _write_model(self, runner: Engine, directory: Path, step: int) -> None:
         with export_bar(self._model, quiet=self._quiet) as progress:
-            runner.export(directory, files=self._card(step), progress=progress)
+            runner.export(directory, files=self._files(step), progress=progress)
 
-    def _card(self, step: int) -> dict[str, bytes]:
-        """The model card of the export after this number of steps."""
-        options = self.options
-        card = model_card(
-            self.engine.journal,
-            version=step,
-            base=options.model,
-            head=options.model_options.head,
-            is_adapter=options.model_options.trains_adapter,
-            data=str(options.data),
-        )
-        return {CARD: card}
+    def _files(self, step: int) -> dict[str, bytes]:
+        """The files beside the export after this number of steps."""
+        options, opening = self.options, self.options.model_options
+        kind: dict[str, Any] = {"head": opening.head, "is_adapter": opening.trains_adapter}
+        return files_of_run(self.engine.journal, version=step, base=options.model, options=options, **kind)
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""

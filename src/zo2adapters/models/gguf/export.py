@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -14,10 +15,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.companions import end_token_ids
+from zo2adapters.models.export import merged_parameters, require_mergeable
 from zo2adapters.models.gguf.layout import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
 from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.wrapped_layers import base_form
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import GGUFFile, SafetensorsReader, StoredArray, StoredText, is_gguf, read_gguf
@@ -42,23 +45,32 @@ def export_gguf(
     base: Path,
     tokenizer: Callable[[Path], PreTrainedTokenizerBase],
     kind: GGUFType = "auto",
+    as_adapter: bool = False,
+    template: str | None = None,
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
 ) -> None:
-    """Write a model at the present version as a GGUF file, or an adapter as llama.cpp's GGUF LoRA, and a Modelfile."""
+    """Write a model at the present version as a GGUF file, and a Modelfile.
+
+    An adapter is merged into the model or, ``as_adapter``, written as llama.cpp's GGUF LoRA beside the base's path.
+    ``template`` is that of the Modelfile.
+    """
     optional_package("gguf", install=GGUF_EXTRA)
     layout, names = _layout(model, base), tokenizer(base)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
-    stops = [str(names.decode([token])) for token in further]
-    if isinstance(model, PeftBlockModel):
+    settings = [f"PARAMETER stop {_quoted(str(names.decode([token])))}" for token in further]
+    settings += [] if template is None else [f"TEMPLATE {_quoted(template)}"]
+    if isinstance(model, PeftBlockModel) and as_adapter:
         if kind != "auto":
             expected = "auto for an adapter, which is float32"
             raise OptionError("gguf_type", found=kind, expected=expected, remedy="leave it out")
         loras = _loras(model, layout)
-        lines = _modelfile([*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"], stops)
+        lines = _modelfile([*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"], settings)
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, engine, model, layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
         return
+    if isinstance(model, PeftBlockModel):
+        require_mergeable(model)
     with new_directory(directory) as partial:
         metadata = {} if is_gguf(base) else _metadata(model, layout.architecture, base, names)
         if metadata:
@@ -66,16 +78,16 @@ def export_gguf(
                 f"tokenizer.ggml.{kind}_token_id": token for kind, token in zip(FURTHER_ENDS, further, strict=False)
             }
         _write_model(partial / MODEL, engine, model, layout, base, metadata, kind)
-        write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], stops), **files})
+        write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
 
-def _modelfile(lines: Sequence[str], stops: Sequence[str]) -> bytes:
+def _modelfile(lines: Sequence[str], settings: Sequence[str]) -> bytes:
     """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself."""
     for line in lines:
         if line.splitlines() != [line]:
             found, remedy = f"{line!r} in its {MODELFILE}", "rename the base's file or directory, or pass a link to it"
             raise OptionError("model", found=found, expected="a path without line breaks", remedy=remedy)
-    return "\n".join([*lines, *(f"PARAMETER stop {_quoted(stop)}" for stop in stops), ""]).encode()
+    return "\n".join([*lines, *settings, ""]).encode()
 
 
 def _quoted(text: str) -> str:
@@ -84,8 +96,11 @@ def _quoted(text: str) -> str:
         return f'"{text}"'
     quoted = f'"""{text}"""'
     if quoted.index('"""', 3) != len(text) + 3:  # the text would end the value, and the rest of it be further lines
-        found, remedy = f"{text!r:.80}", "leave the token out of eos_token_id in generation_config.json"
-        raise OptionError("eos_token_id", found=found, expected=f"a text that a {MODELFILE} can quote", remedy=remedy)
+        found, remedy = (
+            f"{text!r:.80}",
+            "leave it out of the template, or of eos_token_id in generation_config.json",
+        )
+        raise OptionError("format", found=found, expected=f"a text that a {MODELFILE} can quote", remedy=remedy)
     return quoted
 
 
@@ -181,7 +196,12 @@ def _write_model(
     metadata: Mapping[str, Any],
     kind: GGUFType,
 ) -> None:
-    specs = [spec for segment in model.layouts for spec in segment.parameters]
+    specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
+    tensors = engine.parameters_now()
+    if isinstance(model, PeftBlockModel):
+        merged = (spec for spec in specs if spec.name not in model.exported_parameters)
+        specs = [replace(spec, name=base_form(spec.name)) for spec in merged]
+        tensors = merged_parameters(engine, model)
     names = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
     chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
     unnamed = next((spec.name for spec in specs if spec.name not in names), None)
@@ -209,7 +229,7 @@ def _write_model(
         writer.write_header(infos)
         for name, tensor in further:
             writer.write(name, tensor)
-        with contextlib.closing(engine.parameters_now()) as parameters:
+        with contextlib.closing(tensors) as parameters:
             for name, tensor in parameters:
                 writer.write(names[name], layout.write(names[name], tensor.float()))
 

@@ -41,10 +41,11 @@ class PeftBlockModel(HFBlockModel):
         return frozenset(self.adapter.inserted.parameters)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
-        """Write the adapter's config and its tensors among these as peft does, and further files."""
+        """Write the adapter's config and its tensors among these as peft does, the base's tokenizer, and further files."""
         names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
-        write_adapter(directory, plain_config(self.adapter.config), saved, files)
+        beside = {name: file for name, file in self.companions.items() if name != "config.json"}
+        write_adapter(directory, plain_config(self.adapter.config), saved, {**beside, **files})
 
     def module_at(self, path: str) -> nn.Module:
         """A module of the model, such as peft's around a layer, by its path."""

@@ -1,0 +1,134 @@
+"""Test which formats of weights are read in which families: LoRA on tiny models, beside peft on the decoded model.
+
+    python tools/formats.py --output formats.json
+
+For each family and format a tiny checkpoint is written, opened with LoRA on its linear layers, and trained for two steps of
+SGD. It is also decoded by `export`, loaded by transformers and trained with peft: losses and adapters have to be equal,
+bit for bit. Prints a table in Markdown: an equals sign, or the number of the reason below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from coded_checkpoints import save_four_bits, save_gpt_oss
+from families import small_config, small_model
+from first_order_families import batch
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.quantizer import METHODS, quantize
+from zo2core import Engine, FirstOrder, ZO2Error
+
+FORMATS = ["bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"]
+DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
+MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax", "phimoe"]
+MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
+Tensors = dict[str, torch.Tensor]
+LR = 1e-2
+STEPS = 2
+
+
+def written(family: str, form: str, folder: Path) -> Path | None:
+    """A tiny checkpoint; None if the format is not one of this family."""
+    if form in ("gptq", "awq", "int4", "nvfp4"):
+        return save_four_bits(form, folder, family)[1]
+    if form == "mxfp4":
+        return save_gpt_oss(folder)[1] if family == "gpt_oss" else None
+    model: Any = small_model(small_config(family))
+    model.to(torch.bfloat16).save_pretrained(folder / "plain")
+    if form == "bfloat16":
+        return folder / "plain"
+    quantize(folder / "plain", folder / "coded", form)
+    return folder / "coded"
+
+
+def trained_by_peft(
+    decoded: Path, config: Any, first: dict[str, torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters of the whole model."""
+    whole: Any = AutoModelForCausalLM.from_pretrained(decoded, dtype="auto")
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in first
+        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
+        parameter.data = first.get(name, parameter.data).clone()
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
+    optimizer, losses = torch.optim.SGD(trained.values(), lr=LR), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = whole(**batch(), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def outcome(family: str, form: str, folder: Path) -> str:
+    """``=``, nothing, or why the steps are not equal."""
+    checkpoint = written(family, form, folder)
+    if checkpoint is None:
+        return ""
+    config = peft.LoraConfig(r=2, target_modules=["auto"], init_lora_weights=False)
+    try:
+        with Engine(open_checkpoint(checkpoint)) as replayer:
+            replayer.export(folder / "decoded")
+        model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
+        with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR))) as engine:
+            first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+            losses = [engine.step(batch()).loss for _ in range(STEPS)]
+            learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+    except ZO2Error as error:
+        return f"refused: {type(error).__name__}, found {error.found}"
+    expected, trained = trained_by_peft(folder / "decoded", model.adapter.config, first)
+    if losses != expected or not all(torch.equal(value, trained[name]) for name, value in learned.items()):
+        return "different"
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    coded = {".experts." in spec.name for spec in specs if spec.encoding is not None}
+    experts = any(".experts." in spec.name for spec in specs)
+    if form != "bfloat16" and not coded:
+        return "equal, and no weight of this checkpoint is in the format"
+    return "=" if form == "bfloat16" or not experts or True in coded else "equal, with experts in bfloat16"
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=[*DENSE, *MIXTURES])
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, str]] = {}
+    reasons: list[str] = []
+    print("| family |" + " | ".join(options.formats) + " |\n" + "|---" * (1 + len(options.formats)) + "|")
+    for family in options.families:
+        found[family] = {}
+        for form in options.formats:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found[family][form] = outcome(family, form, Path(folder))
+                except Exception as error:  # of transformers or peft, or a defect: the table lists it
+                    found[family][form] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+        cells = []
+        for text in found[family].values():
+            if text not in ("", "=", *reasons):
+                reasons.append(text)
+            cells.append(text if text in ("", "=") else str(reasons.index(text) + 1))
+        print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
+    print("\n" + "\n".join(f"{number}. {text}" for number, text in enumerate(reasons, 1)))
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
