@@ -71,9 +71,29 @@ def test_the_page_says_what_is_in_the_runs(here: Path, capsys: pytest.CaptureFix
     assert f"{best['evaluation_loss']:.4f} at step {best['step']}" in text
     assert re.search(r'<tr class="differs"><td class="key">seed</td><td>0</td><td>1</td>', text)
     assert re.search(r'<tr><td class="key">steps</td><td>6</td><td>6</td>', text)
-    assert ">training loss<" in text
+    assert re.search(r">training loss, from [\d.]+<", text)
     assert '<td class="key">written to disk</td><td>0, 0 in 1,000 steps</td>' in text  # blocks are in memory
     assert run.minutes == sorted(run.minutes)
+
+
+def test_a_rate_has_its_tick_and_trials_are_apart_from_the_run(here: Path) -> None:
+    rates = (3e-5, 1e-4, 3e-4)
+    trials = [
+        {"lr": lr, "steps": 2, "loss": 1 + lr, "losses": [2.0, 1 + lr], "forwards": 4, "seconds": 60.0} for lr in rates
+    ]
+    run = read_run(Path("two"))._replace(trials=trials)
+    text = page([run])
+    assert all(f">{lr:g}<" in text for lr in rates)
+    assert "forwards, minutes of trials before</td><td>12, 3<" in text
+    assert run.minutes[-1] < 1
+    assert ">mean loss of the last steps, from 1<" in text
+
+
+def test_lanes_are_shown_where_there_are_several(here: Path) -> None:
+    run = read_run(Path("two"))
+    assert "<h2>Lanes</h2>" not in page([run._replace(steps=[{**row, "lanes": {}} for row in run.steps])])
+    lanes = {lane: {"busy": 0.5, "bytes": 8} for lane in ("read", "evaluate")}
+    assert "<h2>Lanes</h2>" in page([run._replace(steps=[{**row, "lanes": lanes} for row in run.steps])])
 
 
 def test_options_that_no_run_has_set_are_left_out(here: Path) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # keys of a step's row that are not in the journal
 _RARE = ("steps of unknown time and memory", "steps rejected by the guard")  # left out of the table where there are none
+_UPRIGHT = 4  # learning rates that have room beside each other
 _LARGEST = 1e300  # largest number that is drawn
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
 HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
@@ -64,9 +65,9 @@ class Run(NamedTuple):
 
     @property
     def forwards(self) -> list[int]:
-        """Forward passes, or equivalent work, taken by the end of each step, those of the trials included."""
+        """Forward passes, or equivalent work, taken by the end of each step, without those of trials."""
         of_steps = [self.gradient_forwards if isinstance(step, Commit) else len(step.evaluations) for step in self.taken]
-        return _running(of_steps, sum(trial["forwards"] for trial in self.trials))
+        return list(itertools.accumulate(of_steps))
 
     @property
     def refused(self) -> list[int]:
@@ -75,10 +76,10 @@ class Run(NamedTuple):
 
     @property
     def minutes(self) -> list[float]:
-        """Minutes of trials, steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
+        """Minutes of steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
         evaluation_seconds = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
         seconds = [row.get("seconds", math.nan) + evaluation_seconds.get(row["step"], 0.0) for row in self.steps]
-        return [value / 60 for value in _running(seconds, sum(trial["seconds"] for trial in self.trials))]
+        return [value / 60 for value in itertools.accumulate(seconds)]
 
 
 def read_run(directory: Path) -> Run:
@@ -158,7 +159,7 @@ def page(runs: Sequence[Run]) -> str:
         parts += [f"<h2>Samples of {html.escape(run.name)}</h2>", _samples(run)] if run.samples else []
         parts += [f"<h2>Learning rate of {html.escape(run.name)}</h2>", _trials(run)] if run.trials else []
     parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
-    parts += ["<h2>Lanes</h2>", _lanes(runs), "<h2>Options</h2>", _options(runs)]
+    parts += [_lanes(runs), "<h2>Options</h2>", _options(runs)]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'{HEAD}<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
@@ -182,6 +183,7 @@ def _summary(runs: Sequence[Run]) -> str:
             **_evaluated(run),
             "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
             "minutes": _number(run.minutes[-1]),
+            **_of_trials(run),
             "loss, mean of first and last 5 %": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
             "best evaluation": "none" if best is None else f"{shown_results(results_of_row(best))} at step {best['step']}",
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
@@ -195,6 +197,14 @@ def _summary(runs: Sequence[Run]) -> str:
     rows = {name: [cells.get(name, "none") for cells in cells_of_runs] for name in names}
     shown = {name: values for name, values in rows.items() if name not in _RARE or set(values) != {"0"}}
     return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in shown.items()])
+
+
+def _of_trials(run: Run) -> dict[str, str]:
+    """What choosing the learning rate took before."""
+    if not run.trials:
+        return {}
+    forwards, seconds = (sum(trial[name] for trial in run.trials) for name in ("forwards", "seconds"))
+    return {"forwards, minutes of trials before": f"{forwards:,}, {_number(seconds / 60)}"}
 
 
 def _file_name(path: object) -> str:
@@ -244,7 +254,7 @@ def _losses(runs: Sequence[Run]) -> str:
                     for step in run.refused:
                         axis.axvline(step + 1, color=colour, alpha=0.4, linestyle=":")
             axis.set_xlabel(name)
-        axes[0].set_ylabel("training loss")
+            _name_heights(axis, "training loss")
         axes[0].legend(frameon=False)
 
     note = "Thin lines are steps, thick lines medians. Dotted lines mark steps that the guard rejected."
@@ -281,7 +291,7 @@ def _evaluations(runs: Sequence[Run]) -> str:
                 x, y = [row["step"] for row in rows], [row[name] for row in rows]
                 axis.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.label)
             axis.set_xlabel("steps")
-            axis.set_ylabel(name.replace("_", " "))
+            _name_heights(axis, name.replace("_", " "))
         axes[0].legend(frameon=False)
 
     return _figure(len(names), draw)
@@ -308,13 +318,16 @@ def _trials(run: Run) -> str:
             steps = range(1, len(trial["losses"]) + 1)
             axes[0].plot(steps, trial["losses"], color=f"C{number}", label=f"{trial['lr']:g}")
         axes[0].set_xlabel("steps")
-        axes[0].set_ylabel("training loss")
+        _name_heights(axes[0], "training loss")
         axes[0].legend(frameon=False, title="learning rate")
         rated = sorted((trial["lr"], trial["loss"]) for trial in run.trials if trial["loss"] is not None)
         axes[1].plot(*zip(*rated, strict=True), color="C7", marker="o", markersize=4)
         axes[1].set_xscale("log")
+        rates = [rate for rate, _ in rated]
+        axes[1].set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45 if len(rates) > _UPRIGHT else 0)
+        axes[1].set_xticks([], minor=True)
         axes[1].set_xlabel("learning rate")
-        axes[1].set_ylabel("mean loss of the last steps")
+        _name_heights(axes[1], "mean loss of the last steps")
 
     head = ["learning rate", "steps", "loss", "forwards", "minutes"]
     rows = [
@@ -350,13 +363,16 @@ def _costs(runs: Sequence[Run]) -> str:
 
 
 def _lanes(runs: Sequence[Run]) -> str:
+    """A table of lanes; nothing where all there was is computing."""
     rows = []
     for lane in Lane:
         uses = [[row["lanes"][lane.value] for row in run.steps if lane.value in row.get("lanes", {})] for run in runs]
         if any(use["busy"] for run_uses in uses for use in run_uses):
             rows.append([lane.value, *map(_use, uses)])
+    if len(rows) < 2:
+        return ""
     note = "The share of a step in which a lane was busy, and the bytes it moved: medians over steps."
-    return _table(["", *(run.name for run in runs)], rows) + f"<p>{note}</p>"
+    return "<h2>Lanes</h2>" + _table(["", *(run.name for run in runs)], rows) + f"<p>{note}</p>"
 
 
 def _use(uses: Sequence[dict[str, float]]) -> str:
@@ -398,6 +414,14 @@ def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
+def _name_heights(axis: Axes, name: str) -> None:
+    """Let an axis begin at zero or, where curves would then be flat, say where it begins."""
+    bottom, top = axis.get_ylim()
+    if 0 < bottom < top / 2:
+        axis.set_ylim(bottom=0)
+    axis.set_ylabel(name if bottom < top / 2 else f"{name}, from {bottom:.3g}")
+
+
 def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
     """Draw charts side by side, as SVG."""
     try:
@@ -429,10 +453,6 @@ def _medians(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
         [statistics.median(x[start : start + length]) for start in starts],
         [statistics.median(y[start : start + length]) for start in starts],
     )
-
-
-def _running(values: Sequence[Any], start: Any = 0) -> list[Any]:
-    return list(itertools.accumulate(values, initial=start))[1:]
 
 
 def _number(value: float) -> str:
