@@ -132,7 +132,7 @@ def test_a_file_of_a_split_model_that_lies_elsewhere_is_refused(tmp_path: Path) 
         (gguf_bytes(METADATA, TENSORS, version=1), UnsupportedModelError, "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), UnsupportedModelError, "big-endian"),
         (gguf_bytes(METADATA | {"general.alignment": 24}, TENSORS), CheckpointError, "a power of 2"),
-        (gguf_bytes(METADATA, [Tensor("a", (256,), 16, b"")]), UnsupportedModelError, "F64"),
+        (gguf_bytes(METADATA, [Tensor("a", (256,), 28, b"")]), UnsupportedModelError, "F64"),
         (gguf_bytes(METADATA, [Tensor("a", (256,), 99, b"")]), UnsupportedModelError, "type 99"),
         (gguf_bytes(METADATA, [Tensor("a", (2, 48), "Q4_0", bytes(54))]), CheckpointError, "whole blocks of 32"),
         (gguf_bytes(METADATA, [Tensor("a", (0,), "F32", b"")]), CheckpointError, "sizes of at least 1"),
