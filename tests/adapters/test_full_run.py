@@ -33,7 +33,16 @@ from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6
 LR = 1e-2
-TIMED = {"tokens_per_second", "seconds", "rss_bytes", "peak_rss_bytes", "evaluation_seconds", "bound_seconds", "lanes"}
+TIMED = {
+    "tokens_per_second",
+    "snapshot_bytes",
+    "seconds",
+    "rss_bytes",
+    "peak_rss_bytes",
+    "evaluation_seconds",
+    "bound_seconds",
+    "lanes",
+}
 TIMED |= {"bytes_moved", "tokens"}  # lost with the others where a row was made up from the journal
 EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
 

@@ -14,6 +14,7 @@ from command_lines import done, make_place, refusal
 from zo2adapters import train
 from zo2adapters.commands.option_fields import option_names
 from zo2adapters.commands.parsing import nearest_name
+from zo2adapters.commands.rows import WriteRows
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.recipe import read_recipe
 from zo2core import Journal
@@ -200,9 +201,11 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
     assert "the unknown option --lrr" in refusal("plan", *given, "--lrr", 3, "--lr", 3)
 
 
-def test_an_unknown_key_without_a_similar_name_is_refused_with_all_names(here: Path) -> None:
+def test_an_unknown_key_without_a_similar_name_says_where_all_names_are(here: Path) -> None:
     line = refused_recipe(f"{RECIPE}qqqq: 1\n")
-    assert all(f" {name}" in line for name in option_names(Train))
+    assert line.endswith("found the key qqqq; expected an option of zo2 train. What to do: see zo2 train --help-all.")
+    few = refusal("rows", "--qqqq", 1)
+    assert all(f"--{name.replace('_', '-')}" in few for name in option_names(WriteRows))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def outcome(run: Path) -> dict[str, object]:
     """Everything of a run that does not measure time."""
     timed = {
         "tokens_per_second",
+        "snapshot_bytes",
         "seconds",
         "rss_bytes",
         "peak_rss_bytes",

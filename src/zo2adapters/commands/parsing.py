@@ -20,6 +20,7 @@ from zo2core.errors import OptionError
 _NUMBERS = {int: "a whole number", float: "a number"}
 _WHERE = "command line"
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
+_MOST_LISTED = 20  # options that a message lists
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 # Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
@@ -237,7 +238,8 @@ def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str
     nearest = nearest_name(name.replace("-", "_"), names)
     shown = [prefix + (known_name.replace("_", "-") if prefix else known_name) for known_name in names]
     if nearest is None:
-        return {"expected": f"an option of {command}: {', '.join(shown)}", "remedy": f"see {command} --help"}
+        listed, every = ("", "-all") if len(shown) > _MOST_LISTED else (f": {', '.join(shown)}", "")
+        return {"expected": f"an option of {command}{listed}", "remedy": f"see {command} --help{every}"}
     suggestion = shown[names.index(nearest)]
     return {
         "expected": f"an option of {command}; did you mean {suggestion}",

@@ -171,7 +171,8 @@ def _summary(runs: Sequence[Run]) -> str:
         few = max(len(losses) // 20, 1)
         seconds = [row["seconds"] for row in run.steps if "seconds" in row]
         refused = run.refused
-        written = sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
+        snapshots = sum(row["snapshot_bytes"] for row in run.steps if _is_number(row.get("snapshot_bytes")))
+        written = snapshots + sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
         peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
         storage = run.options.get("storage")
         budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
@@ -189,7 +190,8 @@ def _summary(runs: Sequence[Run]) -> str:
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
             "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
             "steps rejected by the guard": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
-            "written to disk": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps",
+            "written to disk, with snapshots": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} "
+            "in 1,000 steps",
             "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
         }
         cells_of_runs.append(cells)
@@ -203,8 +205,7 @@ def _of_trials(run: Run) -> dict[str, str]:
     """What choosing the learning rate took before."""
     if not run.trials:
         return {}
-    forwards, seconds = (sum(trial[name] for trial in run.trials) for name in ("forwards", "seconds"))
-    return {"forwards, minutes of trials before": f"{forwards:,}, {_number(seconds / 60)}"}
+    return {"forwards of trials before": f"{sum(trial['forwards'] for trial in run.trials):,}"}
 
 
 def _file_name(path: object) -> str:
@@ -416,10 +417,10 @@ def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]
 
 def _name_heights(axis: Axes, name: str) -> None:
     """Let an axis begin at zero or, where curves would then be flat, say where it begins."""
-    bottom, top = axis.get_ylim()
-    if 0 < bottom < top / 2:
+    (bottom, top), lowest = axis.get_ylim(), axis.dataLim.ymin
+    if 0 <= lowest < top / 2:
         axis.set_ylim(bottom=0)
-    axis.set_ylabel(name if bottom < top / 2 else f"{name}, from {bottom:.3g}")
+    axis.set_ylabel(f"{name}, from {bottom:.3g}" if lowest >= top / 2 > 0 else name)
 
 
 def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:

@@ -303,6 +303,7 @@ class Trainer:
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
+            snapshots = self._method.snapshot_bytes(engine)
             while True:
                 if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluated, metrics, live, bar)
@@ -313,11 +314,14 @@ class Trainer:
                 rows = next(batches)
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
-                record = step_record(engine.journal.steps[result.step], result, batch, self._task.measured())
+                lines = self._method.after_step(engine, result)
+                written, snapshots = snapshots, self._method.snapshot_bytes(engine)
+                measured = {**self._task.measured(), "snapshot_bytes": snapshots - written}
+                record = step_record(engine.journal.steps[result.step], result, batch, measured)
                 if result.step >= recorded:
                     write_row(metrics, record)
                     live.row(record)
-                for line in self._method.after_step(engine, result):
+                for line in lines:
                     self._print(bar, line)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()

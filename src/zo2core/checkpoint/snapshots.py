@@ -54,6 +54,7 @@ class Snapshots:
         self._chain = chain
         self._require_version = require_version
         self._last: int | None = None  # step of the last snapshot written or read by this object
+        self.written = 0  # bytes that this object has written
 
     def path(self, step: int) -> Path:
         """Path of a step's snapshot."""
@@ -105,6 +106,7 @@ class Snapshots:
         try:
             make_directory(self._directory)
             replace_file(self.path(step), content)
+            self.written += self.path(step).stat().st_size
         except OSError as error:
             raise OutputError(
                 self.path(step),

@@ -55,6 +55,10 @@ class RunMethod(ABC):
     def after_step(self, engine: Any, report: StepResult) -> list[str]:
         """Do what is due after a step, and return messages, a line each."""
 
+    def snapshot_bytes(self, engine: Any) -> int:
+        """Bytes of snapshots that this process has written."""
+        return 0
+
     @abstractmethod
     def at_step(self, engine: Any, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
