@@ -127,7 +127,7 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
@@ -364,7 +364,7 @@ def in_memory(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return outcome(folder / "run")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", TURN_PLACES)
 def test_a_streamed_run_killed_at_any_place_ends_as_one_in_memory(
     place: str, here: Path, apart: Apart, in_memory: dict[str, object]

@@ -495,7 +495,7 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
         open_checkpoint(base, adapter=Adapter(config=config("llama")))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_kind_on_the_command_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest

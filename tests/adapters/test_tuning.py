@@ -163,7 +163,7 @@ def test_options_that_would_not_be_heeded_are_refused(
     assert not options.output.exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimization", "says"),
     [

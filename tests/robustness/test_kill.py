@@ -413,7 +413,7 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(
     assert_ended_as(run, reference)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_setup
 def test_a_run_killed_at_any_call_ends_as_the_undisturbed_one(
     server: Server,

@@ -154,7 +154,7 @@ PLACES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
