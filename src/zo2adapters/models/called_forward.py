@@ -87,6 +87,7 @@ class CalledForward:
         try:
             self._call(CalledModel(self._model, leave), dict(batch))
         except _LeaveError:
+            self._model.routers.require_asked(passed)
             inputs = {key: value for key, value in passed.items() if _affects_layers(key, value)}
             return CalledBatch(batch, self._model.prepared_inputs(inputs))
         raise UnsupportedModelError(

@@ -117,12 +117,12 @@ class HFBlockModel:
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
-        self._routers = RouterLogits(skeleton, self._layers)
+        self.routers = RouterLogits(skeleton, self._layers)
         for i, layer in enumerate(self._layers):
             layers[i] = Stub(layer, self._recorder, last=i + 1 == len(self._layers), returned=architecture.returned)
-        self._routers.join(layers[-1])
+        self.routers.join(layers[-1])
         if loss_chunk is not None:
-            self._routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
+            self.routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -202,7 +202,7 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
-        self._routers.require_none("perturbation", "directions of low rank")
+        self.routers.require_none("perturbation", "directions of low rank")
         self._low_rank = self._low_rank or LowRankModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
@@ -234,17 +234,17 @@ class HFBlockModel:
         recorder.reset()
         set_batch_shape(self._low_rank, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
-            self._called(**inputs, **self._routers.off)
+            self._called(**inputs, **self.routers.off)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
-        return Activations(recorder.hidden, LayerCalls.of(recorder.calls), self._routers.none)
+        return Activations(recorder.hidden, LayerCalls.of(recorder.calls), self.routers.none)
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments."""
         args, kwargs = activations.calls.layer(index)
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
-        with self._casting(), self._routers.recorded(activations.routed) as routed:
+        with self._casting(), self.routers.recorded(activations.routed) as routed:
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed))
 
@@ -275,14 +275,14 @@ class HFBlockModel:
     def epilogue(self, final: Activations, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on, and return its result."""
         self._recorder.final = final.hidden
-        self._recorder.at_end = partial(self._routers.replay, final.routed)
+        self._recorder.at_end = partial(self.routers.replay, final.routed)
         set_batch_shape(self._low_rank, self.by_token(final.hidden))
-        router_losses = {name: bool(final.routed) for name in self._routers.off}
+        router_losses = {name: bool(final.routed) for name in self.routers.off}
         try:
             with self._casting():
                 return self._called(**{**router_losses, **inputs})
         finally:
-            self._recorder.final = None
+            self._recorder.final, self._recorder.at_end = None, None  # which hold the logits' graphs
 
     def _epilogue(self, final: Activations, output_name: str, **inputs: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), output_name))

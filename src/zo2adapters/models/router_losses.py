@@ -50,6 +50,16 @@ class RouterLogits:
         self.none: tuple[torch.Tensor | None, ...] = (None,) * len(routers)  # before the first block
         self._replay = self._stand_in() if routers else None
 
+    def require_asked(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a call of the model that asks for router logits which the config does not ask for."""
+        if arguments.get(_OPTION) and not self.none:
+            raise UnsupportedModelError(
+                f"the model's argument {_OPTION}",
+                found="true, for a model whose blocks do not keep them",
+                expected=f"{_OPTION}: true in a mixture's config.json",
+                remedy="set it there, or leave the argument out",
+            )
+
     def require_none(self, where: str, found: str) -> None:
         """Refuse what computes the loss from logits alone."""
         if self.none:
@@ -59,8 +69,11 @@ class RouterLogits:
     @contextmanager
     def recorded(self, routed: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
         """A context in which a layer runs, whose routers' logits are added to those of the layers before."""
-        self._routed = list(routed)
-        yield self._routed
+        self._routed = added = list(routed)
+        try:
+            yield added
+        finally:
+            self._routed = []
 
     def join(self, stub: nn.Module) -> None:
         """Give the last layer's stub a router, where transformers looks for one."""

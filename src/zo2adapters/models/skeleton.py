@@ -46,7 +46,7 @@ class CallRecorder:
         self.calls: list[LayerCall] = []
         self.hidden: torch.Tensor | None = None  # the last layer's input
         self.final: torch.Tensor | None = None  # set during the epilogue
-        self.at_end: Callable[[], object] = lambda: None  # called by the last stub in the epilogue
+        self.at_end: Callable[[], object] | None = None  # called by the last stub in the epilogue
 
 
 class StandIn(nn.Module):
@@ -80,7 +80,7 @@ class Stub(StandIn):
         recorder = self.recorder
         if recorder.final is not None:
             hidden_states = recorder.final
-            if self.last:
+            if self.last and recorder.at_end is not None:
                 recorder.at_end()
         else:
             recorder.calls.append((args, kwargs))
