@@ -12,6 +12,7 @@ import pytest
 from command_lines import refusal, run_here
 from huggingface_hub import ModelCard
 from runs import finish, small_run
+from transformers import AutoTokenizer
 
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.model_card import model_card
@@ -82,6 +83,9 @@ def test_an_adapter_has_a_card_that_loads_it_with_peft(run_directory: Path, tmp_
     card = card_of(tmp_path / "adapter")
     assert (card.data.library_name, "lora" in card.data.tags) == ("peft", True)
     assert "PeftModel.from_pretrained" in card.text
+    assert "AutoTokenizer.from_pretrained" in card.text
+    tokenizers: list[Any] = [AutoTokenizer.from_pretrained(path) for path in (tmp_path / "adapter", run_directory / "model")]
+    assert tokenizers[0]("the cat").input_ids == tokenizers[1]("the cat").input_ids
 
 
 def test_a_run_that_trains_an_adapter_exports_its_card(tmp_path: Path) -> None:

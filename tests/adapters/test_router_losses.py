@@ -13,8 +13,9 @@ from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters.models.called_forward import CalledForward
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
 
@@ -101,6 +102,23 @@ def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path
     adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["o_proj"]), seed=1)
     with pytest.raises(OptionError, match="output_router_logits is true"):
         Engine(open_checkpoint(asked, adapter=adapter), low_rank)
+
+
+def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> None:
+    asked, silent = (open_checkpoint(save("qwen3_moe", tmp_path / str(asks), asks=asks)) for asks in (True, False))
+
+    def loss(called: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = called(**inputs, output_router_logits=True).loss
+        return loss
+
+    method, losses = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), []
+    for forward in (None, CalledForward(asked, loss)):
+        with Engine(asked, method) as engine:
+            losses.append(engine.step(batch(), forward, seed=1).losses)
+    assert losses[0] == losses[1]
+    assert asked._recorder.at_end is None, "the logits would stay in memory"
+    with Engine(silent, method) as engine, pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        engine.step(batch(), CalledForward(silent, loss))
 
 
 def test_a_family_that_ignores_the_setting_ignores_it_here(tmp_path: Path) -> None:

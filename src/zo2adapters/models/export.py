@@ -71,7 +71,7 @@ def export_adapter(
         task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
         inference_mode=True,
     )
-    write_adapter(Path(directory), plain_config(config), parts.tensors, files)
+    write_adapter(Path(directory), plain_config(config), parts.tensors, {**model.tokenizer_files, **files})
 
 
 class _Parts:

@@ -132,6 +132,11 @@ class HFBlockModel:
         return decisive_config(self.config, dtypes, self.saved_form.constants)
 
     @property
+    def tokenizer_files(self) -> dict[str, Path | bytes]:
+        """The companions that are an adapter's, too: all but the model's config."""
+        return {name: file for name, file in self.companions.items() if name != "config.json"}
+
+    @property
     def skeleton(self) -> PreTrainedModel:
         """The Hugging Face model with stubs for its layers. ``CalledForward`` calls it.
 

@@ -89,7 +89,7 @@ def model_card(
 
 def files_of_run(journal: Journal, *, base: str, options: TrainOptions | None, head: str, **card: Any) -> dict[str, bytes]:
     """The files beside a model or an adapter that a run has made: its card, and the prompts that it was trained on."""
-    prompt = {} if options is None else prompt_of(options.rows, options.data)
+    prompt = {} if options is None or options.takes_labels else prompt_of(options.rows, options.data)
     data = None if options is None else str(options.data)
     files = {CARD: model_card(journal, base=base, head=head, data=data, prompt=prompt, **card)}
     return files | ({PROMPT: _json(prompt).encode() + b"\n"} if prompt else {})

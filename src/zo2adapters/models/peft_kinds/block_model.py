@@ -44,8 +44,7 @@ class PeftBlockModel(HFBlockModel):
         """Write the adapter's config and its tensors among these as peft does, the base's tokenizer, and further files."""
         names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
-        beside = {name: file for name, file in self.companions.items() if name != "config.json"}
-        write_adapter(directory, plain_config(self.adapter.config), saved, {**beside, **files})
+        write_adapter(directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files})
 
     def module_at(self, path: str) -> nn.Module:
         """A module of the model, such as peft's around a layer, by its path."""
