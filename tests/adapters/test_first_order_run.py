@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here, write_rows
 from random_kills import KilledRuns, require_same_outcome
+from runs import TIMED
 from safetensors import safe_open
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
@@ -37,17 +38,6 @@ peft: Any = pytest.importorskip("peft")
 
 CONFIG = "lora/adapter_config.json"
 STEPS = 6
-TIMED = {
-    "tokens_per_second",
-    "snapshot_bytes",
-    "seconds",
-    "rss_bytes",
-    "peak_rss_bytes",
-    "evaluation_seconds",
-    "bound_seconds",
-    "lanes",
-}
-TIMED |= {"bytes_moved", "tokens"}  # lost with the others where a row was made up from the journal
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from command_lines import Apart, done, make_place, refusal, run_here
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from profiles import LONG
 from random_kills import KilledRuns, require_same_outcome
+from runs import TIMED
 from safetensors.torch import load_file
 from strikes import JOURNAL, PLACES, TRAINER, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,17 +34,6 @@ from zo2core.sources.loader import laid_out_as_on_disk
 
 STEPS = 6
 LR = 1e-2
-TIMED = {
-    "tokens_per_second",
-    "snapshot_bytes",
-    "seconds",
-    "rss_bytes",
-    "peak_rss_bytes",
-    "evaluation_seconds",
-    "bound_seconds",
-    "lanes",
-}
-TIMED |= {"bytes_moved", "tokens"}  # lost with the others where a row was made up from the journal
 EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
 
 

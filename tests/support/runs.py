@@ -17,6 +17,9 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 
+TIMED = {"tokens_per_second", "seconds", "bound_seconds", "evaluation_seconds", "lanes", "rss_bytes", "peak_rss_bytes"}
+TIMED |= {"bytes_moved", "snapshot_bytes", "tokens"}  # lost with the others where a row was made up from the journal
+
 
 def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainOptions:
     """Make ``base`` and ``rows.jsonl`` in a folder.
@@ -82,21 +85,9 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
 
 def outcome(run: Path) -> dict[str, object]:
     """Everything of a run that does not measure time."""
-    timed = {
-        "tokens_per_second",
-        "snapshot_bytes",
-        "seconds",
-        "rss_bytes",
-        "peak_rss_bytes",
-        "evaluation_seconds",
-        "bytes_moved",
-        "bound_seconds",
-        "lanes",
-    }
-    timed |= {"tokens"}  # lost with the other numbers, where the journal outlives the metrics
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "journal": (run / "journal.jsonl").read_bytes(),
         "weights": (run / "model" / "model.safetensors").read_bytes(),
-        "metrics": [{key: value for key, value in row.items() if key not in timed} for row in rows],
+        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
     }
