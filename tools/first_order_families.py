@@ -29,6 +29,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2core import Engine, FirstOrder, ZO2Error
 
 STEPS = 3
+LR = 1e-2
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -40,13 +41,33 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def trained_by_peft(
+    whole: Any, config: Any, first: dict[str, torch.Tensor], rows: dict[str, torch.Tensor], *, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train peft's adapter on the whole model from its first values; return losses and parameters."""
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in first
+        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
+        parameter.data = first.get(name, parameter.data).clone()
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
+    optimizer, losses = torch.optim.SGD(trained.values(), lr=LR), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = whole(**rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in trained.items()}
+
+
 def compare(model_type: str, directory: Path, targets: list[str]) -> dict[str, Any]:
     """Test one family; its ``outcome`` is equal, different, refused, or not built."""
     try:
         small_model(small_config(model_type)).save_pretrained(directory)
         whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-        optimizer = partial(torch.optim.SGD, lr=1e-2)
+        optimizer = partial(torch.optim.SGD, lr=LR)
         model: Any = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error)[:300]}
@@ -59,20 +80,8 @@ def compare(model_type: str, directory: Path, targets: list[str]) -> dict[str, A
             learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error)[:300]}
-    peft.inject_adapter_in_model(model.adapter.config, whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in first
-        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
-        parameter.data = first.get(name, parameter.data).clone()
-    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-    resident, expected = optimizer(list(trained.values())), []
-    for _ in range(STEPS):
-        resident.zero_grad()
-        loss = whole(**batch(), use_cache=False).loss
-        loss.backward()
-        resident.step()
-        expected.append(loss.item())
-    other = [name for name, value in learned.items() if not torch.equal(value, trained[name].detach())]
+    expected, trained = trained_by_peft(whole, model.adapter.config, first, batch(), steps=STEPS)
+    other = [name for name, value in learned.items() if not torch.equal(value, trained[name])]
     is_equal = not other and losses == expected
     return {"outcome": "equal" if is_equal else "different", "losses": [losses, expected], "parameters": other[:5]}
 

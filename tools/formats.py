@@ -21,7 +21,7 @@ import peft
 import torch
 from coded_checkpoints import save_four_bits, save_gpt_oss
 from families import small_config, small_model
-from first_order_families import batch
+from first_order_families import LR, batch, trained_by_peft
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
@@ -32,8 +32,6 @@ FORMATS = ["bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"]
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax", "phimoe"]
 MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
-Tensors = dict[str, torch.Tensor]
-LR = 1e-2
 STEPS = 2
 
 
@@ -49,27 +47,6 @@ def written(family: str, form: str, folder: Path) -> Path | None:
         return folder / "plain"
     quantize(folder / "plain", folder / "coded", form)
     return folder / "coded"
-
-
-def trained_by_peft(
-    decoded: Path, config: Any, first: dict[str, torch.Tensor]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and parameters of the whole model."""
-    whole: Any = AutoModelForCausalLM.from_pretrained(decoded, dtype="auto")
-    peft.inject_adapter_in_model(config, whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in first
-        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
-        parameter.data = first.get(name, parameter.data).clone()
-    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-    optimizer, losses = torch.optim.SGD(trained.values(), lr=LR), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = whole(**batch(), use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
 
 def outcome(family: str, form: str, folder: Path) -> str:
@@ -88,7 +65,8 @@ def outcome(family: str, form: str, folder: Path) -> str:
             learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
     except ZO2Error as error:
         return f"refused: {type(error).__name__}, found {error.found}"
-    expected, trained = trained_by_peft(folder / "decoded", model.adapter.config, first)
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder / "decoded", dtype="auto")
+    expected, trained = trained_by_peft(whole, model.adapter.config, first, batch(), steps=STEPS)
     if losses != expected or not all(torch.equal(value, trained[name]) for name, value in learned.items()):
         return "different"
     specs = [spec for layout in model.layouts for spec in layout.parameters]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import small_config, small_model
+from first_order_families import LR, trained_by_peft
 from profiles import each_choice
 from transformers import AutoModelForCausalLM
 
@@ -55,26 +56,13 @@ def test_gradients_have_the_routers_share(family: str, dtype: torch.dtype, bucke
     base = save(family, tmp_path / "base", dtype)
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    optimizer, expected = partial(torch.optim.SGD, lr=1e-2), []
-    with Engine(model, FirstOrder(optimizer), memory=memory(buckets)) as engine:
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
         losses = [engine.step(batch()).loss for _ in range(2)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    whole = whole_model(base)
-    peft.inject_adapter_in_model(config, whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in first
-        parameter.data = first.get(name, parameter.data).clone()
-    trained = {name: value for name, value in whole.named_parameters() if name in first}
-    resident = optimizer(list(trained.values()))
-    for _ in range(2):
-        resident.zero_grad()
-        loss = whole(**batch(), use_cache=False).loss
-        loss.backward()
-        resident.step()
-        expected.append(loss.item())
+    expected, trained = trained_by_peft(whole_model(base), config, first, batch(), steps=2)
     assert losses == expected
-    assert [name for name, value in learned.items() if not torch.equal(value, trained[name].detach())] == []
+    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
 
 
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))

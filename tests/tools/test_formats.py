@@ -17,5 +17,5 @@ def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path:
 
 
 def test_steps_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "trained_by_peft", lambda *arguments: ([0.0] * formats.STEPS, {}))
+    monkeypatch.setattr(formats, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {}))
     assert formats.outcome("llama", "bfloat16", tmp_path) == "different"
