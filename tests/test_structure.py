@@ -162,7 +162,7 @@ MOST_LINES = {
     "zo2core/estimators": 521,
     "zo2core/io": 442,
     "zo2core/journal": 636,
-    "zo2core/kernels": 1292,
+    "zo2core/kernels": 1356,
     "zo2core/methods": 1022,
     "zo2core/noise": 168,
     "zo2core/optimizers": 562,
@@ -172,7 +172,7 @@ MOST_LINES = {
     "zo2core/schedulers": 365,
     "zo2core/shared": 317,
     "zo2core/sources": 1073,
-    "zo2core/sweep": 2573,
+    "zo2core/sweep": 2625,
     "zo2core/types": 536,
     "zo2core/workers": 321,
 }

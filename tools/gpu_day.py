@@ -13,6 +13,7 @@ stay on the device: equal bits, or the tolerance that the job names. Benchmarks 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import platform
 import statistics
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,7 @@ class Place(NamedTuple):
     device: str
     tiny: bool  # whether models are so small that a CPU runs them in a second
     folder: Path  # for its files
+    output: Path  # for what is kept beside its result
 
 
 class Job(NamedTuple):
@@ -143,14 +145,19 @@ def bits_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
 
 def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quantized: str | None = None) -> Result:
     """A LoRA trained by AdamW over the stream, against peft on the whole model with the same (decoded) weights."""
-    base, config = saved(place, dtype), lora()
-    path = base
-    if quantized is not None:
+    config = lora()
+    if quantized == "mxfp4":
+        from coded_checkpoints import save_gpt_oss
+
+        base, path = save_gpt_oss(place.folder)
+    else:
+        base = path = saved(place, dtype)
+    if quantized == "nf4":
         path = place.folder / quantized
         quantize(base, path, quantized)
     make = partial(torch.optim.AdamW, lr=1e-2)
     whole = resident_model(base, dtype, place)
-    if quantized is not None:
+    if quantized == "nf4":
         with Engine(open_checkpoint(path)) as engine:
             for name, value in engine.parameters_now():
                 whole.get_parameter(name).data.copy_(value)
@@ -164,7 +171,7 @@ def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quanti
             resident.get_parameter(names[name]).data.copy_(value.detach())
         optimizer, losses = make([resident.get_parameter(names[name]) for name in ours]), []
         for step in range(STEPS):
-            batch = batch_of(step)
+            batch = batch_of(step, vocabulary=min(512, whole.config.vocab_size))
             loss = resident(**{key: value.to(place.device) for key, value in batch.items()}).loss
             loss.backward()
             optimizer.step()
@@ -175,15 +182,15 @@ def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quanti
     return {"equal": same == count, "tensors": [same, count], "losses": losses}
 
 
-def check_full(place: Place, *, kept: int) -> Result:
+def check_full(place: Place, *, room: int) -> Result:
     """All parameters by AdamW, whose updates run on the host, against torch's on the device: within 1e-4."""
     base, make = saved(place, torch.float32), partial(torch.optim.AdamW, lr=1e-3)
     whole = resident_model(base, torch.float32, place)
     optimizer = make(whole.parameters())
     method = FirstOrder(TorchOptimizer(partial(torch.optim.AdamW, lr=1.0)), lr=1e-3)
-    memory = MemoryPolicy(host=HostPlan((), 1 << 40, None, keep_noise=False), activations=ROOM)
+    memory = MemoryPolicy(host=HostPlan((), 1 << 40, None, keep_noise=False), activations=room)
     if place.device != "cpu":
-        memory = memory_of(place, kept)
+        memory = memory_of(place, 0, room)
     with Engine(open_checkpoint(base), method, device=place.device, memory=memory) as engine:
         for step in range(STEPS):
             batch = batch_of(step)
@@ -322,17 +329,30 @@ def peak_bytes(place: Place) -> int:
     return peak
 
 
-def bench_lora(place: Place, *, geometry: str, gigabytes: float) -> Result:
-    """A step of a LoRA within so much device memory, against peft with the whole model on the device, if it fits there."""
-    from make_checkpoint import geometries, make_checkpoint
+def bench_lora(place: Place, *, geometry: str, gigabytes: float, nf4: bool = False) -> Result:
+    """A step of a LoRA within so much device memory, against peft with the whole model in bfloat16 there, if it fits.
 
-    path, config = place.folder / "base", config_of(place) if place.tiny else geometries()[geometry]
+    The streamed model's files are sparse; the other one has random weights.
+    """
+    from families import small_config
+    from make_checkpoint import geometries, make_checkpoint, make_sparse_coded
+
+    path = place.folder / "base"
     if place.tiny:
-        path = saved(place, torch.bfloat16)
+        config: Any = small_config("qwen3_moe") if nf4 else config_of(place)
+        path = saved(place, torch.bfloat16, config)
+        if nf4:
+            quantize(path, path := place.folder / "nf4", "nf4")
     else:
-        make_checkpoint(config, path, dtype=torch.bfloat16, seed=0)
+        config = geometries()[geometry]
+        if nf4:
+            make_sparse_coded(config, path, dtype=torch.bfloat16)
+        else:
+            make_checkpoint(config, path, dtype=torch.bfloat16, sparse=True)
+        config = geometries()[geometry]
     rows, tokens = (2, 24) if place.tiny else (1, 512)
-    batch, spans = batch_of(0, rows, tokens, 512), {"ours": list[float](), "peft": list[float]()}
+    batch = batch_of(0, rows, tokens, min(512, config.vocab_size))
+    spans: dict[str, list[float]] = {"ours": [], "peft": []}
     make, memory = partial(torch.optim.AdamW, lr=1e-4), MemoryPolicy(activations=ROOM)
     if place.device != "cpu":
         memory = MemoryPolicy(device=f"{gigabytes}GB", activations="1GB", least_activations="256MB")
@@ -345,7 +365,9 @@ def bench_lora(place: Place, *, geometry: str, gigabytes: float) -> Result:
         moved = {lane.value: list(use) for lane, use in lanes.items()}
     ours = peak_bytes(place)
     try:
-        resident = with_adapter(resident_model(path, torch.bfloat16, place), lora())
+        with torch.device(place.device):
+            whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        resident = with_adapter(whole.eval(), lora())
         optimizer = make([value for value in resident.parameters() if value.requires_grad])
         for _ in range(STEPS):
             with timed(place, spans["peft"]):
@@ -355,6 +377,41 @@ def bench_lora(place: Place, *, geometry: str, gigabytes: float) -> Result:
     except torch.OutOfMemoryError:
         spans["peft"] = []
     return {"seconds": spans, "peak_bytes": {"ours": ours, "peft": peak_bytes(place)}, "lanes": moved}
+
+
+def bench_overlap(place: Place) -> Result:
+    """How much of the copies to the device torch.profiler sees while kernels run; its trace is kept beside the result."""
+    config = config_of(place) if place.tiny else config_of(place, hidden_size=2048, intermediate_size=8192)
+    cuda = [] if place.device == "cpu" else [torch.profiler.ProfilerActivity.CUDA]
+    model, batch = open_checkpoint(saved(place, torch.float32, config)), batch_of(0, 1, 24 if place.tiny else 256)
+    method = ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=PhiloxNoise(Distribution.RADEMACHER))
+    with Engine(model, method, device=place.device, memory=memory_of(place, 0)) as engine:
+        engine.step(batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, *cuda]) as profiler:
+            engine.step(batch)
+    trace = place.output / "overlap-trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "dur" in event]
+
+    def spans(kind: str, word: str = "") -> list[tuple[float, float]]:
+        found = (event for event in events if event.get("cat") == kind and word in event["name"])
+        return merged((float(event["ts"]), float(event["ts"] + event["dur"])) for event in found)
+
+    kernels, copies = spans("kernel" if cuda else "cpu_op"), spans("gpu_memcpy", "HtoD")
+    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in kernels for begin, stop in copies)
+    totals = {"kernels": sum(end - start for start, end in kernels), "copies": sum(end - start for start, end in copies)}
+    return {"microseconds": totals | {"both at once": both}, "trace": trace.name}
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Unite spans that overlap."""
+    united: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(end, united[-1][1])
+        else:
+            united.append((start, end))
+    return united
 
 
 def bench_mezo(place: Place, *, geometry: str, dtype: torch.dtype) -> Result:
@@ -419,14 +476,20 @@ JOBS: Mapping[str, Job] = {
     "check: lora, float32, graphs kept": Job(40, partial(check_lora, dtype=FLOAT32, room=ROOM, kept=0)),
     "check: lora, bfloat16, run anew": Job(40, partial(check_lora, dtype=BFLOAT16, room=1, kept=4)),
     "check: lora, nf4": Job(40, partial(check_lora, dtype=BFLOAT16, room=ROOM, kept=0, quantized="nf4")),
-    "check: all parameters": Job(40, partial(check_full, kept=0)),
+    "check: lora, mxfp4": Job(40, partial(check_lora, dtype=BFLOAT16, room=ROOM, kept=0, quantized="mxfp4")),
+    "check: all parameters, graphs kept": Job(40, partial(check_full, room=ROOM)),
+    "check: all parameters, run anew": Job(40, partial(check_full, room=1)),
     "check: low rank": Job(40, partial(check_forwards, dtype=BFLOAT16, perturbation=LowRankPerturbation(rank=2))),
     "check: 2 queries, float32": Job(40, partial(check_forwards, dtype=FLOAT32)),
     "check: gguf": Job(30, check_gguf),
     "check: rewards": Job(40, check_rewards),
     "check: two runs over one base": Job(40, check_two_runs),
     "bench: mezo, opt-1.3b, float16": Job(120, partial(bench_mezo, geometry="opt-1.3b", dtype=torch.float16)),
-    "bench: lora, opt-13b within 8 GB": Job(240, partial(bench_lora, geometry="opt-13b", gigabytes=8)),
+    "bench: lora, opt-13b within 8 GB": Job(120, partial(bench_lora, geometry="opt-13b", gigabytes=8)),
+    "bench: lora, qwen3-30b-a3b nf4 within 8 GB": Job(
+        180, partial(bench_lora, geometry="qwen3-30b-a3b", gigabytes=8, nf4=True)
+    ),
+    "bench: overlap": Job(60, bench_overlap),
     "bench: disk to device": Job(60, bench_read),
 }
 
@@ -475,7 +538,7 @@ def main() -> int:
             continue
         if options.in_process:
             with tempfile.TemporaryDirectory() as folder:
-                result = run_job(name, Place(options.device, options.tiny, Path(folder)))
+                result = run_job(name, Place(options.device, options.tiny, Path(folder), options.output))
             partial_file = file.with_suffix(".partial")
             partial_file.write_text(json.dumps(result, indent=1))
             partial_file.replace(file)

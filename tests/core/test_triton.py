@@ -22,6 +22,10 @@ def test_the_interpreted_kernel_gives_the_references_bits(tmp_path: Path) -> Non
     run("interpret", tmp_path, TRITON_INTERPRET="1")
 
 
+def test_an_engine_changes_a_segment_in_one_launch_with_the_same_bits(tmp_path: Path) -> None:
+    run("engines", tmp_path, TRITON_INTERPRET="1")
+
+
 @pytest.mark.long_profile
 def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(tmp_path: Path) -> None:
     run("compile", tmp_path)

@@ -1,15 +1,26 @@
-"""What the tests of the Triton kernel run in processes of their own: ``interpret`` or ``compile``."""
+"""What the tests of the Triton kernel run in processes of their own: ``interpret``, ``engines`` or ``compile``."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from engines import zeroth_order
+from models import make_batch
+from toy import ToyBlockModel
 
-from zo2core import Distribution
+from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise
 from zo2core.kernels import dispatch, forming
+from zo2core.sweep import perturber
 from zo2core.types import Descend, Perturb, Program
 
 ARGUMENTS = {
@@ -38,7 +49,9 @@ ARGUMENTS = {
     "rank": "i32",
     "HIGH": "constexpr",
     "WIDE": "constexpr",
+    "places": "*i64",
     "GAUSSIAN": "constexpr",
+    "ROWS": "constexpr",
     "BLOCK": "constexpr",
 }
 
@@ -62,15 +75,15 @@ def interpret() -> None:
                     ours = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
                     theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
                     program = Program(seeds, own, then)
-                    triton_kernels.apply_drawing(ours, program, distribution, 9, start, out=out)
+                    triton_kernels.apply_drawing([ours], program, distribution, [9], start, outs=[out])
                     dispatch.apply_drawing(theirs, program, distribution, 9, start, out=expected)
                     given, zs = ours.clone(), [torch.randn(length).to(dtype) for _ in seeds]
                     also, then_given, then_expected = given.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
                     memory = {"scratch": torch.empty_like(ours), "decay_scratch": torch.empty_like(ours)}
-                    triton_kernels.apply(given, program, zs)
+                    triton_kernels.apply([given], program, [[z] for z in zs])
                     dispatch.apply(also, program, zs, **memory)
                     for shift in (1.0, 0.3):
-                        triton_kernels.perturb(then_given, given, zs[0], Perturb(0, shift, 1e-3))
+                        triton_kernels.perturb([then_given], [given], [zs[0]], Perturb(0, shift, 1e-3))
                         scratch = memory["scratch"]
                         dispatch.perturb(then_expected, also, zs[0], Perturb(0, shift, 1e-3), scratch=scratch)
                         assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, shift)
@@ -97,13 +110,13 @@ def compile_to_ptx() -> None:
 
     drawing = product((triton_kernels._apply_drawing, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
     one_dimension = [*drawing, (triton_kernels._apply, {}), (triton_kernels._perturb, {})]
-    variants = [(kernel, {**constants, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
+    variants = [(kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
     variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,
             signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
-            constexprs=constants,
+            constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
         ptx = compiled.asm["ptx"]
@@ -113,7 +126,59 @@ def compile_to_ptx() -> None:
             assert banned not in ptx, (kernel, constants, number, banned)
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "compile": compile_to_ptx}
+def engines() -> None:
+    """Hold an engine whose segments are changed by the interpreted kernels against one on the CPU's, and count launches."""
+    batch = {name: value for name, value in make_batch(40, [6, 6]).items() if name in ("input_ids", "labels")}
+    queries = partial(MultiQueryRGE, q=2)
+    cases: list[tuple[PhiloxNoise | None, bool, float, Callable[..., MeZOSGD], torch.dtype]] = [
+        (None, True, 0.1, MeZOSGD, torch.float32),
+        (None, False, 0.0, MeZOSGD, torch.float16),
+        (None, True, 0.1, queries, torch.float16),
+        (PhiloxNoise(), True, 0.1, MeZOSGD, torch.float16),
+        (PhiloxNoise(), False, 0.0, queries, torch.float32),
+    ]
+    for noise, tied, weight_decay, estimator, dtype in cases:
+        states, counted = [], Counter[str]()
+        for kernels in (None, counting(counted)):
+            with (
+                TemporaryDirectory() as folder,
+                patch.object(perturber, "triton_kernels", lambda _, kernels=kernels: kernels),
+            ):
+                model = ToyBlockModel(40, 8, 1, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
+                method = estimator(lr=1e-2, zo_eps=1e-2, weight_decay=weight_decay)
+                with zeroth_order(model, method, noise=noise, journal=Path(folder, "journal.jsonl")) as engine:
+                    losses = [engine.step(batch, seed=seed).losses for seed in (1, 2)]
+                    counted.clear()  # of the last step alone: it replays the one before, and perturbs
+                    losses.append(engine.step(batch, seed=3).losses)
+                    per_step = dict(counted)
+                    states.append((losses, {name: value.clone() for name, value in engine.parameters_now()}))
+        (losses, expected), (found_losses, found) = states
+        assert losses == found_losses, (noise, tied, weight_decay, estimator, dtype)
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]), (noise, tied, weight_decay, estimator, dtype, name)
+        # Three segments. A replay takes a launch for each kind of decay, every evaluation one.
+        if estimator is MeZOSGD and noise is None:
+            assert per_step["apply"] <= 3 * (2 if weight_decay else 1), per_step
+            assert per_step["perturb"] == 3 * 2, per_step
+        elif estimator is MeZOSGD:
+            assert per_step["apply_drawing"] <= 3 * (2 + bool(weight_decay) + tied), per_step
+
+
+def counting(counted: Counter[str]) -> SimpleNamespace:
+    """The kernels, with their launches counted."""
+    from zo2core.kernels import triton_kernels
+
+    def counts(name: str) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            counted[name] += 1
+            getattr(triton_kernels, name)(*arguments, **options)
+
+        return call
+
+    return SimpleNamespace(**{name: counts(name) for name in ("apply", "perturb", "apply_drawing")})
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "engines": engines, "compile": compile_to_ptx}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()

@@ -19,7 +19,7 @@ def test_every_check_holds_and_every_benchmark_runs_on_small_models(tmp_path: Pa
     for package in ("peft", "gguf"):
         pytest.importorskip(package)
     assert run(tmp_path, monkeypatch) == 0
-    results = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert results.keys() == {gpu_day.file_of(name) for name in gpu_day.JOBS}
     assert all(result.get("equal", True) and "error" not in result for result in results.values())
     assert all(result["machine"]["torch"] for result in results.values())

@@ -34,7 +34,7 @@ def perturb(
         native.perturb(out, theta, z, by, rounded=rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
-        kernels.perturb(out, theta, z, by)
+        kernels.perturb([out], [theta], [z], by)
     else:
         arithmetic.perturb(out, theta, z, by, scratch=scratch)
     if rounded is not None:
@@ -53,7 +53,7 @@ def apply(
     if native.takes(theta, *zs):
         native.apply(theta, program, zs)
     elif (kernels := triton_kernels(theta)) is not None:
-        kernels.apply(theta, program, zs)
+        kernels.apply([theta], program, [[z] for z in zs])
     else:
         arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
@@ -99,7 +99,8 @@ def apply_drawing(
         native.apply_drawing(theta, program, distribution, parameter, start, out=out, rounded=rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
-        kernels.apply_drawing(theta, program, distribution, parameter, start, out=out)
+        outs = None if out is None else [out]
+        kernels.apply_drawing([theta], program, distribution, [parameter], start, outs=outs)
     else:
         _apply_drawing(theta, program, distribution, parameter, start, out=out)
     if rounded is not None:

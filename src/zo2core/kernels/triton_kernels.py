@@ -1,5 +1,8 @@
 """One-pass CUDA kernels in Triton, with the bits of the reference. Directions are drawn in the kernel or passed in.
 
+One launch changes all parameters of a segment: launching from Python takes longer than most parameters' arithmetic. A table
+says where each lies.
+
 The module is imported for CUDA tensors only. Kernels are launched without fused multiply-adds (LAUNCH). The tests run them
 under Triton's interpreter, and compile them to PTX.
 """
@@ -8,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 import triton
@@ -94,24 +99,39 @@ def _run_instruction(weights, z, kind, scale, rate, weight_decay, number: tl.con
     return weights.to(number).to(tl.float32)
 
 
+@triton.jit
+def _place(places, ROWS: tl.constexpr):
+    """Find this program instance's parameter in the table: its column, and the instance's number among the parameter's."""
+    instance = tl.program_id(0).to(tl.int64)
+    firsts = tl.load(places + tl.arange(0, ROWS))
+    column = places + tl.sum((firsts <= instance).to(tl.int32)) - 1
+    return column, instance - tl.load(column)
+
+
 # Triton would compile again for an argument that is 1 or a multiple of 16, and pass a 1 as a constant without a dtype.
-@triton.jit(do_not_specialize=["in_place", "length", "numel", "parameter", "start"])
+@triton.jit(do_not_specialize=["in_place", "length", "parameter"])
 def _apply_drawing(
     theta,
     out,
+    places,
     instructions,  # int32, five for each instruction: kind and direction come first
     scalars,  # float32, the same memory: scale, rate and weight decay come last
     directions,  # int64, two for each direction: the seed comes first
     in_place,  # number of instructions that change theta; the others change the copy that is written to out
     length,  # number of all instructions
-    numel,
     parameter,
-    start,  # element of the parameter at which theta starts
     GAUSSIAN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = theta.dtype.element_ty
-    element = (start // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK
+    place, block = _place(places, ROWS)
+    theta += tl.load(place + ROWS)
+    out += tl.load(place + 2 * ROWS)
+    numel = tl.load(place + 4 * ROWS)
+    parameter = (parameter + tl.load(place + 5 * ROWS)).to(tl.int32)
+    start = tl.load(place + 6 * ROWS)  # element of the parameter at which theta starts
+    element = (start // BLOCK + block) * BLOCK
     at = element - start + tl.arange(0, BLOCK)
     inside = (at >= 0) & (at < numel)
     weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
@@ -143,13 +163,15 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
     tl.store(out + at, z.to(out.dtype.element_ty), mask=(at >= 0) & (at < numel))
 
 
-@triton.jit(do_not_specialize=["first", "last", "numel"])
-def _apply(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "last"])
+def _apply(theta, z, places, instructions, scalars, first, last, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     number = theta.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
+    place, block = _place(places, ROWS)
+    theta += tl.load(place + ROWS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(place + 4 * ROWS)
     weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
-    direction = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+    direction = tl.load(z + tl.load(place + 3 * ROWS) + at, mask=inside, other=0.0).to(tl.float32)
     for i in range(first, last):
         kind = tl.load(instructions + 5 * i)
         scale = tl.load(scalars + 5 * i + 2)
@@ -158,15 +180,16 @@ def _apply(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.conste
     tl.store(theta + at, weights.to(number), mask=inside)
 
 
-@triton.jit(do_not_specialize=["kind", "numel"])
-def _perturb(out, theta, z, kind, scale, rate, numel, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["kind"])
+def _perturb(out, theta, z, places, kind, scale, rate, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     number = theta.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
-    direction = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+    place, block = _place(places, ROWS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(place + 4 * ROWS)
+    weights = tl.load(theta + tl.load(place + ROWS) + at, mask=inside, other=0.0).to(tl.float32)
+    direction = tl.load(z + tl.load(place + 3 * ROWS) + at, mask=inside, other=0.0).to(tl.float32)
     weights = _run_instruction(weights, direction, kind, scale, rate, 0.0, number)
-    tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + tl.load(place + 2 * ROWS) + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "rank"])
@@ -189,35 +212,75 @@ def takes(theta: torch.Tensor) -> bool:
     return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
+class _Places(NamedTuple):
+    """Where the parameters of one launch lie."""
+
+    table: torch.Tensor  # int64 (7, rows): first instance; offsets of theta, out and z; elements; index; start
+    instances: int
+
+
+@lru_cache(maxsize=4096)
+def _places(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> _Places:
+    """Number the instances of a launch, and copy its table to the device. The host does not wait for the copy."""
+    rows = max(triton.next_power_of_2(len(columns)), 2)
+    firsts = [0, *accumulate(triton.cdiv(start % BLOCK + numel, BLOCK) for _, _, _, numel, _, start in columns)]
+    table = torch.full((7, rows), torch.iinfo(torch.int64).max, pin_memory=device.type == "cuda")
+    table[0, : len(columns)] = torch.tensor(firsts[:-1])
+    table[1:, : len(columns)] = torch.tensor(columns).T
+    return _Places(table.to(device, non_blocking=True), firsts[-1])
+
+
+def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Each tensor's distance from the first one, in elements."""
+    first, size = tensors[0].data_ptr(), tensors[0].element_size()
+    return [(tensor.data_ptr() - first) // size for tensor in tensors]
+
+
+def _launch_over(
+    thetas: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | None = None,
+    zs: Sequence[torch.Tensor] | None = None,
+    parameters: Sequence[int] | None = None,
+    start: int = 0,
+) -> _Places:
+    """Return the places of these tensors. Indices count from the first parameter's, so that equal blocks share a table."""
+    numels = [theta.numel() for theta in thetas]
+    none = [0] * len(thetas)
+    of_theta, of_out, of_z = _offsets(thetas), none if outs is None else _offsets(outs), none if zs is None else _offsets(zs)
+    indices = none if parameters is None else [parameter - parameters[0] for parameter in parameters]
+    starts = [start] * len(thetas)
+    return _places(thetas[0].device, tuple(zip(of_theta, of_out, of_z, numels, indices, starts, strict=True)))
+
+
 def apply_drawing(
-    theta: torch.Tensor,
+    thetas: Sequence[torch.Tensor],
     program: Program,
     distribution: Distribution,
-    parameter: int,
+    parameters: Sequence[int],
     start: int = 0,
     *,
-    out: torch.Tensor | None = None,
+    outs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Do what ``dispatch.apply_drawing`` does."""
+    """Do what ``dispatch.apply_drawing`` does, for parameters of one dtype in one launch."""
     in_place = len(program.instructions)
-    length = in_place if out is None else in_place + 1
-    if theta.numel() == 0 or length == 0:
+    length = in_place if outs is None else in_place + 1
+    places = _launch_over(thetas, outs, parameters=parameters, start=start)
+    if places.instances == 0 or length == 0:
         return
-    coded = table(program, theta.device)
-    blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
-    with _current(theta):
-        _apply_drawing[(blocks,)](
-            theta,
-            theta if out is None else out,
+    coded = table(program, thetas[0].device)
+    with _current(thetas[0]):
+        _apply_drawing[(places.instances,)](
+            thetas[0],
+            thetas[0] if outs is None else outs[0],
+            places.table,
             coded.instructions,
             coded.scalars,
             coded.directions,
             in_place,
             length,
-            theta.numel(),
-            parameter,
-            start,
+            parameters[0],
             GAUSSIAN=distribution is Distribution.GAUSSIAN,
+            ROWS=places.table.shape[1],
             BLOCK=BLOCK,
             **LAUNCH,
         )
@@ -234,29 +297,51 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
         )
 
 
-def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
-    """Do what ``dispatch.apply`` does: one pass for each run of instructions along one direction."""
-    if theta.numel() == 0:
-        return
-    coded, blocks = table(program, theta.device), triton.cdiv(theta.numel(), BLOCK)
-    with _current(theta):
-        first = 0
-        for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
-            last = first + len(list(run))
-            _apply[(blocks,)](
-                theta, zs[direction], coded.instructions, coded.scalars, first, last, theta.numel(), BLOCK=BLOCK, **LAUNCH
-            )
-            first = last
+def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Do what ``dispatch.apply`` does, for parameters of one dtype: one launch for each run along one direction.
+
+    ``zs`` has each direction's numbers, by parameter.
+    """
+    coded = table(program, thetas[0].device)
+    first = 0
+    for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
+        last = first + len(list(run))
+        places = _launch_over(thetas, zs=zs[direction])
+        if places.instances > 0:
+            with _current(thetas[0]):
+                _apply[(places.instances,)](
+                    thetas[0],
+                    zs[direction][0],
+                    places.table,
+                    coded.instructions,
+                    coded.scalars,
+                    first,
+                    last,
+                    ROWS=places.table.shape[1],
+                    BLOCK=BLOCK,
+                    **LAUNCH,
+                )
+        first = last
 
 
-def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb) -> None:
-    """Do what ``dispatch.perturb`` does."""
-    if theta.numel() == 0:
+def perturb(outs: Sequence[torch.Tensor], thetas: Sequence[torch.Tensor], zs: Sequence[torch.Tensor], by: Perturb) -> None:
+    """Do what ``dispatch.perturb`` does, for parameters of one dtype in one launch."""
+    places = _launch_over(thetas, outs, zs)
+    if places.instances == 0:
         return
-    coded = row(by)
-    with _current(theta):
-        _perturb[(triton.cdiv(theta.numel(), BLOCK),)](
-            out, theta, z, coded.kind, coded.scale, coded.rate, theta.numel(), BLOCK=BLOCK, **LAUNCH
+    coded, rows = row(by), places.table.shape[1]
+    with _current(thetas[0]):
+        _perturb[(places.instances,)](
+            outs[0],
+            thetas[0],
+            zs[0],
+            places.table,
+            coded.kind,
+            coded.scale,
+            coded.rate,
+            ROWS=rows,
+            BLOCK=BLOCK,
+            **LAUNCH,
         )
 
 

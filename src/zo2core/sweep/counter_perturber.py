@@ -14,7 +14,7 @@ import torch
 
 from zo2core.kernels import apply_drawing
 from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Stores
-from zo2core.sweep.perturber import TrajectoryPerturber
+from zo2core.sweep.perturber import TrajectoryPerturber, in_one_launch
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Program
 from zo2core.updates import Trajectory, compile_updates, split_updates
@@ -107,15 +107,25 @@ class CounterPerturber(TrajectoryPerturber):
         if not owned[False].instructions and owned[False].then is None:
             return
 
-        def run(view: ParameterView, start: int, stop: int) -> None:
+        def program_of(view: ParameterView) -> Program:
             program = owned[view.spec.decays] if view.owner == index else borrowed
             assert program is not None
+            return program
+
+        def run(view: ParameterView, start: int, stop: int) -> None:
+            program = program_of(view)
             theta = self._weights(view, stores, program)[start:stop]
             out, rounded = (None, None) if program.then is None else view.targets(start, stop)
             apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out, rounded=rounded)
 
-        views = self._buffer.segments[index]
-        self._run_all(index, run, [view for view in views if view.owner == index or borrowed is not None])
+        views = [view for view in self._buffer.segments[index] if view.owner == index or borrowed is not None]
+        if (kernels := self._kernels(index)) is None:
+            self._run_all(index, run, views)
+            return
+        for program, group in in_one_launch(views, program_of):
+            thetas = [self._weights(view, stores, program) for view in group]
+            outs = None if program.then is None else [view.work for view in group]
+            kernels.apply_drawing(thetas, program, self._distribution, [view.spec.index for view in group], outs=outs)
 
     def _weights(self, view: ParameterView, stores: Stores, program: Program) -> torch.Tensor:
         """Return the weights that a program runs on: those in a store, or low-bit ones converted to their stored dtype."""
@@ -135,8 +145,15 @@ class CounterPerturber(TrajectoryPerturber):
             theta, rounded = view.targets(start, stop)
             apply_drawing(theta, program, self._distribution, view.spec.index, start, rounded=rounded)
 
-        if program.instructions:
-            self._run_all(index, run, self._buffer.segments[index])
+        if not program.instructions:
+            return
+        views = self._buffer.segments[index]
+        if (kernels := self._kernels(index)) is None:
+            self._run_all(index, run, views)
+            return
+        for _, group in in_one_launch(views, lambda _: program):
+            indices = [view.spec.index for view in group]
+            kernels.apply_drawing([view.work for view in group], program, self._distribution, indices)
 
     def _run_all(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
         """Run on all ranges of these parameters, on several threads if that saves time."""

@@ -10,16 +10,17 @@ Elsewhere it is drawn again, on one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum, auto
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from zo2core.kernels import apply, perturb
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
-from zo2core.sweep.perturber import TrajectoryPerturber
+from zo2core.sweep.perturber import TrajectoryPerturber, in_one_launch
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Perturb, Program, Update
 from zo2core.updates import Trajectory, compile_updates, seeds_of, split_updates
@@ -98,10 +99,17 @@ class DrawnPerturber(TrajectoryPerturber):
         self, index: int, store: Store, updates: Sequence[Update], replayed: SimpleQueue[_Chunk] | None
     ) -> None:
         programs = [self._replays[update.step] for update in updates]
-        for view in self._buffer.segments[index]:
-            if view.owner == index:
+        views = [view for view in self._buffer.segments[index] if view.owner == index]
+        kernels = self._kernels(index) if self._buffer.keeps_noise else None
+        if kernels is None or any(len(program[False].seeds) != 1 for program in programs):
+            for view in views:
                 for_parameter = [program[view.spec.decays] for program in programs]
                 self._replay_parameter(view, store[view.position], for_parameter, replayed)
+            return
+        for owned in programs:
+            self._fill(views, owned[False].seeds[0])
+            for program, group in in_one_launch(views, partial(_program_of, owned)):
+                kernels.apply([store[view.position] for view in group], program, [[view.z for view in group]])
 
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
@@ -131,7 +139,7 @@ class DrawnPerturber(TrajectoryPerturber):
         replayed: SimpleQueue[_Chunk],
     ) -> bool:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
-        if self._worker is None or self._first is None:
+        if self._worker is None or self._first is None or self._kernels(index) is not None:
             return False
         owned = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
         if owned < self._parallel_from:
@@ -192,6 +200,11 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _perturb_half(self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None) -> None:
         """Perturb every ``parts``-th chunk of each parameter; chunks do not overlap."""
+        if (kernels := self._kernels(index)) is not None:
+            for _, group in in_one_launch(self._buffer.segments[index], lambda _: move):
+                thetas, zs = [_weights(view, sources) for view in group], [view.z for view in group]
+                kernels.perturb([view.work for view in group], thetas, zs, move)
+            return
         for view, start, stop in self._chunks(index, part, parts):
             z = self._noise_memory(view, start, stop, "move")
             self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
@@ -217,13 +230,17 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _draw(self, index: int, seed: int) -> None:
         """Draw one direction for a segment into the noise buffer, where tied weights keep theirs for other segments."""
-        for view in self._buffer.segments[index]:
+        self._fill(self._buffer.segments[index], seed)
+        self._drawn = seed
+
+    def _fill(self, views: Iterable[ParameterView], seed: int) -> None:
+        """Draw one direction for these parameters into the noise buffer."""
+        for view in views:
             if self._drawn_tied.get(view.spec.name) == seed:
                 continue
             for start, stop in view.chunks:
                 self._noise.fill(self._noise_memory(view, start, stop, "move"), seed, view.spec, start)
             self._note_drawn(view, seed)
-        self._drawn = seed
 
     def _note_drawn(self, view: ParameterView, seed: int) -> None:
         if view.tied and view.z is not None:
@@ -239,3 +256,8 @@ class DrawnPerturber(TrajectoryPerturber):
 def _weights(view: ParameterView, sources: Stores | None) -> torch.Tensor:
     """Return a parameter's weights in the stores, or those that are perturbed in place if ``sources`` is None."""
     return view.targets()[0] if sources is None else sources[view.owner][view.position]
+
+
+def _program_of(owned: Mapping[bool, Program], view: ParameterView) -> Program:
+    """Return the program of one of the segment's own parameters."""
+    return owned[view.spec.decays]

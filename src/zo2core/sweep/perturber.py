@@ -6,16 +6,24 @@ What first-order steps train is not perturbed: the third one only loads it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import TypeVar
 
+import torch
+
+from zo2core.kernels.dispatch import triton_kernels
 from zo2core.protocols import Stores
-from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Evaluation, Program
+from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
+from zo2core.types import Evaluation, Perturb, Program
 from zo2core.updates import Trajectory, compile_moves
 
 # Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on one thread.
 PARALLEL_FROM = 1 << 17
+
+
+P = TypeVar("P", bound=Perturb | Program)
 
 
 class Perturber(ABC):
@@ -71,8 +79,27 @@ class TrajectoryPerturber(Perturber):
         """The present version. See ``Perturber``."""
         return self._trajectory.version
 
+    def _kernels(self, index: int) -> ModuleType | None:
+        """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
+        views = self._buffer.segments[index]
+        if self._buffer.is_low_bit[index] or any(view.unrounded is not None for view in views):
+            return None
+        found = [triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64]
+        return found[0] if found and len(found) == len(views) and all(found) else None
+
     def _move(self, before: Evaluation | None, evaluation: Evaluation | None) -> Program:
         """Return the program that leads from one evaluation's weights to those of the next."""
         if (before, evaluation) not in self._moves:
             self._moves[before, evaluation] = compile_moves(before, evaluation, self._trajectory.zo_eps)
         return self._moves[before, evaluation]
+
+
+def in_one_launch(
+    views: Iterable[ParameterView], program_of: Callable[[ParameterView], P]
+) -> list[tuple[P, list[ParameterView]]]:
+    """Divide parameters into those that one launch changes: they share a program and a dtype."""
+    groups: dict[tuple[int, torch.dtype], tuple[P, list[ParameterView]]] = {}
+    for view in views:
+        program = program_of(view)
+        groups.setdefault((id(program), view.spec.dtype), (program, []))[1].append(view)
+    return list(groups.values())
