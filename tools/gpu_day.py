@@ -51,7 +51,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.kernels.encoding import decode
-from zo2core.types import GGUF_BLOCKS, GGUFRows, ParameterSpec
+from zo2core.types import GGUF_BLOCKS, GGUFRows, Lane, ParameterSpec
 
 STEPS = 3
 ROOM = 1 << 28  # bytes for activations
@@ -376,7 +376,11 @@ def bench_lora(place: Place, *, geometry: str, gigabytes: float, nf4: bool = Fal
                 optimizer.zero_grad()
     except torch.OutOfMemoryError:
         spans["peft"] = []
-    return {"seconds": spans, "peak_bytes": {"ours": ours, "peft": peak_bytes(place)}, "lanes": moved}
+    theirs, step = peak_bytes(place), statistics.median(spans["ours"])
+    ratios = {"upload / step": lanes[Lane.UPLOAD].busy_seconds / step if Lane.UPLOAD in lanes else None}
+    if spans["peft"]:
+        ratios |= {"time": step / statistics.median(spans["peft"]), "memory": ours / theirs if theirs else None}
+    return {"seconds": spans, "peak_bytes": {"ours": ours, "peft": theirs}, "ratios": ratios, "lanes": moved}
 
 
 def bench_overlap(place: Place) -> Result:
