@@ -46,6 +46,7 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
     "nvfp4": {"codes": ".weight_packed", "scales": ".weight_scale", "global": ".weight_global_scale"},
 }
 INT8_FORMAT = ".weight_format"  # bitsandbytes' layout of codes: 0 is row by row
+MATRIX = ".matrices."  # between the name of a tensor of three axes and the number of one of its matrices; of this package
 _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")  # of compressed-tensors, beside what is decoded
 _MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}  # suffixes that encoded layers alone have
 _MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": NF4_STATE}
@@ -227,10 +228,32 @@ def without_encodings(
             remedy="take quantization_config out of config.json if the weights are not quantised",
         )
     parts = {part for name in encoded for part in quantization.parts(name)}
+    encoded = _with_stacks(encoded)
     plain = {name: entry for name, entry in entries.items() if name not in parts}
     for name, (_, shape, (codes, *_)) in encoded.items():
         plain[name] = codes._replace(name=name, dtype=_PLAIN_DTYPES[dtype], shape=shape)
     return plain, encoded
+
+
+def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTensor]:
+    """Unite the matrices that this package wrote for a tensor of three axes; the others stay as they are."""
+    found: dict[str, EncodedTensor] = {}
+    stacks: dict[str, dict[int, EncodedTensor]] = {}
+    for name, matrix in encoded.items():
+        stack, _, number = name.removesuffix(".weight").partition(MATRIX)
+        if number.isdecimal():
+            stacks.setdefault(stack, {})[int(number)] = matrix
+        else:
+            found[name] = matrix
+    for name, by_number in stacks.items():
+        matrices = [by_number[number] for number in sorted(by_number)]
+        entry, shapes = matrices[0].parts[0], sorted({matrix.shape for matrix in matrices})
+        if len(shapes) > 1 or max(by_number) != len(matrices) - 1:
+            raise _malformed(entry, f"{len(matrices)} matrices of {name}, up to number {max(by_number)}, of shapes {shapes}")
+        stack_of = MatrixStack(tuple((matrix.encoding, matrix.shape[0]) for matrix in matrices))  # type: ignore[misc]
+        parts = tuple(part for matrix in matrices for part in matrix.parts)
+        found[name] = EncodedTensor(stack_of, (len(matrices), *shapes[0]), parts)
+    return found
 
 
 def encodings_of(

@@ -17,7 +17,7 @@ from torch import nn
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.quantized import INT8_FORMAT, NF4_STATE, SUFFIXES
+from zo2adapters.models.quantized import INT8_FORMAT, MATRIX, NF4_STATE, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -71,7 +71,7 @@ def _encoding(method: str, shapes: Sequence[tuple[int, int]]) -> MatrixEncoding:
 
 
 def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix, ...]]:
-    """The parameters to encode: layers' linear weights, and stacks of experts that the checkpoint has as matrices."""
+    """The parameters to encode: layers' linear weights, and stacks of experts."""
     chosen: dict[str, tuple[_Matrix, ...]] = {}
     for layout in model.layouts:
         for spec in layout.parameters:
@@ -82,10 +82,15 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                 )
                 raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
             parts = model.saved_form.parts_of(spec)
-            is_stack = len(spec.shape) == 3 and len(parts) > 1
+            is_stack = len(spec.shape) == 3 and (len(parts) > 1 or _is_of_experts(model, spec.name))
             if layout.resident or not (is_stack or _is_linear(model, spec.name)):
                 continue
             columns = spec.shape[-1]
+            if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
+                experts, rows, columns = spec.shape
+                layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(experts)]
+                chosen[spec.name] = tuple(_Matrix(layer, (rows, columns)) for layer in layers)
+                continue
             shapes = [(part.numel // columns, columns) for part in parts]
             if all(
                 part == SavedPart(part.tensor, shape, 0, math.prod(shape)) and part.tensor.endswith(".weight")
@@ -185,3 +190,9 @@ def _is_linear(model: HFBlockModel, name: str) -> bool:
     """Whether a parameter is the matrix of an ``nn.Linear``."""
     (_, module, leaf), *_ = model.places_of(name)
     return leaf == "weight" and type(module) is nn.Linear
+
+
+def _is_of_experts(model: HFBlockModel, name: str) -> bool:
+    """Whether a parameter has a matrix for each expert of a mixture."""
+    (_, module, _), *_ = model.places_of(name)
+    return ".experts." in name or "Experts" in type(module).__name__
