@@ -10,11 +10,12 @@ Elsewhere it is drawn again, on one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum, auto
 from functools import partial
 from queue import SimpleQueue
+from types import ModuleType
 
 import torch
 
@@ -22,7 +23,7 @@ from zo2core.kernels import apply, perturb
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
 from zo2core.sweep.perturber import TrajectoryPerturber, in_one_launch
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
-from zo2core.types import Evaluation, Perturb, Program, Update
+from zo2core.types import ALIGNMENT, Evaluation, Perturb, Program, Update
 from zo2core.updates import Trajectory, compile_updates, seeds_of, split_updates
 
 
@@ -45,6 +46,7 @@ class DrawnPerturber(TrajectoryPerturber):
         self._missing_updates: dict[int, list[Sequence[Update]]] = {}  # by version, in parts
         self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
+        self._drawn_at_once: dict[torch.dtype, tuple[int, ...]] = {}  # seed and parameters of what ``_drawn_together`` drew
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
@@ -100,16 +102,16 @@ class DrawnPerturber(TrajectoryPerturber):
     ) -> None:
         programs = [self._replays[update.step] for update in updates]
         views = [view for view in self._buffer.segments[index] if view.owner == index]
-        kernels = self._kernels(index) if self._buffer.keeps_noise else None
+        kernels = self._kernels(index)
         if kernels is None or any(len(program[False].seeds) != 1 for program in programs):
             for view in views:
                 for_parameter = [program[view.spec.decays] for program in programs]
                 self._replay_parameter(view, store[view.position], for_parameter, replayed)
             return
         for owned in programs:
-            self._fill(views, owned[False].seeds[0])
             for program, group in in_one_launch(views, partial(_program_of, owned)):
-                kernels.apply([store[view.position] for view in group], program, [[view.z for view in group]])
+                for part, zs in self._drawn_together(group, owned[False].seeds[0]):
+                    kernels.apply([store[view.position] for view in part], program, [zs])
 
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
@@ -177,6 +179,11 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
         """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
+        if (kernels := self._kernels(index)) is not None:
+            for _, group in in_one_launch(self._buffer.segments[index], lambda _: move):
+                for part, zs in self._drawn_together(group, seed):
+                    kernels.perturb([view.work for view in part], [_weights(view, sources) for view in part], zs, move)
+            return
         if not self._buffer.keeps_noise:
             for view, start, stop in self._chunks(index):
                 z = self._noise_memory(view, start, stop, "move")
@@ -200,11 +207,6 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _perturb_half(self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None) -> None:
         """Perturb every ``parts``-th chunk of each parameter; chunks do not overlap."""
-        if (kernels := self._kernels(index)) is not None:
-            for _, group in in_one_launch(self._buffer.segments[index], lambda _: move):
-                thetas, zs = [_weights(view, sources) for view in group], [view.z for view in group]
-                kernels.perturb([view.work for view in group], thetas, zs, move)
-            return
         for view, start, stop in self._chunks(index, part, parts):
             z = self._noise_memory(view, start, stop, "move")
             self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
@@ -226,21 +228,47 @@ class DrawnPerturber(TrajectoryPerturber):
             rounded=rounded,
         )
 
+    # ---- several parameters in one launch
+
+    def _kernels(self, index: int) -> ModuleType | None:
+        return None if self._buffer.keeps_noise else super()._kernels(index)
+
+    def _drawn_together(
+        self, views: Sequence[ParameterView], seed: int
+    ) -> Iterator[tuple[Sequence[ParameterView], Sequence[torch.Tensor]]]:
+        """Draw one direction for parameters of one dtype, as many at a time as the memory for the longest one holds.
+
+        What all of them have drawn there is used again for the next evaluation along the same direction.
+        """
+        memory, step = self._buffer.drawing(views[0].spec.dtype, "z together"), ALIGNMENT // views[0].spec.dtype.itemsize
+        parts, end = [list[tuple[ParameterView, int]]()], 0
+        for view in views:
+            if end + view.spec.numel > len(memory):
+                parts.append([])
+                end = 0
+            parts[-1].append((view, end))
+            end += -(-view.spec.numel // step) * step
+        for part in parts:
+            zs = [memory[start : start + view.spec.numel] for view, start in part]
+            drawn = (seed, *(view.spec.index for view, _ in part))
+            if self._drawn_at_once.get(views[0].spec.dtype) != drawn:
+                for (view, _), z in zip(part, zs, strict=True):
+                    for start, stop in view.chunks:
+                        self._noise.fill(z[start:stop], seed, view.spec, start)
+                self._drawn_at_once[views[0].spec.dtype] = drawn
+            yield [view for view, _ in part], zs
+
     # ---- kept noise
 
     def _draw(self, index: int, seed: int) -> None:
         """Draw one direction for a segment into the noise buffer, where tied weights keep theirs for other segments."""
-        self._fill(self._buffer.segments[index], seed)
-        self._drawn = seed
-
-    def _fill(self, views: Iterable[ParameterView], seed: int) -> None:
-        """Draw one direction for these parameters into the noise buffer."""
-        for view in views:
+        for view in self._buffer.segments[index]:
             if self._drawn_tied.get(view.spec.name) == seed:
                 continue
             for start, stop in view.chunks:
                 self._noise.fill(self._noise_memory(view, start, stop, "move"), seed, view.spec, start)
             self._note_drawn(view, seed)
+        self._drawn = seed
 
     def _note_drawn(self, view: ParameterView, seed: int) -> None:
         if view.tied and view.z is not None:
