@@ -150,13 +150,13 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 519,
-    "zo2adapters/commands": 3197,
+    "zo2adapters/commands": 3207,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1248,
-    "zo2adapters/models": 5242,
+    "zo2adapters/models": 5385,
     "zo2adapters/tasks": 3521,
     "zo2adapters/trainers": 5131,
-    "zo2core": 1313,
+    "zo2core": 1328,
     "zo2core/checkpoint": 940,
     "zo2core/devices": 168,
     "zo2core/estimators": 521,

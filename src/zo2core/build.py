@@ -551,6 +551,17 @@ def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
     return max(past, len({evaluation.seed for evaluation in evaluations}))
 
 
+def require_whole_model(model: BlockModel) -> None:
+    """Refuse a model with parameters outside its segments for steps, replays and exports."""
+    if getattr(model, "forwards_only", False):
+        raise OptionError(
+            "model",
+            found="a model whose experts are read when tokens are routed to them",
+            expected="a model with all parameters in its segments, for steps, journals and exports",
+            remedy="open it again",
+        )
+
+
 def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
     """Refuse options that would have no effect, and models that a method cannot train, before anything is opened."""
     first = method if isinstance(method, FirstOrder) else None
@@ -562,6 +573,12 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
             expected="a DifferentiableModel",
             remedy="add this method to the model, or use ZerothOrder",
         )
+    if (
+        first is not None
+        or options.journal is not None
+        or (isinstance(method, ZerothOrder) and method.estimator is not None)
+    ):
+        require_whole_model(model)
     without_effect = {
         "write_back": options.write_back is not None and not isinstance(method, ZerothOrder),
         "scheduler": options.scheduler is not None and options.source is None,

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zo2core.build import Method, RunOptions, build
+from zo2core.build import Method, RunOptions, build, require_whole_model
 from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
@@ -536,6 +536,7 @@ class Engine:
 
     def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
         factors = self._runner.factors
+        require_whole_model(self._runner.model)
         with closing(self._runner.parameters_at(self.version, segments)) as visited:
             for spec, view in visited:
                 weights = view if spec.encoding is None else decoded(spec, view)

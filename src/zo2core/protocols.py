@@ -445,7 +445,10 @@ class Objective(Forward, Protocol):
 
 
 class BlockModel(Forward, Protocol):
-    """A model that is divided into embedding, blocks and head."""
+    """A model that is divided into embedding, blocks and head.
+
+    One that reads parameters outside its segments says so by ``forwards_only = True``: it takes no steps.
+    """
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:

@@ -47,7 +47,7 @@ from zo2core.kernels import native
 from zo2core.kernels.encoding import encode
 from zo2core.perturbation import factor_bytes
 from zo2core.planning.memory import DevicePlan
-from zo2core.types import Float8Blocks, Int8Rows, Lane, MatrixEncoding, NF4Blocks
+from zo2core.types import Float8Blocks, Int8Rows, Lane, MatrixEncoding, NF4Blocks, shown_bytes
 
 QUANTISATION: Any = BitsAndBytesConfig
 METHODS = ["int8", "nf4", "fp8"]
@@ -403,7 +403,11 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
     options = small_run(tmp_path, dtype=torch.bfloat16)
     quantised, run = tmp_path / "nf4", tmp_path / "run"
     main(["convert", "--model", options.model, "--output", str(quantised), "--quantize", "nf4"])
-    assert capsys.readouterr().out == f"{quantised}: the model in nf4\n"
+    sizes = (
+        sum(value.nbytes for value in load_file(path / "model.safetensors").values())
+        for path in (quantised, Path(options.model))
+    )
+    assert capsys.readouterr().out == "{}: the model in nf4, {}; it was {}\n".format(quantised, *map(shown_bytes, sizes))
     shutil.rmtree(tmp_path / "base")
     train = ["train", "--model", str(quantised), "--data", str(options.data), "--output", str(run), "--steps", "4"]
     assert "--rank" in refusal(*train, "--lr", "1e-3")

@@ -163,8 +163,12 @@ class AtStep:
         trace: Path | None = None,
         workers: Workers | None = None,
         shared: SharedBase | None = None,
+        tokens: int | None = None,
     ) -> Engine:
-        """Build a runner whose weights are those of the step."""
+        """Build a runner whose weights are those of the step.
+
+        If most forwards have few tokens (None: many), the experts of a mixture are read when tokens are routed to them.
+        """
         from zo2core import Engine, Journal, MemoryPolicy
 
         journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
@@ -181,11 +185,15 @@ class AtStep:
             journal = journal.until(step)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
+        reads_itself = shared is None and self.resources.device == "cpu" and (journal is None or not journal.is_replayable)
+        experts = model.route(tokens) if tokens is not None and reads_itself else None
         resources, limits = self.resources, {}
         if shared is None:
             limits = {"host": resources.memory, "device": resources.device_memory}
         common: Any = {
-            "memory": MemoryPolicy(**limits, activations=activation_bytes),
+            "memory": MemoryPolicy(
+                **limits, activations=activation_bytes + (0 if experts is None else experts.buffer_bytes)
+            ),
             "device": local_device(resources.device, workers),
             "micro_batch_size": micro_batch_size,
             "trace": worker_trace(trace, workers),
@@ -193,8 +201,12 @@ class AtStep:
         if shared is not None:
             common["shared"] = shared
         if journal is None or journal.is_replayable:
-            return Engine(model, journal=journal, workers=workers, **common)
-        return self._at_snapshot(model, journal, step, workers, common)
+            engine = Engine(model, journal=journal, workers=workers, **common)
+        else:
+            engine = self._at_snapshot(model, journal, step, workers, common)
+        if experts is not None and engine.host_plan is not None:
+            experts.capacity = max(engine.host_plan.spare, 0)
+        return engine
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""

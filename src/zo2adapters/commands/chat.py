@@ -244,7 +244,8 @@ class _Session(ABC):
         at = self._variants[self.name]
         self._model = at.open_model()
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
-        self._engine: Engine = at.engine(self._model, activation_bytes=self._activation_bytes(self._model.config))
+        room = self._activation_bytes(self._model.config)
+        self._engine: Engine = at.engine(self._model, activation_bytes=room, tokens=1)
 
     def _switch(self, name: str) -> None:
         """Let another variant answer."""

@@ -31,6 +31,7 @@ class Convert:
     def _quantize(self, method: Literal["int8", "nf4", "fp8"]) -> None:
         from zo2adapters.models.quantizer import quantize
         from zo2adapters.trainers.progress_bar import progress_bar
+        from zo2core.types import shown_bytes
 
         with progress_bar(total=0, unit="B", desc=method) as bar:
 
@@ -38,10 +39,10 @@ class Convert:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            left = quantize(self.model, self.output, method, progress=progress)
-        print(f"{self.output}: the model in {method}")
+            before, after, left = quantize(self.model, self.output, method, progress=progress)
+        print(f"{self.output}: the model in {method}, {shown_bytes(after)}; it was {shown_bytes(before)}")
         if left:
             print(
-                f"not in {method}: {len(left)} of the layers' matrices, {sum(spec.nbytes for spec in left) / 1e9:.2g} GB, "
-                f"such as {max(left, key=lambda spec: spec.numel).name}; only linear layers are encoded"
+                f"not in {method}: {len(left)} of the layers' matrices, {shown_bytes(sum(spec.nbytes for spec in left))}, "
+                f"such as {max(left, key=lambda spec: spec.numel).name}; only linear layers and experts are encoded"
             )

@@ -97,7 +97,7 @@ class Generate(AtStep):
         tokens = max(map(len, prompts)) + self.max_new_tokens
         held = cache_bytes(model.config, len(prompts), tokens)
         running = activation_bytes(model.config, len(prompts), tokens, streams=1)
-        with at.engine(model, activation_bytes=held + running, shared=shared) as engine:
+        with at.engine(model, activation_bytes=held + running, shared=shared, tokens=len(prompts)) as engine:
             continued: list[list[int]] = [[] for _ in prompts]
             made = generate(
                 engine,

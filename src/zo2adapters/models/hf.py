@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -43,6 +44,7 @@ from zo2adapters.models.packing import (
     require_separating_masks,
     stack_rows,
 )
+from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.router_losses import RouterLogits
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCalls, Stub
 from zo2core import Batch
@@ -114,6 +116,7 @@ class HFBlockModel:
         self._recorder = CallRecorder()
         self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
         self._stand_in_branches = BranchCache()  # for ``logits``: the same for any number of tokens
+        self.experts: RoutedExperts | None = None  # set by ``route``
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
@@ -164,6 +167,43 @@ class HFBlockModel:
             for module in self._modules.values():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def route(self, tokens: int) -> RoutedExperts | None:
+        """Take the experts that are chosen by a router out of the segments, and read them when they are chosen.
+
+        An engine of such a model takes no steps and exports nothing.
+
+        Args:
+            tokens: Tokens of most forwards, of all rows together.
+
+        Returns:
+            The experts; None if the model has none, if an adapter changes them, or if so many tokens are expected to be
+            routed to more than half of them, which is faster if all are read ahead.
+        """
+        specs = {spec.name: spec for layout in self.layouts if not layout.resident for spec in layout.parameters}
+        places = {name: self.places_of(name) for name in specs}
+        stacks = {*routed_stacks([*self._modules.values()])}
+        found = [(specs[name], module, leaf) for name, [(_, module, leaf), *_] in places.items() if (module, leaf) in stacks]
+        is_wrapped = any(
+            hasattr(module, "parameter_name") for module in self._modules.values()
+        )  # by peft, see ``wraps_parameter``
+        per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        if not found or is_wrapped or per_token is None:
+            return None
+        if max(expected_share(spec.shape[0], per_token, tokens) for spec, _, _ in found) > MOST:
+            return None
+        names = {spec.name for spec, _, _ in found}
+        self.layouts = tuple(
+            replace(layout, parameters=tuple(spec for spec in layout.parameters if spec.name not in names))
+            for layout in self.layouts
+        )
+        self.experts = RoutedExperts(self.weights, found)
+        return self.experts
+
+    @property
+    def forwards_only(self) -> bool:
+        """Whether some parameters are in no segment. See the contract."""
+        return self.experts is not None
 
     def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
         """Return the parameters of a segment's modules, tied ones once. See the contract."""

@@ -31,8 +31,11 @@ _STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers ar
 
 def quantize(
     model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
-) -> list[ParameterSpec]:
-    """Write a model directory in which the layers' linear weights are encoded, and all else is copied."""
+) -> Quantized:
+    """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
+
+    One matrix at a time is in memory.
+    """
     if method not in METHODS:
         raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
     require_unused(directory)
@@ -49,7 +52,16 @@ def quantize(
         form = SavedForm(kept, opened.saved_form.constants)
         write_checkpoint(directory, specs, _tensors(opened, chosen, encoding, progress), companions, form=form)
     in_layers = [spec for layout in opened.layouts if not layout.resident for spec in layout.parameters]
-    return [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
+    left = [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
+    return Quantized(sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left)
+
+
+class Quantized(NamedTuple):
+    """What was written."""
+
+    before: int  # bytes of the model's tensors
+    after: int  # bytes of those that were written
+    left: list[ParameterSpec]  # the layers' matrices that are not encoded
 
 
 class _Matrix(NamedTuple):
@@ -135,22 +147,21 @@ def _tensors(
         for spec in layout.parameters:
             progress(done, total)
             done += spec.nbytes
-            weights = torch.empty(spec.numel, dtype=spec.dtype)
-            model.weights.read_into(spec.name, weights)
             if spec.name not in chosen:
-                yield spec.name, weights
+                yield spec.name, _read(model, spec, 0, spec.numel)
                 continue
-            if not bool(weights.isfinite().all()):
-                raise CheckpointError(
-                    f"{model.weights.origin(spec.name)}: {spec.name}",
-                    found="a number that is not finite",
-                    expected="finite weights",
-                    remedy="get the checkpoint again, or choose another dtype",
-                )
-            whole, first = weights.view(-1, spec.shape[-1]), 0
-            for layer, shape in chosen[spec.name]:
-                fitted, parts = encode(whole[first : first + shape[0]], encoding)
-                first += shape[0]
+            first = 0
+            for layer, shape in chosen[spec.name]:  # of a stack one matrix at a time is in memory
+                weights = _read(model, spec, first, math.prod(shape)).view(shape)
+                first += weights.numel()
+                if not bool(weights.isfinite().all()):
+                    raise CheckpointError(
+                        f"{model.weights.origin(spec.name)}: {spec.name}",
+                        found="a number that is not finite",
+                        expected="finite weights",
+                        remedy="get the checkpoint again, or choose another dtype",
+                    )
+                fitted, parts = encode(weights, encoding)
                 for role, tensor in parts.items():
                     yield f"{layer}{SUFFIXES[encoding.name][role]}", tensor.contiguous()
                 if isinstance(fitted, NF4Blocks):
@@ -158,6 +169,13 @@ def _tensors(
                 if isinstance(encoding, Int8Rows):
                     yield f"{layer}{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
     progress(done, total)
+
+
+def _read(model: HFBlockModel, spec: ParameterSpec, start: int, numel: int) -> torch.Tensor:
+    """Elements of a parameter."""
+    weights = torch.empty(numel, dtype=spec.dtype)
+    model.weights.read_into(spec.name, weights, start)
+    return weights
 
 
 def _state(encoding: NF4Blocks, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
