@@ -20,7 +20,7 @@ from typing import Any
 
 import peft
 import torch
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, TrainingProgram, open_checkpoint, write_program

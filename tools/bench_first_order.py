@@ -20,7 +20,7 @@ from typing import Any
 
 import peft
 import torch
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint

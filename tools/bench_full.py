@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overlap import keep
+from measuring import keep
 
 from zo2core import CudaDevice, Distribution
 from zo2core.kernels import dispatch

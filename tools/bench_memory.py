@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overlap import keep, machine
 from bench_paper import A100_MEMORY, batch_of
 from make_checkpoint import geometries
-from paper_models import scaled
+from measuring import keep, machine
 from paper_places import LR, Bus, Usage
 from paper_tables import Variant
 from paper_variants import NOISES
+from synthetic import scaled
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.checkpoint import DTYPES

@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 from make_checkpoint import geometries
-from paper_models import scaled, whole_model
 from paper_places import LR, ZO_EPS, Bus, Cuda, Disk, Place, wall_seconds
 from paper_tables import TABLES, Figures, Row, Variant
 from paper_variants import NOISES, Noise
+from synthetic import scaled, whole_model
 from transformers import PretrainedConfig
 
 from zo2adapters import MonolithicMeZO

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 
 RUNS: dict[str, list[str]] = {
     "default": [],

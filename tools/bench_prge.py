@@ -38,11 +38,11 @@ from typing import Any
 
 import peft
 import torch
-from bench_overlap import keep, machine, spread
 from bench_paper import batch_of
 from make_checkpoint import make_checkpoint
-from paper_models import scaled
+from measuring import keep, machine, spread
 from paper_places import Usage
+from synthetic import scaled
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint

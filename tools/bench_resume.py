@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_overlap import keep, machine, spread
 from make_checkpoint import geometries
-from paper_models import block_model, scaled
+from measuring import keep, machine, spread
+from synthetic import block_model, scaled
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from bench_overlap import spread
+from measuring import spread
 from peft import LoraConfig
 
 from zo2adapters import Adapter, open_checkpoint

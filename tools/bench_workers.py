@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overlap import keep
+from measuring import keep
 from peft import LoraConfig
 from torch import distributed
 

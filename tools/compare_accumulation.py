@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 
 from zo2adapters import open_checkpoint
 from zo2adapters.commands.demo import accuracy

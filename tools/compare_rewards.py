@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_overlap import machine
+from measuring import machine
 from peft import LoraConfig
 from transformers import AutoTokenizer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench_overlap import keep, machine, spread
+from measuring import keep, machine, spread
 
 from zo2adapters.trainers import tuning
 from zo2adapters.trainers.batching import Batching

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from make_checkpoint import make_checkpoint
-from paper_models import SharedSource, block_model
 from paper_tables import Variant
 from paper_variants import SCHEDULERS, Noise
+from synthetic import SharedSource, block_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig

@@ -14,10 +14,10 @@ import pytest
 import torch
 from bench_paper import main
 from make_checkpoint import geometries
-from paper_models import PatternReader, SharedSource, block_model, scaled
 from paper_places import Usage
 from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
+from synthetic import PatternReader, SharedSource, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import Engine, HostDevice, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder

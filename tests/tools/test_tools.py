@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench
 import bench_prge
-import bench_queries
 import make_chats
 import pytest
 import torch
-from bench_queries import SlowReader
 from families import small_config as small_mixture
 from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf
 from models import CONFIGS, make_batch, small_config
+from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
@@ -128,11 +128,11 @@ def test_queries_are_timed_against_single_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    arguments = ["--queries", "2", "--tokens", "6", "--rounds", "1", "--rate", "100MB"]
-    monkeypatch.setattr(sys, "argv", ["bench_queries.py", str(tmp_path / "base"), *arguments])
-    bench_queries.main()
+    arguments = ["--queries", "2", "--tokens", "6", "--steps", "1", "--rate", "100MB"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "queries", str(tmp_path / "base"), *arguments])
+    bench.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(found["step_seconds"]) == ["one query", "2 queries", "2 micro-batches"]
+    assert {"one query", "2 queries", "2 micro-batches"} <= found.keys()
 
 
 @pytest.mark.parametrize("queries", [1, 4])

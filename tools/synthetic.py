@@ -1,4 +1,4 @@
-"""Models of any geometry without files, block by block and whole, with the same synthetic weights.
+"""Models of any geometry without files, block by block and whole, with the same synthetic weights, and a slower disk.
 
 Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as for a newly
 initialised model, and filling a bucket costs a copy. The blocks of a model that exceeds the host's memory can share a few
@@ -7,6 +7,8 @@ buckets: sizes, transfers and arithmetic are then real, weights and losses are n
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -22,6 +24,7 @@ from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import TensorReader
+from zo2core.ranges import parse_size
 from zo2core.sources.loader import portions
 from zo2core.types import BlockLayout, Bucket, ParameterSpec
 
@@ -69,6 +72,40 @@ class PatternReader:
 
     def close(self) -> None:
         """Do nothing, because no file is open."""
+
+
+class SlowReader:
+    """A reader that takes at least the time that a slower disk would.
+
+    Args:
+        inner: Reads.
+        rate: Bytes a second, of all threads together.
+    """
+
+    def __init__(self, inner: TensorReader, rate: float) -> None:
+        self._inner = inner
+        self._rate = rate
+        self._free = 0.0  # time at which the disk is free again
+        self._lock = threading.Lock()
+        self.fingerprint = inner.fingerprint
+        self.close = inner.close
+        self.page_offset = inner.page_offset
+        self.itemsize = inner.itemsize
+        self.origin = inner.origin
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Read, then wait for the slower disk."""
+        with self._lock:
+            self._free = until = max(self._free, time.perf_counter()) + out.nbytes / self._rate
+        self._inner.read_into(parameter, out, start)
+        time.sleep(max(until - time.perf_counter(), 0))
+
+
+def slowed(model: HFBlockModel, rate: str | None) -> HFBlockModel:
+    """A model with the reads of a slower disk, of so many bytes a second; None leaves it as it is."""
+    if rate is not None:
+        model.weights = SlowReader(model.weights, parse_size(rate))
+    return model
 
 
 class SharedSource:
