@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -155,10 +157,19 @@ def _cell(value: Any) -> str:
     return f"{value / 1e6:,.1f} M" if abs(value) >= 1e6 else f"{value:.4g}"
 
 
-def in_process(function: Callable[..., Result], *arguments: Any) -> Result:
+def in_process(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
     """Run a function in a process of its own, whose memory is counted from nothing."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        return pool.submit(function, *arguments, **options).result()
+
+
+def zo2(*arguments: object) -> str:
+    """Run a command of the library in a process of its own; return its output."""
+    command = [sys.executable, "-m", "zo2adapters.cli", *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"zo2 {arguments[0]} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
 
 
 @contextmanager

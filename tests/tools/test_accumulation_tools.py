@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import bench_resume
+import bench
 import compare_accumulation
 import pytest
 import torch
@@ -34,13 +34,13 @@ def test_a_resumed_run_is_timed_against_one_without_a_journal(
     buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    arguments = ["--directory", str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--rounds", "1"]
+    arguments = ["--directory", str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--steps", "1"]
     arguments += more if buckets is None else ["--buckets", str(buckets), *more]
     output = tmp_path / "resume.json"
-    monkeypatch.setattr(sys, "argv", ["bench_resume.py", *arguments, "--output", str(output)])
-    bench_resume.main()
+    monkeypatch.setattr(sys, "argv", ["bench.py", "resume", *arguments, "--output", str(output)])
+    bench.main()
     measured = json.loads(output.read_text())
-    assert measured["columns"] == 4
-    assert measured["formed"] == measured["matrices"] > 0
-    assert measured["first_to_first"]["median"] > 0
+    assert measured["columns of past periods"] == 4
+    assert measured["matrices that are formed"] == measured["matrices"] > 0
+    assert measured["first to first"]["median"] > 0
     assert measured["kept_bytes"] > 0
