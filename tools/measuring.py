@@ -137,8 +137,11 @@ def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             name: [_cell(group[column]) if column in group else "" for column in names] for name, group in groups.items()
         }
         widths = [max(map(len, column)) + 2 for column in zip(names, *rows.values(), strict=True)]
+        first = max(map(len, rows))
         for name, cells in {"": names, **rows}.items():
-            yield f"{indent}{name:36s}" + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+            yield f"{indent}{name:{first}s}" + "".join(
+                f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True)
+            )
         return
     for name, group in groups.items():
         yield f"{indent}{name}"

@@ -1,7 +1,7 @@
 """Measure the tables of the P-RGE paper (arXiv 2409.15520): time and memory of parallel queries and signs.
 
-    python tools/bench_prge.py --queries 1,4,16 --effective 16 --tokens 32,64,128
-    python tools/bench_prge.py --queries 1 --effective 1 --tokens 32,64,128 --bases bfloat16 int8 nf4
+    python tools/bench.py prge --queries 1 4 16 --effective 16 --tokens 32 64 128
+    python tools/bench.py prge --queries 1 --effective 1 --tokens 32 64 128 --bases bfloat16 int8 nf4
 
 A step with q queries on a batch of B rows has 2 q evaluations; its effective batch size E = q B is constant. LoRA-FA trains
 the matrices B of all query and value projections, along the same directions in all variants. The paper's variants differ in
@@ -18,9 +18,9 @@ block by block, so that a block is read and decoded once for all. For the paper'
 sweep for each of the forwards above, and ends with ``tell``. Two variants use torch alone: *plain*, the paper's 'vanilla',
 is two forwards of peft's model with B perturbed in place, and *first order* is its gradient and SGD.
 
-All variants alternate in one process, with all numbers of queries; those that are the same at q = 1 run once. Prints tables
-and JSON: seconds, medians and ranges of the ratios of consecutive steps, the peak bytes of a step's operations without
-weights and what stays between steps, and the bytes of the weights of this model and of the paper's two.
+All variants alternate with all numbers of queries; those that are the same at q = 1 run once. A row has seconds, the ratios
+of consecutive steps, the peak bytes of a step's operations without weights and what stays between steps; and for this model
+and the paper's two there are the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,13 +37,12 @@ from typing import Any
 
 import peft
 import torch
-from bench_paper import batch_of
 from make_checkpoint import make_checkpoint
-from measuring import keep, machine, spread
-from paper_places import Usage
+from measuring import alternate, peak_of_step, ratio, spread
 from synthetic import scaled
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from paper.zo2 import batch_of
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
@@ -55,12 +53,42 @@ from zo2core import Distribution, Engine, LowRankPerturbation, MultiQueryRGE, Ph
 from zo2core.kernels import fill
 from zo2core.types import Batch, Encoding, Int8Rows, NF4Blocks
 
-WARM_UP = 1
 RANK = 16
 LR, ZO_EPS = 1e-6, 1e-2
 ENCODINGS: Mapping[str, Encoding] = {"int8": Int8Rows(), "nf4": NF4Blocks()}
 AGREE = {"float32": 1e-5}  # relative tolerance of an evaluation's losses, by dtype; 2e-2 for other dtypes
 PAPER_GIB = {"TinyLlama-1.1B": (4.10, 2.05, 1.15, 0.70), "Llama2-7B": (25.10, 12.56, 6.52, 3.50)}  # Table 9 of the paper
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
+    parser.add_argument("--layers", type=int, default=8, help="number of TinyLlama's 22 layers to keep")
+    parser.add_argument("--bases", nargs="+", choices=["float32", "bfloat16", "float16", *ENCODINGS], default=["bfloat16"])
+    of_queries = "numbers of queries; all are compared with the first"
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 4, 16], help=of_queries)
+    parser.add_argument("--effective", type=int, default=16, help="effective batch size: rows times queries")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--steps", type=int, default=5)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each base and length."""
+    config = scaled(paper_configs()["TinyLlama-1.1B"], options.scale, max(options.tokens))
+    config.num_hidden_layers = options.layers
+    measured: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = write_bases(config, Path(folder), options.bases)
+        for tokens in options.tokens:
+            for base in options.bases:
+                found = bench(Path(folder, base), options.queries, options.effective, tokens, options.steps)
+                measured[f"{base}, {tokens} tokens"] = found
+    bases = ("float32", "bfloat16", *ENCODINGS)
+    weights: dict[str, Any] = {
+        name: {base: weight_bytes(of, base) / 2**30 for base in bases} for name, of in paper_configs().items()
+    }
+    weights |= {f"{name}, in the paper": dict(zip(bases, printed, strict=True)) for name, printed in PAPER_GIB.items()}
+    return measured | {"bytes of weights": sizes, "GiB of weights": weights}
 
 
 def paper_configs() -> dict[str, LlamaConfig]:
@@ -129,16 +157,6 @@ def without_engine(base: Path, batch: Batch) -> dict[str, Callable[[], object]]:
     return {"plain": partial(mezo.step, batch, 0), "first order": first_order}
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The peak bytes of a step's results, without those that remain after the step."""
-    usage = Usage()
-    with usage:
-        work()
-        usage.peak = usage.now
-        work()
-    return usage.peak - usage.now
-
-
 def works_of(
     base: Path, opened: ExitStack, queries: Sequence[int], effective: int, tokens: int
 ) -> dict[tuple[int, str], Callable[[], object]]:
@@ -175,32 +193,22 @@ def agree(engine: Forwards, batch: Batch, queries: int, *, rel_tol: float) -> No
             assert math.isclose(one, same, rel_tol=rel_tol), f"ways differ: {found}"
 
 
-def bench(base: Path, queries: Sequence[int], effective: int, tokens: int, steps: int) -> list[dict[str, Any]]:
-    """Measure all variants in turn; return a row for each."""
+def bench(base: Path, queries: Sequence[int], effective: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Measure all variants in turn; a row for each, by queries x rows x tokens and variant."""
     with ExitStack() as opened:
         works = works_of(base, opened, queries, effective, tokens)
-        spans: dict[tuple[int, str], list[float]] = {key: [] for key in works}
-        for number in range(WARM_UP + steps):
-            for key, work in works.items():
-                began = time.perf_counter()
-                work()
-                if number >= WARM_UP:
-                    spans[key].append(time.perf_counter() - began)
-        peaks = {key: peak_bytes(work) for key, work in works.items()}
-
+        names = {key: f"{key[0]} x {effective // key[0]} x {tokens}, {key[1]}" for key in works}
+        measured = alternate({names[key]: work for key, work in works.items()}, steps, warm_up=1)
+        peaks = {key: peak_of_step(work) for key, work in works.items()}
     first = next(iter(works))
-    rows = []
-    for key, own in spans.items():
-        others = {"in turn": (key[0], "in turn"), "first": first, "plain": (1, "plain")}
-        row = {"base": base.name, "effective": effective, "tokens": tokens, "queries": key[0], "way": key[1]}
-        row |= {"seconds": spread(own), "peak_bytes": peaks[key]}
-        row["peak_to"] = {name: peaks[key] / peaks[other] for name, other in others.items() if other in peaks}
-        row["times_faster_than"] = {
-            name: spread([one / mine for one, mine in zip(spans[other], own, strict=True)])
-            for name, other in others.items()
-            if other in spans
-        }
-        rows.append(row)
+    rows = {}
+    for key, name in names.items():
+        row: dict[str, Any] = {"seconds": spread(measured[name].seconds), "peak_bytes": peaks[key]}
+        for what, other in (("in turn", (key[0], "in turn")), ("the first", first), ("plain", (1, "plain"))):
+            if other in names:
+                row[f"times faster than {what}"] = ratio(measured[names[other]].seconds, measured[name].seconds)
+                row[f"peak to {what}"] = peaks[key] / peaks[other]
+        rows[name] = row
     return rows
 
 
@@ -230,55 +238,3 @@ def write_bases(config: PretrainedConfig, folder: Path, names: Sequence[str]) ->
         sizes[name] = sum(spec.nbytes for spec in specs)
         assert sizes[name] == weight_bytes(config, name), f"another size than what was computed for {name}"
     return sizes
-
-
-def told(row: Mapping[str, Any]) -> str:
-    """Format a row of the table."""
-    shape = f"{row['base']:>10s}{row['queries']:4d} x {row['effective'] // row['queries']:<3d}x{row['tokens']:4d}"
-    cells = [shape, f"{row['way']:>12s}{row['seconds']['median']:9.3f} s"]
-    cells += ["{median:7.2f} [{min:.2f} - {max:.2f}]".format(**ratio) for ratio in row["times_faster_than"].values()]
-    return "".join([*cells, f"{row['peak_bytes'] / 1e6:9.1f} MB", *(f"{to:7.2f}" for to in row["peak_to"].values())])
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
-    parser.add_argument("--layers", type=int, default=8, help="number of TinyLlama's 22 layers to keep")
-    parser.add_argument("--bases", nargs="+", choices=["float32", "bfloat16", "float16", *ENCODINGS], default=["bfloat16"])
-    parser.add_argument("--queries", default="1,4,16", help="numbers of queries; all are compared with the first")
-    parser.add_argument("--effective", default="16", help="effective batch sizes: rows times queries")
-    parser.add_argument("--tokens", default="32,64")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
-    options = parser.parse_args()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    queries, effectives, lengths = (
-        [int(number) for number in getattr(options, name).split(",")] for name in ("queries", "effective", "tokens")
-    )
-    config = scaled(paper_configs()["TinyLlama-1.1B"], options.scale, max(lengths))
-    config.num_hidden_layers = options.layers
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = write_bases(config, Path(folder), options.bases)
-        print("base, queries x rows x tokens, variant, a step; times faster than in turn, the first row and plain; peak")
-        for effective in effectives:
-            for tokens in lengths:
-                for base in options.bases:
-                    measured = bench(Path(folder) / base, queries, effective, tokens, options.steps)
-                    rows += measured
-                    print(*map(told, measured), sep="\n", flush=True)
-    bases = ("float32", "bfloat16", *ENCODINGS)
-    weights = {name: {base: weight_bytes(of, base) for base in bases} for name, of in paper_configs().items()}
-    for name, nbytes in weights.items():
-        cells = (f"{base} {nbytes[base] / 2**30:.2f} ({of:.2f})" for base, of in zip(bases, PAPER_GIB[name], strict=True))
-        print(f"{name}, GiB of weights (the paper's): {', '.join(cells)}")
-    described = {"scale": options.scale, "layers": options.layers, "steps": options.steps, "bytes": sizes}
-    told_machine = machine() | {"threads": torch.get_num_threads()}
-    keep({"machine": told_machine, **described, "rows": rows, "paper_models_bytes": weights}, options.output)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,34 +11,91 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from make_checkpoint import make_checkpoint
-from paper_tables import Variant
-from paper_variants import SCHEDULERS, Noise
+from measuring import Usage, timed
 from synthetic import SharedSource, block_model
 from threaded_device import ThreadedDevice, ThreadedStreams
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
+from paper.tables import Variant
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import CudaDevice, Engine, HostDevice, Journal, MeZOSGD, SegmentStore, Trace, ZerothOrder
+from zo2core import (
+    CudaDevice,
+    Distribution,
+    Engine,
+    HostDevice,
+    Journal,
+    MeZOSGD,
+    OverlappedScheduler,
+    PhiloxNoise,
+    SegmentStore,
+    SequentialNoise,
+    SerialScheduler,
+    Trace,
+    ZerothOrder,
+)
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
-from zo2core.protocols import BlockSource, Device
+from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch
-from zo2core.types import Lane
+from zo2core.types import BlockLayout, Lane
+
+Noise = Callable[[Sequence[BlockLayout], torch.device], NoiseGenerator]
+NOISES: dict[str, Noise] = {
+    "sequential": SequentialNoise,
+    "philox-gaussian": lambda layouts, device: PhiloxNoise(Distribution.GAUSSIAN),
+    "philox-rademacher": lambda layouts, device: PhiloxNoise(Distribution.RADEMACHER),
+}
+
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
 SHARED_BUCKETS = 4
+
+
+class AllocatingScheduler(OverlappedScheduler):
+    """Allocates device memory for each block that arrives, and frees it when the block has left.
+
+    Freeing waits for all uses of the memory, as ``cudaFree`` does. On a GPU torch's whole cache is emptied, so that the
+    memory returns to the driver.
+    """
+
+    def _bring(self, index: int) -> Any:
+        if not self._device.in_place and index not in self._own:
+            slot, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
+            for why, event in slot.last_uses.items():
+                self._device.streams.wait(event, why)
+            self._release_arrived()
+            nbytes, slot.memory, slot.last_uses = len(slot.memory), nothing, {}
+            if self._device.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+            slot.memory = self._device.empty(nbytes)
+        return super()._bring(index)
+
+
+def _all_kept(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
+    blocks = sum(not layout.resident for layout in source.layouts)
+    return OverlappedScheduler(source, device, kept=blocks, timeline=timeline)
+
+
+def _overlapped(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
+    return OverlappedScheduler(source, device, timeline=timeline)
+
+
+SCHEDULERS: dict[Variant, Callable[[BlockSource, Device, Timeline], Scheduler]] = {
+    Variant.FULL: _overlapped,  # keeps no block on the device, like the paper's
+    Variant.SERIAL: lambda source, device, timeline: SerialScheduler(source, device, timeline=timeline),
+    Variant.ALLOCATING: lambda source, device, timeline: AllocatingScheduler(source, device, timeline=timeline),
+    Variant.EAGER: _overlapped,
+    Variant.RESIDENT: _all_kept,
+}
 
 
 class Traffic(Trace):
@@ -66,44 +123,54 @@ class Offloaded(NamedTuple):
     shared_buckets: int | None  # number of buckets that all blocks share; None: each block has its own bytes
 
 
-class Place(Protocol):
-    """A place in which both sides are measured."""
+class Place:
+    """A place in which both sides are measured: by default host memory that plays a device, with models without files.
 
-    note: str  # printed with every result
-    torch_device: torch.device
+    Args:
+        device_memory: Bytes of the simulated device.
+        note: Is printed with the results.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, device_memory: int, note: str) -> None:
+        self.note = note
+        self._device_memory = device_memory
+        self._usage = Usage()
 
     def free_memory(self) -> int:
-        """Bytes of the device that are free."""
+        """Bytes of the device that are free: those of the simulated one without those that are counted."""
+        gc.collect()
+        return self._device_memory - self._usage.now
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
         """A model of this geometry."""
+        return block_model(config, dtype)
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
         """An engine with a variant's parts; None if the variant does not exist here."""
-
-    def settle(self) -> None:
-        """Wait for all work of the device."""
+        raise NotImplementedError
 
     def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
         """The peak bytes of the device while ``run`` runs, including the tensors in ``held``."""
+        return self._usage.peak_of(run, held)
 
     def close(self) -> None:
         """Remove files. It may be called twice."""
 
 
-def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
-    """An engine with blocks in host memory, as far as they fit."""
-    size = sum(whole_pages(layout.nbytes) for layout in model.layouts)
-    source: BlockSource
-    timeline = Timeline()
-    if fits := size <= host_memory:
-        source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
-    else:
-        source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
-    parts = ExitStack()
-    for part in (model.weights, device, source):
+def _offloaded(
+    model: HFBlockModel,
+    variant: Variant,
+    noise: Noise,
+    source: BlockSource,
+    device: Device,
+    timeline: Timeline,
+    **given: Any,
+) -> Offloaded:
+    parts, traffic = ExitStack(), Traffic()
+    for part in (model.weights, device, *given.values(), source):
         parts.callback(part.close)
-    traffic = Traffic()
     engine = Engine(
         model,
         ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device)),
@@ -112,11 +179,23 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
         device=device,
         timeline=timeline,
         trace=traffic,
+        **given,
     )
-    return Offloaded(engine, parts, traffic, None if fits else SHARED_BUCKETS)
+    return Offloaded(engine, parts, traffic, source.capacity if isinstance(source, SharedSource) else None)
 
 
-class Cuda:
+def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
+    """An engine with blocks in host memory, as far as they fit."""
+    source: BlockSource
+    timeline = Timeline()
+    if sum(whole_pages(layout.nbytes) for layout in model.layouts) <= host_memory:
+        source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
+    else:
+        source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
+    return _offloaded(model, variant, noise, source, device, timeline)
+
+
+class Cuda(Place):
     """Host memory and a GPU.
 
     Args:
@@ -128,7 +207,7 @@ class Cuda:
     def __init__(self, host_memory: int) -> None:
         self._host_memory = host_memory
         name, nbytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-        self.note = f"{name}, {nbytes / 1e9:.1f} GB; memory is torch.cuda.max_memory_allocated over a step"
+        super().__init__(nbytes, f"{name}, {nbytes / 1e9:.1f} GB; memory is torch.cuda.max_memory_allocated over a step")
 
     def free_memory(self) -> int:
         """The driver's free bytes, after torch's cache was emptied."""
@@ -136,99 +215,15 @@ class Cuda:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
-        """A model without files."""
-        return block_model(config, dtype)
-
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
         """An engine with blocks in page-locked memory."""
         return _from_host(CudaDevice(0), model, variant, noise, self._host_memory)
 
-    def settle(self) -> None:
-        """Wait for all streams."""
-        torch.cuda.synchronize(self.torch_device)
-
     def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
         """The peak of torch's allocator."""
-        self.settle()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        run()
-        self.settle()
+        timed(run)
         return int(torch.cuda.max_memory_allocated(self.torch_device))
-
-    def close(self) -> None:
-        """Do nothing, because there are no files."""
-
-
-class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the simulated device: registered buffers and, while active, results of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: dict[int, int] = {}  # address -> bytes that count
-
-    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        """Count a tensor's storage until it is freed, once, or (with counts=False) never."""
-        storage = tensor.untyped_storage()
-        # A storage of the meta device has no address, but is one object as long as it lives.
-        address, nbytes = storage.data_ptr() or storage._cdata, storage.nbytes() if counts else 0
-        if (nbytes == 0 and counts) or address in self._known:
-            return
-        self._known[address] = nbytes
-        weakref.finalize(storage, self._freed, address)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def _freed(self, address: int) -> None:
-        self.now -= self._known.pop(address)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results; inference mode passes composite operations whole."""
-        with self:
-            out = func.decompose(*args, **(kwargs or {}))
-        if out is not NotImplemented:
-            return out
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):
-                self.hold(tensor)
-        return out
-
-
-class _OnHost:
-    """The common base of the CPU places.
-
-    Args:
-        device_memory: Bytes of the simulated device.
-    """
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self, device_memory: int) -> None:
-        self._device_memory = device_memory
-        self._usage = Usage()
-
-    def free_memory(self) -> int:
-        """The simulated device's bytes without those that are counted."""
-        gc.collect()
-        return self._device_memory - self._usage.now
-
-    def settle(self) -> None:
-        """Do nothing, because a step waits for all of its work."""
-
-    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """The peak of the counted results of operations."""
-        for tensor in held:
-            self._usage.hold(tensor)
-            del tensor
-        self._usage.peak = self._usage.now
-        with self._usage:
-            run()
-        return self._usage.peak
-
-    def close(self) -> None:
-        """Do nothing, because there are no files."""
 
 
 class _BusDevice(ThreadedDevice):
@@ -251,7 +246,7 @@ class _BusDevice(ThreadedDevice):
         return memory
 
 
-class Bus(_OnHost):
+class Bus(Place):
     """Host memory behind a simulated bus, and host memory in place of the device's.
 
     Args:
@@ -261,16 +256,12 @@ class Bus(_OnHost):
     """
 
     def __init__(self, host_memory: int, device_memory: int, rate: float) -> None:
-        super().__init__(device_memory)
-        self._host_memory, self._rate = host_memory, rate
-        self.note = (
+        super().__init__(
+            device_memory,
             f"no GPU: the CPU takes its place, behind a simulated bus of {rate / 1e9:g} GB/s in each direction; "
-            f"the simulated device has {device_memory / 1e6:.0f} MB, of which buffers and tensors are counted"
+            f"the simulated device has {device_memory / 1e6:.0f} MB, of which buffers and tensors are counted",
         )
-
-    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
-        """A model without files."""
-        return block_model(config, dtype)
+        self._host_memory, self._rate = host_memory, rate
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
         """An engine whose copies take as long as on the bus, in addition to the copying itself."""
@@ -292,7 +283,7 @@ class _CountedHost(HostDevice):
         return memory
 
 
-class Disk(_OnHost):
+class Disk(Place):
     """A checkpoint on disk and a scratch file, to which every block is written back in every step, and host memory.
 
     Args:
@@ -301,13 +292,13 @@ class Disk(_OnHost):
     """
 
     def __init__(self, folder: Path | None, device_memory: int) -> None:
-        super().__init__(device_memory)
+        super().__init__(
+            device_memory,
+            "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
+            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted",
+        )
         self._folder = tempfile.TemporaryDirectory(dir=folder)
         self._made = 0
-        self.note = (
-            "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
-            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted"
-        )
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
         """A model with files; those of the previous model are removed."""
@@ -336,31 +327,8 @@ class Disk(_OnHost):
             write_back_every=1,
             timeline=timeline,
         )
-        parts = ExitStack()
-        for part in (model.weights, device, journal, source):
-            parts.callback(part.close)
-        traffic = Traffic()
-        engine = Engine(
-            model,
-            ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device)),
-            source=source,
-            scheduler=SCHEDULERS[variant](source, device, timeline),
-            device=device,
-            timeline=timeline,
-            journal=journal,
-            trace=traffic,
-        )
-        return Offloaded(engine, parts, traffic, None)
+        return _offloaded(model, variant, noise, source, device, timeline, journal=journal)
 
     def close(self) -> None:
         """Remove the checkpoint and the scratch file."""
         self._folder.cleanup()
-
-
-def wall_seconds(place: Place, run: Callable[[], object]) -> float:
-    """The seconds that a function takes, including the work that it leaves on the device."""
-    place.settle()
-    began = time.perf_counter()
-    run()
-    place.settle()
-    return time.perf_counter() - began
