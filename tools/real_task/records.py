@@ -43,6 +43,8 @@ class Run:
     steps: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    squared_grads: float = 0.0  # sum of the squares of projected gradients
+    grads: int = 0  # number of projected gradients
     points: list[Point] = field(default_factory=list)
     stopped: str | None = None  # reason why it cannot continue
     made_by: list[dict[str, Any]] = field(default_factory=list)  # command, machine and versions of each process

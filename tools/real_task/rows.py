@@ -1,4 +1,4 @@
-"""The real task: a pretrained model of 135 million parameters has to tell positive from negative tweets.
+"""The real task: a pretrained model of 135 million parameters has to tell positive from negative tweets. Or the demo's task.
 
 Both come out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where nine
 in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
@@ -13,6 +13,8 @@ import html
 import importlib.util
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.trainers.demo_base import prepare
 from zo2core.checkpoint.writer import new_directory
 from zo2core.errors import DataError, MissingPackageError
 
@@ -72,7 +76,7 @@ class Task:
                 directory,
                 found=f"no {_TASK}",
                 expected="a directory that 'build' wrote",
-                remedy="run 'real_task.py build DIR' first",
+                remedy="run 'bench.py real-task build DIR' first",
             ) from error
         train, evaluation, development = (directory / f"{name}.jsonl" for name in SIZES)
         return cls(directory / _MODEL, train, evaluation, development, built["rows sha256"])
@@ -88,17 +92,35 @@ def build(directory: Path) -> Task:
     """
     model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
     chosen = split(read_tweets(corpus))
-    digest = hashlib.sha256()
     with new_directory(directory) as partial:
-        for name, tweets in chosen.items():
-            lines = "".join(json.dumps(_row(tweet)) + "\n" for tweet in tweets)
-            (partial / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-            digest.update(lines.encode())
-        described: dict[str, Any] = {"model": model.name, "rows": {name: len(tweets) for name, tweets in chosen.items()}}
-        described |= {"labels": LABELS, "prompt": PROMPT, "seed": SEED, "rows sha256": digest.hexdigest()}
-        (partial / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
+        _write_rows(partial, {name: [_row(tweet) for tweet in tweets] for name, tweets in chosen.items()})
         write_model(model, partial / _MODEL)
     return Task.open(directory)
+
+
+def build_demo(directory: Path) -> Task:
+    """Write the base model and the rows of ``zo2 demo``. Half of its rows to evaluate on are rows to tune with.
+
+    Raises:
+        OutputError: if the directory is in use.
+    """
+    with new_directory(directory) as partial, tempfile.TemporaryDirectory() as folder:
+        demo = prepare(Path(folder) / "demo", seed=SEED, quiet=True)
+        rows = [{**row, "candidates": list(demo.labels), "answer": row["completion"]} for row in read_rows(demo.evaluation)]
+        half = len(rows) // 2
+        _write_rows(partial, {"train": read_rows(demo.train), "evaluation": rows[:half], "development": rows[half:]})
+        shutil.copytree(demo.model, partial / _MODEL)
+    return Task.open(directory)
+
+
+def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]]) -> None:
+    digest = hashlib.sha256()
+    for name, rows in parts.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        digest.update(lines.encode())
+    described = {"rows": {name: len(rows) for name, rows in parts.items()}, "rows sha256": digest.hexdigest()}
+    (directory / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
 
 
 def package_file(package: str, name: str) -> Path:
@@ -112,7 +134,7 @@ def package_file(package: str, name: str) -> Path:
         if (path := Path(folder, name)).is_file():
             return path
     raise MissingPackageError(
-        "real_task.py build", found=f"no {package} with {name}", expected="the package", remedy=INSTALL
+        "bench.py real-task build", found=f"no {package} with {name}", expected="the package", remedy=INSTALL
     )
 
 
