@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -279,12 +278,3 @@ def peak_of_step(step: Callable[[], object]) -> int:
     usage = Usage()
     usage.peak_of(step)
     return usage.peak_of(step) - usage.now
-
-
-def keep(measured: dict[str, Any], output: Path | None, *, indent: int | None = None) -> None:
-    """Write the measurements as JSON, or print them if there is no file."""
-    text = json.dumps(measured, indent=indent, default=str)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text + "\n", encoding="utf-8")

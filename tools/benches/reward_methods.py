@@ -1,7 +1,7 @@
 """Compare evolution strategies, GRPO and supervised training on sums of two numbers, which a program makes and checks.
 
-    python tools/compare_rewards.py --model smollm2 --output compared
-    python tools/compare_rewards.py --model smollm2 --output compared --methods es --seeds 1000 --lr 3e-3 6e-3 --tuning
+    python tools/bench.py reward-methods smollm2 --folder compared
+    python tools/bench.py reward-methods smollm2 --folder compared --methods es --seeds 1000 --lr 3e-3 6e-3 --tuning
 
 The prompt has two solved sums and an unsolved one. A completion has one token more than the numbers have digits, which is
 enough for a sum, or for a shorter one and the end of its line. It gets 1 if its last number is the sum, else 0. Evolution
@@ -24,11 +24,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measuring import machine
+from measuring import machine, spread
 from peft import LoraConfig
 from transformers import AutoTokenizer
 
@@ -58,6 +58,39 @@ SETTINGS = ("model", "rollouts", "zo_eps", "queries", "rank", "batch", "digits",
 datasets, trl = (importlib.import_module(name) for name in ("datasets", "trl"))  # which have no types
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="of the runs' files")
+    parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lr", type=float, nargs="+", help="learning rates; by default one for each method")
+    parser.add_argument("--rollouts", type=int, default=2048, help="completions of a run")
+    parser.add_argument("--zo-eps", type=float, default=1e-2)
+    parser.add_argument("--queries", type=int, default=8, help="antithetic pairs of evolution strategies")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the directions of evolution strategies")
+    parser.add_argument("--batch", type=int, default=8, help="rows of each member of evolution strategies")
+    parser.add_argument("--digits", type=int, default=2)
+    parser.add_argument("--held-out", type=int, default=200)
+    parser.add_argument("--tuning", action="store_true", help="evaluate on rows to tune on")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train what the folder does not have; medians and ranges over seeds for each method and learning rate."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = save(Path(folder, "train.jsonl"), sums(4096, 1, options.digits))
+        held_out = save(Path(folder, "held-out.jsonl"), sums(options.held_out, 2 if options.tuning else 3, options.digits))
+        runs = Runs(options, data, Scores(options.model, held_out, rewards_of(options)))
+        measured: dict[str, Any] = {"base": {name: runs.base()[name] for name in ("reward", "drift") if name in runs.base()}}
+        for method in options.methods:
+            for lr in options.lr or [RATES[method]]:
+                made = [runs.run(method, lr, seed) for seed in options.seeds]
+                values = {name: [one[name] for one in made] for name in ("reward", "drift", "rollouts", "cpu_seconds")}
+                measured[f"{method}, lr {lr:g}"] = {name: spread(each) for name, each in values.items()}
+    return measured
+
+
 class GRPO(BackpropGRPOMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
     """TRL's trainer over streamed blocks."""
 
@@ -71,7 +104,7 @@ class Trained(NamedTuple):
     rewards: list[float]  # mean of each step; empty if no completion was written
 
 
-def rows(count: int, seed: int, digits: int) -> list[dict[str, str]]:
+def sums(count: int, seed: int, digits: int) -> list[dict[str, str]]:
     """Make sums of two numbers with so many digits."""
     numbers, least, most = random.Random(seed), 10 ** (digits - 1), 10**digits - 1
     made = []
@@ -186,9 +219,9 @@ def by_grpo(data: Path, output: Path, options: argparse.Namespace, lr: float, se
         report_to=[],
         disable_tqdm=True,
     )
-    sums = [json.loads(line) for line in data.read_text().splitlines()]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
     # TRL passes its own columns only by their names, and a reward gets no column named completion.
-    made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in sums])
+    made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in rows])
     adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=list(LORA_TARGETS), lora_dropout=0.0)
     trainer = GRPO(model=str(options.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)
     try:
@@ -219,11 +252,6 @@ def rewards_of(options: argparse.Namespace) -> RewardOptions:
     return RewardOptions(reward=("arithmetic",), max_new_tokens=options.digits + 1)
 
 
-def cpu_seconds() -> float:
-    """CPU seconds of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
-
-
 class Runs:
     """The runs of a folder, with a JSON file for each.
 
@@ -248,9 +276,9 @@ class Runs:
 
         def made() -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
-                began, began_cpu = time.perf_counter(), cpu_seconds()
+                began, began_cpu = time.perf_counter(), sum(os.times()[:4])
                 trained = METHODS[method](self._data, Path(folder, "run"), self._options, lr, seed)
-                spent = {"seconds": time.perf_counter() - began, "cpu_seconds": cpu_seconds() - began_cpu}
+                spent = {"seconds": time.perf_counter() - began, "cpu_seconds": sum(os.times()[:4]) - began_cpu}
                 named = {"method": method, "lr": lr, "seed": seed, "rollouts": trained.rows}
                 return {**named, **spent, **self._scores.of(trained.model, trained.adapter), "steps": trained.rewards}
 
@@ -262,7 +290,7 @@ class Runs:
         Raises:
             OptionError: if the file is of a run with other settings.
         """
-        path = self._options.output / f"{'tuning-' if self._options.tuning else ''}{name}.json"
+        path = self._options.folder / f"{'tuning-' if self._options.tuning else ''}{name}.json"
         if path.exists():
             kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if kept["settings"] != self._settings:
@@ -277,50 +305,3 @@ class Runs:
         partial.replace(path)
         print({key: made[key] for key in made if key not in ("settings", "machine", "steps")}, flush=True)
         return made
-
-
-def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each method and learning rate: medians and ranges over seeds."""
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((run["method"], run.get("lr", 0.0)), []).append(run)
-    for (method, lr), members in groups.items():
-        shown = [f"{method:12s} lr {lr:<8g} {len(members)} runs"]
-        for key, scale, unit in (("reward", 100, "%"), ("drift", 1, " nats"), ("rollouts", 1, ""), ("cpu_seconds", 1, " s")):
-            values = [run[key] * scale for run in members if key in run]
-            if values:
-                shown.append(f"{key} {statistics.median(values):.4g}{unit} [{min(values):.4g} - {max(values):.4g}]")
-        print("  ".join(shown))
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the runs' files")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--lr", type=float, nargs="+", help="learning rates; by default one for each method")
-    parser.add_argument("--rollouts", type=int, default=2048, help="completions of a run")
-    parser.add_argument("--zo-eps", type=float, default=1e-2)
-    parser.add_argument("--queries", type=int, default=8, help="antithetic pairs of evolution strategies")
-    parser.add_argument("--rank", type=int, default=8, help="rank of the directions of evolution strategies")
-    parser.add_argument("--batch", type=int, default=8, help="rows of each member of evolution strategies")
-    parser.add_argument("--digits", type=int, default=2)
-    parser.add_argument("--held-out", type=int, default=200)
-    parser.add_argument("--tuning", action="store_true", help="evaluate on rows to tune on")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        data = save(Path(folder, "train.jsonl"), rows(4096, 1, options.digits))
-        held_out = save(Path(folder, "held-out.jsonl"), rows(options.held_out, 2 if options.tuning else 3, options.digits))
-        runs = Runs(options, data, Scores(options.model, held_out, rewards_of(options)))
-        made = [runs.base()]
-        for method in options.methods:
-            for lr in options.lr or [RATES[method]]:
-                made += [runs.run(method, lr, seed) for seed in options.seeds]
-    show(made)
-
-
-if __name__ == "__main__":
-    main()
