@@ -1,8 +1,7 @@
 """Models of any geometry without files, block by block and whole, with the same synthetic weights, and a slower disk.
 
 Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as for a newly
-initialised model, and filling a bucket costs a copy. The blocks of a model that exceeds the host's memory can share a few
-buckets: sizes, transfers and arithmetic are then real, weights and losses are not.
+initialised model, and filling a bucket costs a copy.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from copy import deepcopy
 
 import torch
@@ -22,11 +20,9 @@ from zo2adapters import HFBlockModel
 from zo2adapters.models.architecture import parameter_names
 from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import TensorReader
 from zo2core.ranges import parse_size
-from zo2core.sources.loader import portions
-from zo2core.types import BlockLayout, Bucket, ParameterSpec
+from zo2core.types import ParameterSpec
 
 _TABLE = 1_000_003  # numbers; prime, so that rows of a matrix are not alike
 _STAGING = 1 << 24  # elements on their way to a whole model's device
@@ -106,72 +102,6 @@ def slowed(model: HFBlockModel, rate: str | None) -> HFBlockModel:
     if rate is not None:
         model.weights = SlowReader(model.weights, parse_size(rate))
     return model
-
-
-class SharedSource:
-    """A few buckets that all blocks share, whichever block's bytes were in them before.
-
-    Each segment has a version of its own, as if its bytes were: a visit replays what it would replay.
-
-    Args:
-        weights: Fills the buckets, once.
-        layouts: Segments in visiting order.
-        host_memory: Allocates: ``Device.host_memory``.
-        buckets: For blocks.
-    """
-
-    def __init__(
-        self,
-        weights: TensorReader,
-        layouts: Sequence[BlockLayout],
-        host_memory: Callable[[int], torch.Tensor],
-        *,
-        buckets: int,
-    ) -> None:
-        self._layouts = tuple(layouts)
-        blocks = [layout for layout in self._layouts if not layout.resident]
-        residents = [index for index, layout in enumerate(self._layouts) if layout.resident]
-        sizes = [whole_pages(self._layouts[index].nbytes) for index in residents]
-        sizes += [max(whole_pages(layout.nbytes) for layout in blocks)] * buckets
-        memory = portions(host_memory(sum(sizes)), sizes)
-        self._own = dict(zip(residents, memory, strict=False))
-        self._free = deque(memory[len(residents) :])
-        self._out: dict[int, torch.Tensor] = {}
-        self._versions = [0] * len(self._layouts)
-        filled = [(self._layouts[index], pages) for index, pages in self._own.items()]
-        for layout, pages in [*filled, *((blocks[0], pages) for pages in self._free)]:
-            for spec, view in zip(layout.parameters, layout.views(pages), strict=True):
-                weights.read_into(spec.name, view)
-        self.capacity = buckets
-        self.write_back_every = None
-
-    @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        """Segments in visiting order."""
-        return self._layouts
-
-    def prefetch(self, order: Sequence[int]) -> int:
-        """Do nothing, because all segments are in memory."""
-        return len(order)
-
-    def acquire(self, index: int) -> Bucket:
-        """Hand out a segment's own bucket, or the one that was free for longest."""
-        layout = self._layouts[index]
-        self._out[index] = self._own[index] if index in self._own else self._free.popleft()
-        data = self._out[index][: layout.nbytes]
-        return Bucket(index, data, layout.views(data), self._versions[index])
-
-    def release(self, bucket: Bucket, version: int | None) -> None:
-        """Take a bucket back. Its bytes may be lost, because all weights are synthetic."""
-        index = bucket.segment
-        memory = self._out.pop(index)
-        if index not in self._own:
-            self._free.append(memory)
-        if version is not None:
-            self._versions[index] = version
-
-    def close(self) -> None:
-        """Do nothing, because no thread runs."""
 
 
 def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:

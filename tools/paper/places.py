@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from make_checkpoint import make_checkpoint
 from measuring import Usage, timed
-from synthetic import SharedSource, block_model
+from synthetic import block_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import PretrainedConfig
 
@@ -40,6 +40,7 @@ from zo2core import (
     Trace,
     ZerothOrder,
 )
+from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
@@ -57,7 +58,6 @@ NOISES: dict[str, Noise] = {
 
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
-SHARED_BUCKETS = 4
 
 
 class AllocatingScheduler(OverlappedScheduler):
@@ -120,7 +120,6 @@ class Offloaded(NamedTuple):
     engine: Engine
     parts: ExitStack  # the engine's parts, to be closed after it
     traffic: Traffic
-    shared_buckets: int | None  # number of buckets that all blocks share; None: each block has its own bytes
 
 
 class Place:
@@ -181,17 +180,21 @@ def _offloaded(
         trace=traffic,
         **given,
     )
-    return Offloaded(engine, parts, traffic, source.capacity if isinstance(source, SharedSource) else None)
+    return Offloaded(engine, parts, traffic)
 
 
 def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
-    """An engine with blocks in host memory, as far as they fit."""
-    source: BlockSource
-    timeline = Timeline()
-    if sum(whole_pages(layout.nbytes) for layout in model.layouts) <= host_memory:
-        source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
-    else:
-        source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
+    """An engine with blocks in host memory.
+
+    Raises:
+        OptionError: if they do not fit.
+    """
+    nbytes, timeline = sum(whole_pages(layout.nbytes) for layout in model.layouts), Timeline()
+    if nbytes > host_memory:
+        raise OptionError(
+            "host-memory", found=f"{host_memory} bytes", expected=f"{nbytes}", remedy="measure smaller models with --sizes"
+        )
+    source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
     return _offloaded(model, variant, noise, source, device, timeline)
 
 

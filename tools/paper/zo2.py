@@ -10,8 +10,7 @@ in the same dtype, and of the ablation's variants to the engine in full.
 Both sides of a row run in this process, one after the other, with the same weights, batches and seeds; with MeZO's own noise
 their losses have to be equal, and the JSON tells whether they are. The first step loads, the second warms up, then steps are
 timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON has the reason.
-Weights are synthetic (see ``synthetic.py``). The blocks of a model that exceeds the host's memory share buckets, which the
-JSON then says.
+Weights are synthetic (see ``synthetic.py``). The blocks of a model have to fit into the host's memory.
 
 Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
 logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare
@@ -182,7 +181,7 @@ class Bench:
         offloaded = place.offload(model, variant, self._noise)
         if offloaded is None:
             return {REASON: "no such variant here: blocks are computed on in their buckets"}
-        engine, parts, traffic, shared = offloaded
+        engine, parts, traffic = offloaded
         batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
 
         def step(seed: int) -> tuple[float, ...]:
@@ -197,8 +196,7 @@ class Bench:
             more, others = steps_of(step, range(WARM_UP, WARM_UP + self._steps))
             moved = {lane.value: nbytes / self._steps for lane, nbytes in traffic.nbytes.items() if nbytes}
             peak = place.peak_bytes(lambda: step(WARM_UP + self._steps), [])
-        found = self._measured(row, seconds + more, losses + others, peak)
-        return found | {"moved_bytes": moved, "shared_buckets": shared}
+        return self._measured(row, seconds + more, losses + others, peak) | {"moved_bytes": moved}
 
     def _room(self, layouts: Sequence[BlockLayout], activations: int) -> tuple[int, int]:
         """The number of blocks that could stay on the device, and its free bytes. Raises if the two slots do not fit."""
@@ -237,7 +235,7 @@ def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
     }
     for variant, printed in row.variants.items():
         ours = bench.side(row, dtype, variant)
-        is_comparable = REASON not in ours and REASON not in theirs and ours["shared_buckets"] is None
+        is_comparable = REASON not in ours and REASON not in theirs
         measured["variants"][variant.value] = {
             **ours,
             "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
@@ -264,7 +262,5 @@ def lines(found: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         if len(found["variants"]) > 1:
             cells |= {"to full": ours["to_full"]["speed"], "paper's to full": ours["paper"]["to_full"]["speed"]}
             cells["moved MB"] = sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
-        if ours.get("shared_buckets"):
-            cells["buckets that blocks share"] = ours["shared_buckets"]
         made.append((f"{setting}, {variant}" if len(found["variants"]) > 1 else setting, cells))
     return made
