@@ -34,7 +34,6 @@ def is_benchmark(path: Path) -> bool:
 
 
 def main() -> None:
-    """Run the command line."""
     known = benchmarks()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in known:

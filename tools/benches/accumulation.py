@@ -28,7 +28,6 @@ SCALE = 0.02  # standard deviation of synthetic weights, as in a newly initialis
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4], help="sizes of updates")
     parser.add_argument("--steps", type=int, nargs="+", default=[100, 1000, 10000], help="numbers of steps to measure after")
     parser.add_argument("--side", type=int, default=768, help="rows and columns of the matrix")

@@ -33,7 +33,6 @@ ZO_EPS, LR = 1e-3, 1e-6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--shapes", type=shapes, default="1x16,1x64", help="shapes of batches, as rows x tokens")
@@ -41,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each shape."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.hidden,

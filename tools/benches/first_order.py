@@ -61,7 +61,6 @@ UPDATES: Mapping[str, Callable[[], BlockUpdate]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
     parser.add_argument("--full", nargs="+", choices=list(UPDATES), help="train all parameters by these optimizers")
@@ -71,7 +70,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each shape."""
     keep_freed_memory(SMALL)  # as zo2 train does
     measure = late_updates if options.host else bench
     measured: dict[str, Any] = {f"{rows} x {tokens}": measure(options, rows, tokens) for rows, tokens in options.shapes}
@@ -189,21 +187,17 @@ class SlowHost(EverySegment):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Those of the optimizer. See the contract."""
         return self._update.options
 
     @property
     def widens_gradients(self) -> bool:
-        """As the optimizer says. See the contract."""
         return self._update.widens_gradients
 
     @property
     def copies(self) -> int:
-        """As the optimizer says. See the contract."""
         return self._update.copies
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """Those of the optimizer. See the contract."""
         return self._update.states(layout)
 
     def apply(self, inputs: UpdateInputs) -> None:

@@ -38,7 +38,6 @@ Work = Callable[[int, int], object]  # processes elements from a start to a stop
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--elements", type=int, default=1 << 26, help="weights")
@@ -47,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all kernels in each dtype."""
     torch.set_num_threads(1)  # this program starts its own threads
     measure = decoding if options.gguf else passes
     measured: dict[str, Any] = {"compiled kernels": native.library() is not None}

@@ -49,7 +49,6 @@ CONFIGURATIONS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometry", default="opt-125m", choices=sorted(geometries()))
     add_sizes(parser, tokens=256)
     ratios = "ratios of compute to the transfer of float32 blocks in one direction"
@@ -64,7 +63,6 @@ def opened_model(directory: Path, transfer_dtype: torch.dtype | None = None, *, 
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure at each ratio."""
     with checkpoint(options.geometry, torch.bfloat16) as directory:
         model = opened_model(directory)
         batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)

@@ -27,7 +27,6 @@ LOW_RANK, FULL_RANK, FORWARD = "low rank", "full rank", "one forward"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--rank", type=int, default=2)
@@ -41,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each shape."""
     return {f"{rows} x {tokens}": bench(options, rows, tokens) for rows, tokens in options.shapes}
 
 

@@ -27,7 +27,6 @@ WARM_UP = 2  # steps of a process
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_sizes(parser, rows=16, tokens=40, steps=10)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
 
@@ -55,7 +54,6 @@ def steps_of(directory: Path, rows: int, tokens: int, steps: int, *, keeps: bool
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both sides."""
     with checkpoint("smollm2-135m", torch.bfloat16) as base:
         work = partial(in_process, steps_of, base, options.rows, options.tokens, options.steps)
         sides = {"given back": partial(work, keeps=False), "kept": partial(work, keeps=True)}

@@ -21,7 +21,6 @@ from zo2core import Engine, MeZOSGD, ZerothOrder
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-1.3b")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
 
@@ -47,6 +46,5 @@ def opened(directory: Path) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure."""
     with checkpoint(options.geometry, DTYPES[options.dtype]) as base:
         return in_process(opened, base)

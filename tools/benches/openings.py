@@ -26,7 +26,6 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directories", type=Path, nargs=2)
     parser.add_argument("--precision", choices=["exact", "mixed"], nargs=2, default=["mixed", "mixed"])
     parser.add_argument("--dtype", nargs=2, default=["auto", "auto"])
@@ -39,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both sides in turn."""
     columns = (options.directories, options.precision, options.dtype, options.loss_chunk)
     engines: dict[str, Engine] = {}
     with ExitStack() as opened:

@@ -43,7 +43,6 @@ from zo2core.types import Batch, Lane, StepResult
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--bus", action="store_true")
     which.add_argument("--disk", type=Path, metavar="DIR")
@@ -70,7 +69,6 @@ def simulated_bus(rate: float) -> ThreadedDevice:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one of the three."""
     with ExitStack() as opened:
         engines: dict[str, Engine] = {}
         rate = None

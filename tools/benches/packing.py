@@ -23,7 +23,6 @@ from zo2core import Batch, Distribution, Engine
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", type=int, default=16)
@@ -32,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure steps of both sides."""
     tokenizer = load_tokenizer(options.model)
     dataset = read_dataset(options.data, tokenizer, sequence_length=1 << 20)
     rows = training_batches(dataset, batch_size=options.rows, seed=0)

@@ -31,7 +31,6 @@ RUNS: dict[str, list[str]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", type=int, default=16)
@@ -67,7 +66,6 @@ def bench(options: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all configurations."""
     measured = {}
     for name in options.runs:
         with tempfile.TemporaryDirectory() as folder:

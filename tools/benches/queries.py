@@ -30,7 +30,6 @@ BUCKETS = 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--queries", type=int, default=4, help="number of queries, and of micro-batches")
@@ -57,7 +56,6 @@ def second_step(options: argparse.Namespace, queries: int, batch: Batch, micro_r
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all settings in turn."""
     q, vocabulary = options.queries, open_checkpoint(options.directory).config.vocab_size
     one, many = (random_batch(vocabulary, rows, options.tokens, seed=0) for rows in (options.rows, options.rows * q))
     measured = alternate(

@@ -34,7 +34,6 @@ from zo2core.types import Batch, Lane, trained
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="dtype of synthetic weights")
     parser.add_argument("--directory", type=Path, help="checkpoint to use instead of synthetic weights")
@@ -88,7 +87,6 @@ def started(options: argparse.Namespace, run: Path | None, batch: Batch) -> dict
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both sides."""
     keep_freed_memory()  # as zo2 train does
     model = opened_model(options)
     inputs = [spec.shape[1] for spec in trained(model.layouts) if len(spec.shape) == 2]

@@ -59,7 +59,6 @@ datasets, trl = (importlib.import_module(name) for name in ("datasets", "trl")) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="of the runs' files")
     parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))

@@ -32,7 +32,6 @@ from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbati
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=64)
@@ -47,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure."""
     model = open_checkpoint(options.model, dtype=options.dtype)
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,6 @@ from zo2core.types import Batch, Lane
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--method", choices=["low-rank", "adamw"], default="low-rank", help="adamw trains LoRA adapters")
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of runs")

@@ -4,17 +4,16 @@
     python tools/bench.py step --noise philox-gaussian
     python tools/bench.py step --dtype bfloat16 --precision mixed --against autocast --loss-chunk none
 
-The engine's time is that of forwards, of noise on the main thread, and of arithmetic, the rest. Counter-based noise is drawn
-in the same pass as its arithmetic, and counts as arithmetic. With MeZO's own noise both sides' losses have to be equal.
+The engine's time that is not of forwards is that of noise and arithmetic. With MeZO's own noise both sides' losses have to
+be equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, Engine, MeZOSGD, ParameterSpec, PhiloxNoise, SequentialNoise, ZerothOrder
+from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, SequentialNoise, ZerothOrder
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 
@@ -36,32 +35,6 @@ NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
     "philox-rademacher": lambda _: PhiloxNoise(Distribution.RADEMACHER),
 }
 ENGINE, MONOLITHIC = "this engine", "monolithic MeZO"
-
-
-class TimedNoise:
-    """A noise generator that sums its seconds, separately for the main thread and others."""
-
-    def __init__(self, inner: NoiseGenerator) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.chunks = inner.chunks
-        self.main, self.beside = 0.0, 0.0
-        if isinstance(inner, PhiloxNoise):  # its drawing and arithmetic are one pass, which needs the distribution
-            self.distribution = inner.distribution
-
-    def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
-        """Fill a tensor, timed."""
-        began = time.perf_counter()
-        self.inner.fill(out, seed, parameter, start)
-        seconds = time.perf_counter() - began
-        if threading.current_thread() is threading.main_thread():
-            self.main += seconds
-        else:
-            self.beside += seconds
-
-    def retain(self, seeds: Collection[int]) -> None:
-        """Call the generator's own method."""
-        self.inner.retain(seeds)
 
 
 class TimedForward:
@@ -83,7 +56,6 @@ class TimedForward:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     add_sizes(parser, tokens=256, steps=7)
@@ -95,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure."""
     with checkpoint(options.geometry, DTYPES[options.dtype]) as base:
         return bench(base, options)
 
@@ -104,36 +75,27 @@ def bench(base: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure both sides on one checkpoint."""
     chunk = None if options.loss_chunk == "none" else options.loss_chunk
     model = open_checkpoint(base, precision=options.precision, loss_chunk=chunk)
-    forward, plain = TimedForward(model), NOISES[options.noise](model.layouts)
-    noise: Any = TimedNoise(plain)
+    forward, noise = TimedForward(model), NOISES[options.noise](model.layouts)
     dtype = DTYPES[options.dtype] if options.precision == "exact" else torch.float32
     autocast = model.autocast if options.against == "autocast" else None
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     mono = MonolithicMeZO(whole, lr=1e-6, zo_eps=1e-3, autocast=autocast)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
-    in_place = isinstance(plain, SequentialNoise)  # as `zo2 train` and `zo2 train --exact-mezo` do
+    in_place = isinstance(noise, SequentialNoise)  # as `zo2 train` and `zo2 train --exact-mezo` do
     ours, theirs = itertools.count(), itertools.count()
 
-    def step() -> tuple[Any, dict[str, float]]:
-        forward.seconds = noise.main = noise.beside = 0.0
-        result = engine.step(batch, seed=next(ours))
-        rest = result.seconds - forward.seconds - noise.main
-        parts = {
-            "forwards": forward.seconds,
-            "noise": noise.main,
-            "arithmetic": rest,
-            "noise on a second thread": noise.beside,
-        }
-        return result.losses, parts
+    def step() -> tuple[Any, float]:
+        forward.seconds = 0.0
+        return engine.step(batch, seed=next(ours)).losses, forward.seconds
 
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=in_place), noise=noise)) as engine:
-        sides = {ENGINE: step, MONOLITHIC: lambda: (mono.step(batch, next(theirs)).losses, {})}
+        sides = {ENGINE: step, MONOLITHIC: lambda: (mono.step(batch, next(theirs)).losses, 0.0)}
         measured = alternate(sides, options.steps, warm_up=1)
     if in_place and model.autocast is autocast and model.loss_chunk is None:
         require_equal(measured, lambda result: result[0])
-    parts = [found for _, found in measured[ENGINE].results]
+    forwards = [seconds for _, seconds in measured[ENGINE].results]
     return {
-        "seconds": seconds_of(measured) | {name: spread([part[name] for part in parts]) for name in parts[0]},
+        "seconds": seconds_of(measured) | {"forwards of this engine": spread(forwards)},
         "times faster": times_faster(measured, ENGINE, MONOLITHIC),
-        "share of forwards": ratio([part["forwards"] for part in parts], measured[ENGINE].seconds),
+        "share of forwards": ratio(forwards, measured[ENGINE].seconds),
     }

@@ -32,7 +32,6 @@ SETTLE = 2.0  # seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--buckets", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7)

@@ -41,7 +41,6 @@ LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--memory", default="auto")
     add_sizes(parser, steps=4)
@@ -60,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, in a temporary directory."""
     with tempfile.TemporaryDirectory() as folder:
         return bench(options, Path(folder))
 

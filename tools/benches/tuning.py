@@ -30,7 +30,6 @@ SIDES = {"together": can_share, "apart": lambda options: False}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--lora-rank", type=int, help="train a LoRA by AdamW; by default steps are zeroth-order")
@@ -53,7 +52,6 @@ def tuned(options: TrainOptions, side: str, forwards: int) -> list[tuple[float, 
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both sides."""
     given = TrainOptions(
         model=str(options.model),
         data=options.data,

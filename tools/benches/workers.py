@@ -40,7 +40,6 @@ from zo2core.types import Batch
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("what", choices=["speed", "gradients", "late"])
     parser.add_argument("directory", type=Path, help="directory of a checkpoint")
     add_sizes(parser, rows=4, steps=7)
@@ -51,7 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure."""
     if options.what != "late":
         return speed(options)
     seconds = []
@@ -78,7 +76,6 @@ def connected(rank: int, size: int, port: int, split: str = "directions") -> Wor
 
 
 def free_port() -> int:
-    """A free port."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])

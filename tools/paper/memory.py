@@ -36,7 +36,6 @@ Trainer = Callable[[PreTrainedModel, Batch], Callable[[], None]]  # makes a mode
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--geometries", nargs="+", choices=list(geometries()), default=["opt-6.7b", "opt-13b"])
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the batch's one row")

@@ -105,13 +105,12 @@ class Traffic(Trace):
         self.nbytes = dict.fromkeys((Lane.READ, Lane.UPLOAD, Lane.OFFLOAD, Lane.WRITE), 0)
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
-        """Add the bytes of spans."""
         for span in spans:
             if span.lane in self.nbytes:
                 self.nbytes[span.lane] += span.nbytes
 
     def close(self) -> None:
-        """Do nothing, because there is no file."""
+        pass  # there is no file
 
 
 class Offloaded(NamedTuple):
@@ -237,13 +236,11 @@ class _BusDevice(ThreadedDevice):
         self._usage = usage
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Of the device."""
         memory = super().empty(nbytes)
         self._usage.hold(memory)
         return memory
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Of the host."""
         memory = super().host_memory(nbytes)
         self._usage.hold(memory, counts=False)
         return memory
@@ -280,7 +277,6 @@ class _CountedHost(HostDevice):
         self._usage = usage
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Of the device."""
         memory = super().host_memory(nbytes)
         self._usage.hold(memory)
         return memory

@@ -61,7 +61,6 @@ PAPER_GIB = {"TinyLlama-1.1B": (4.10, 2.05, 1.15, 0.70), "Llama2-7B": (25.10, 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
     parser.add_argument("--layers", type=int, default=8, help="number of TinyLlama's 22 layers to keep")
     parser.add_argument("--bases", nargs="+", choices=["float32", "bfloat16", "float16", *ENCODINGS], default=["bfloat16"])
@@ -73,7 +72,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each base and length."""
     config = scaled(paper_configs()["TinyLlama-1.1B"], options.scale, max(options.tokens))
     config.num_hidden_layers = options.layers
     measured: dict[str, Any] = {}

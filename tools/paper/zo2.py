@@ -53,7 +53,6 @@ Outcome = dict[str, Any]  # measurements of one side of a row, or the reason why
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
 
     def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         def names(text: str) -> list[str]:
@@ -78,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all tables."""
     on_gpu = options.on == "cuda"
     options.scale = options.scale or (1 if on_gpu else 16)
     host = int(HOST_SHARE * free_memory()) if options.host_memory is None else options.host_memory

@@ -180,7 +180,6 @@ class EngineLearner:
         return questions.score(torch.cat([rows for sweep in outputs for rows in sweep]))
 
     def close(self) -> None:
-        """Close the engine."""
         self._engine.close()
 
 
@@ -298,7 +297,7 @@ class AdamWLearner:
         return questions.score(torch.cat(answers))
 
     def close(self) -> None:
-        """Do nothing, because there are no files."""
+        pass  # there are no files
 
 
 def two_point(lr: float, *, in_place: bool = False) -> ZOEstimator:
