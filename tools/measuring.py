@@ -129,8 +129,12 @@ def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     leaves = {name: value for name, value in measured.items() if name not in groups and not isinstance(value, list)}
     for name, value in leaves.items():
         yield f"{indent}{name:36s} {_cell(value)}"
+    groups = {
+        name: {column: value for column, value in group.items() if not isinstance(value, list)}
+        for name, group in groups.items()
+    }
     shared = set.intersection(*map(set, groups.values())) if len(groups) > 1 else set[str]()
-    if shared and not any(_has_groups(value) for value in groups.values()):
+    if shared and not any(_has_groups(group) for group in groups.values()):
         names = list(dict.fromkeys(column for group in groups.values() for column in group))
         rows = {
             name: [_cell(group[column]) if column in group else "" for column in names] for name, group in groups.items()
@@ -148,7 +152,7 @@ def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _has_groups(group: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, list) or (isinstance(value, Mapping) and "median" not in value) for value in group.values())
+    return any(isinstance(value, Mapping) and "median" not in value for value in group.values())
 
 
 def _cell(value: Any) -> str:

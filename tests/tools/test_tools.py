@@ -1,4 +1,4 @@
-"""The tools: what a sparse checkpoint shares with a dense one."""
+"""The tools: what a sparse checkpoint shares with a dense one, and the benchmarks' command lines."""
 
 from __future__ import annotations
 
@@ -111,6 +111,25 @@ def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes
     assert sum(isinstance(spec.encoding, MatrixStack | MXFP4Stack) for spec in specs) == 2 * layers
     with Engine(model) as engine:
         assert math.isfinite(engine.evaluate([make_batch(config.vocab_size, [5])]).loss)
+
+
+@pytest.mark.parametrize("name", bench.benchmarks())
+def test_each_benchmark_tells_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        bench.main()
+    assert f"python tools/bench.py {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_benchmark_is_refused_with_the_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "stap"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert "\nstep\n" in capsys.readouterr().err
 
 
 def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
