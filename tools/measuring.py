@@ -32,13 +32,22 @@ from zo2core import (
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
+    SequentialNoise,
     ZerothOrder,
 )
 from zo2core.planning.policies import ACTIVATIONS
-from zo2core.types import Lane, StepResult
+from zo2core.protocols import NoiseGenerator
+from zo2core.types import BlockLayout, Lane, StepResult
 
 WARM_UP = 2  # rounds that do not count
 Result = TypeVar("Result")
+
+Noise = Callable[[Sequence[BlockLayout], torch.device], NoiseGenerator]
+NOISES: dict[str, Noise] = {
+    "sequential": SequentialNoise,
+    "philox-gaussian": lambda layouts, device: PhiloxNoise(Distribution.GAUSSIAN),
+    "philox-rademacher": lambda layouts, device: PhiloxNoise(Distribution.RADEMACHER),
+}
 
 
 class Side(NamedTuple):

@@ -13,27 +13,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from make_checkpoint import geometries
-from measuring import add_sizes, alternate, checkpoint, ratio, require_equal, seconds_of, spread, times_faster
+from measuring import NOISES, add_sizes, alternate, checkpoint, ratio, require_equal, seconds_of, spread, times_faster
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, SequentialNoise, ZerothOrder
-from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout
+from zo2core import Engine, MeZOSGD, SequentialNoise, ZerothOrder
 
-NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
-    "sequential": SequentialNoise,
-    "philox-gaussian": lambda _: PhiloxNoise(Distribution.GAUSSIAN),
-    "philox-rademacher": lambda _: PhiloxNoise(Distribution.RADEMACHER),
-}
 ENGINE, MONOLITHIC = "this engine", "monolithic MeZO"
 
 
@@ -75,7 +68,7 @@ def bench(base: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure both sides on one checkpoint."""
     chunk = None if options.loss_chunk == "none" else options.loss_chunk
     model = open_checkpoint(base, precision=options.precision, loss_chunk=chunk)
-    forward, noise = TimedForward(model), NOISES[options.noise](model.layouts)
+    forward, noise = TimedForward(model), NOISES[options.noise](model.layouts, torch.device("cpu"))
     dtype = DTYPES[options.dtype] if options.precision == "exact" else torch.float32
     autocast = model.autocast if options.against == "autocast" else None
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)

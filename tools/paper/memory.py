@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from make_checkpoint import geometries
-from measuring import Usage
+from measuring import NOISES, Usage
 from synthetic import scaled
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paper.places import LR, NOISES, Bus
+from paper.places import LR, Bus
 from paper.tables import Variant
 from paper.zo2 import A100_MEMORY, batch_of
 from zo2adapters.models.checkpoint import DTYPES

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from make_checkpoint import make_checkpoint
-from measuring import Usage, timed
+from measuring import Noise, Usage, timed
 from synthetic import block_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import PretrainedConfig
@@ -27,15 +27,12 @@ from paper.tables import Variant
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     CudaDevice,
-    Distribution,
     Engine,
     HostDevice,
     Journal,
     MeZOSGD,
     OverlappedScheduler,
-    PhiloxNoise,
     SegmentStore,
-    SequentialNoise,
     SerialScheduler,
     Trace,
     ZerothOrder,
@@ -44,18 +41,10 @@ from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
-from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
+from zo2core.protocols import BlockSource, Device, Scheduler
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch
-from zo2core.types import BlockLayout, Lane
-
-Noise = Callable[[Sequence[BlockLayout], torch.device], NoiseGenerator]
-NOISES: dict[str, Noise] = {
-    "sequential": SequentialNoise,
-    "philox-gaussian": lambda layouts, device: PhiloxNoise(Distribution.GAUSSIAN),
-    "philox-rademacher": lambda layouts, device: PhiloxNoise(Distribution.RADEMACHER),
-}
-
+from zo2core.types import Lane
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
 

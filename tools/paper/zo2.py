@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from make_checkpoint import geometries
-from measuring import WARM_UP, timed
+from measuring import NOISES, WARM_UP, Noise, timed
 from synthetic import scaled, whole_model
 from transformers import PretrainedConfig
 
-from paper.places import LR, NOISES, ZO_EPS, Bus, Cuda, Disk, Noise, Place
+from paper.places import LR, ZO_EPS, Bus, Cuda, Disk, Place
 from paper.tables import TABLES, Row, Variant
 from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
