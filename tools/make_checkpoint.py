@@ -26,15 +26,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    LlamaConfig,
-    OPTConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
@@ -49,104 +41,10 @@ from zo2core.types import GGUF_BLOCKS, ParameterSpec
 LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
 
 
-def opt(hidden: int, layers: int, heads: int, **other: Any) -> OPTConfig:
-    """An OPT config; all sizes have the same vocabulary, positions and ratio of the feed-forward layer."""
-    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return OPTConfig(**{**shape, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, **other})
-
-
-def llama(hidden: int, layers: int, heads: int, feed_forward: int) -> LlamaConfig:
-    """A Llama 3.1 config."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-
-
-def qwen3(hidden: int, layers: int, heads: int, feed_forward: int, *, tied: bool) -> Qwen3Config:
-    """A dense Qwen3 config."""
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=tied,
-    )
-
-
 def geometries() -> dict[str, PretrainedConfig]:
-    """All geometries by name, with the sizes of the published configs."""
-    return {
-        "opt-125m": opt(768, 12, 12),
-        "opt-350m": opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
-        "opt-1.3b": opt(2048, 24, 32),
-        "opt-2.7b": opt(2560, 32, 32),
-        "opt-6.7b": opt(4096, 32, 32),
-        "opt-13b": opt(5120, 40, 40),
-        "opt-30b": opt(7168, 48, 56),
-        "opt-66b": opt(9216, 64, 72),
-        "opt-175b": opt(12288, 96, 96),
-        "llama-160m": LlamaConfig(
-            vocab_size=32000,
-            hidden_size=768,
-            intermediate_size=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            max_position_embeddings=2048,
-        ),
-        "smollm2-135m": LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ),
-        "llama-3.1-8b": llama(4096, 32, 32, 14336),
-        "llama-3.1-70b": llama(8192, 80, 64, 28672),
-        "llama-3.1-405b": llama(16384, 126, 128, 53248),
-        "qwen3-0.6b": qwen3(1024, 28, 16, 3072, tied=True),
-        "qwen3-1.7b": qwen3(2048, 28, 16, 6144, tied=True),
-        "qwen3-4b": qwen3(2560, 36, 32, 9728, tied=True),
-        "qwen3-8b": qwen3(4096, 36, 32, 12288, tied=False),
-        "qwen3-14b": qwen3(5120, 40, 40, 17408, tied=False),
-        "qwen3-32b": qwen3(5120, 64, 64, 25600, tied=False),
-        "qwen3-30b-a3b": Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is read from other names
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            max_position_embeddings=40960,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-        "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
-    }
+    """All geometries by name, with the sizes of the published configs, from ``geometries.json``."""
+    configs = json.loads(Path(__file__).with_name("geometries.json").read_text(encoding="utf-8"))
+    return {name: CONFIG_MAPPING[values.pop("model_type")](**values) for name, values in configs.items()}
 
 
 def make_checkpoint(
@@ -310,33 +208,24 @@ def main() -> None:
     parser.add_argument("geometry", choices=list(geometries()))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
     )
     parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4, gpt-oss as MXFP4")
     parser.add_argument("--gguf", choices=list(GGUF_BLOCKS), help="with --sparse: a GGUF file with matrices of this type")
     options = parser.parse_args()
-    if options.gguf:
-        if not options.sparse:
-            parser.error("--gguf needs --sparse; export other models with zo2 export --format gguf")
-        written = make_sparse_gguf(geometries()[options.geometry], options.directory, options.gguf)
-        print(f"{options.directory}: {written / 1e9:.2f} GB of {options.gguf} weights")
-        return
+    if options.gguf and not options.sparse:
+        parser.error("--gguf needs --sparse; export other models with zo2 export --format gguf")
     if options.nf4 and not options.sparse:
         parser.error("--nf4 needs --sparse; encode other checkpoints with zo2 convert --quantize nf4")
-    if options.nf4:
-        written = make_sparse_coded(geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype])
-        print(f"{options.directory}: {written / 1e9:.2f} GB of 4-bit weights")
-        return
-    written = make_checkpoint(
-        geometries()[options.geometry],
-        options.directory,
-        dtype=DTYPES[options.dtype],
-        seed=options.seed,
-        sparse=options.sparse,
-    )
-    print(f"{options.directory}: {written / 1e9:.2f} GB of {options.dtype} weights")
+    config, directory, dtype = geometries()[options.geometry], options.directory, DTYPES[options.dtype]
+    if options.gguf:
+        written, kind = make_sparse_gguf(config, directory, options.gguf), options.gguf
+    elif options.nf4:
+        written, kind = make_sparse_coded(config, directory, dtype=dtype), "4-bit"
+    else:
+        written, kind = make_checkpoint(config, directory, dtype=dtype, sparse=options.sparse), options.dtype
+    print(f"{directory}: {written / 1e9:.2f} GB of {kind} weights")
 
 
 if __name__ == "__main__":

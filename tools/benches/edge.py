@@ -1,0 +1,95 @@
+"""A step of a program in ExecuTorch's runtime: against the same module in torch, and against two forwards in turn.
+
+    python tools/bench.py edge
+    python tools/bench.py edge --layers 8 --hidden 768 --shapes 1x16,4x64
+
+Sides are a program whose forward is XNNPACK's, one of the portable kernels, the exported module in torch, and plain LoRA-FA
+over peft's model, which perturbs B in its weights and runs two forwards. A Llama with random weights, LoRA of the queries
+and values. Torch has all cores, as XNNPACK has; `taskset -c 0` gives all of them one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from measuring import alternate, seconds_of, shapes, timed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from zo2adapters import Adapter, MonolithicMeZO, TrainingProgram, open_checkpoint, write_program
+from zo2adapters.edge.assembly import assemble
+from zo2adapters.trainers.verification import random_batch
+from zo2core import Distribution
+from zo2core.kernels import fill
+
+VOCABULARY, RANK = 4000, 8
+ZO_EPS, LR = 1e-3, 1e-6
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--shapes", type=shapes, default="1x16,1x64", help="shapes of batches, as rows x tokens")
+    parser.add_argument("--steps", type=int, default=9)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 128),
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(base := Path(folder, "base"))
+        return {f"{rows} x {tokens}": bench(base, rows, tokens, options.steps) for rows, tokens in options.shapes}
+
+
+def lora() -> Any:
+    """The adapter's config, with matrices B that are not zero."""
+    return peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def two_forwards(base: Path) -> MonolithicMeZO:
+    """Plain LoRA-FA over peft's model."""
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.inject_adapter_in_model(lora(), whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = "lora_B" in name
+
+    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
+        fill(z, Distribution.RADEMACHER, seed, parameter)
+
+    return MonolithicMeZO(whole, lr=LR, zo_eps=ZO_EPS, perturb_in_place=False, draw=draw)
+
+
+def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Measure one shape of batches."""
+    batch = dict(random_batch(VOCABULARY, rows, tokens, seed=0))
+    model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
+    lowering: dict[str, float] = {}
+    sides: dict[str, Callable[[], object]] = {}
+    for name, partitioners in (("XNNPACK", None), ("portable kernels", ())):
+        path = base.parent / f"{name}-{rows}x{tokens}.pte"
+        write = partial(write_program, path, model, rows=rows, tokens=tokens, zo_eps=ZO_EPS, partitioners=partitioners)
+        lowering[name], _ = timed(write)
+        sides[name] = partial(TrainingProgram(path).step, batch, lr=LR)
+    module = assemble(model, rows=rows, tokens=tokens, zo_eps=ZO_EPS, seed=0).step
+
+    @torch.inference_mode()
+    def step_module() -> None:
+        module(batch["input_ids"], batch["labels"], torch.tensor(LR))
+
+    sides["module in torch"] = step_module
+    sides["two forwards"] = partial(two_forwards(base).step, batch, 0)
+    return {"seconds": seconds_of(alternate(sides, steps)), "seconds of lowering": lowering}

