@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +13,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here, write_rows
-from random_kills import KilledRuns, require_same_outcome
 from runs import TIMED
 from safetensors import safe_open
 from safetensors.torch import load_file
-from strikes import JOURNAL, PLACES, TRAINER, strike
+from strikes import JOURNAL, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
@@ -144,7 +142,7 @@ def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
 ) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, *arguments_of(options), "--snapshot-every", 2, method=method)
-    ended = apart.run(*command, patch=strike(here, "zo2core.journal", "Journal", "append", 6, "after"))
+    ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
     expected = plain_loop(here, method, options, clip=0.5, warmup=2)
@@ -179,93 +177,8 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
-    place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *PLACES[place]))
-    assert ended.status == -9, ended
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-    names = {path.name for path in Path("run").iterdir()}
-    snapshots = {name for name in names if name.startswith("snapshot")}
-    assert len(snapshots) <= 3, "the last two, and the best"
-    assert names - snapshots == {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
-
-
-def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
-    here: Path, apart: Apart, undisturbed: dict[str, object], request: pytest.FixtureRequest
-) -> None:
-    kills = 0
-    for at in range(1, 60) if request.config.getoption("--long") else (9, 21):
-        shutil.rmtree("run", ignore_errors=True)
-        ended = apart.run(*train("run", *EVALUATED), patch=strike(here, "os", "", "fsync", at, "after"))
-        kills += ended.status == -9
-        is_begun = Path("run/options.json").exists()
-        done(*(("train", "--resume", "run") if is_begun else train("run", *EVALUATED)))
-        assert outcome("run") == undisturbed, at
-    assert kills >= 2
-
-
-@pytest.mark.long_profile
-def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
-    here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    assert apart.run(*train("run", *EVALUATED), patch=strike(here, JOURNAL, "Journal", "append", 2, "after")).status == -9
-    killed = strike(here, JOURNAL, "Journal", "append", 2, "after")
-    assert apart.run("train", "--resume", "run", patch=killed).status == -9
-    assert Journal("run/journal.jsonl").version > 2
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-
-
-TIGHT = """
-import dataclasses, zo2core.planning.run_spec as spec
-plan_host = spec.plan_host
-def tight(*args, **kwargs):
-    plan = plan_host(*args, **kwargs)
-    return dataclasses.replace(plan, buckets=1, budget=plan.nbytes)
-spec.plan_host = tight
-"""
-PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
-    "all in memory": ("", ()),
-    "blocks streamed, inputs on disk": (TIGHT, ("--activation-memory", 1, "--micro-batch-size", 1)),
-}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kills" in metafunc.fixturenames:  # 200 in the long profile
-        metafunc.parametrize(
-            ("round_", "kills"), [(i, 25) for i in range(4)] if metafunc.config.getoption("--long") else [(0, 2)]
-        )
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("placed", PLACED)
-def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
-    placed: str, round_: int, kills: int, here: Path, apart: Apart
-) -> None:
-    patch, options = PLACED[placed]
-    runs = KilledRuns(here, apart, train("run", *EVALUATED, *options), STEPS, patch)
-    print(f"{placed}: {require_same_outcome(runs, outcome, random.Random(f'{placed} {round_}'), kills)}")
-
-
-def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
-    here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, TRAINER, "", "write_row", 8, "SIGTERM"))
-    assert ended.status == 143, ended
-    assert "to go on from the snapshot of step 4, or to get its adapter" in ended.err
-    assert "zo2 train --resume run" in ended.err
-    assert "zo2 export --run run --at 4 --output DIR" in ended.err
-    done("export", "--run", "run", "--at", 4, "--output", "half")
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-
-
 def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart: Apart) -> None:
-    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    killed = strike(JOURNAL, "Journal", "append", 5, "after")
     assert apart.run(*train("run", "--snapshot-every", 2), patch=killed).status == -9
     evaluated = done("evaluate", "--run", "run", "--data", "rows.jsonl")
     assert "run: step 4 (the last snapshot of 5 steps); --at N takes another one" in evaluated.err
@@ -280,7 +193,7 @@ def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart
 
 def interrupted(here: Path, apart: Apart) -> list[Path]:
     """A run that was killed after its fifth step, and its snapshots, of steps 2 and 4."""
-    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    killed = strike(JOURNAL, "Journal", "append", 5, "after")
     assert apart.run(*train("run", *EVALUATED), patch=killed).status == -9
     snapshots = [Path(f"run/snapshot-{step}.safetensors") for step in (2, 4)]
     assert sorted(Path("run").glob("snapshot*")) == snapshots
@@ -519,7 +432,7 @@ def test_what_has_a_gradient_is_learned(rows: Sequence[object], more: Sequence[o
 def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_repeats(here: Path, apart: Apart) -> None:
     write_rows(here / "some.jsonl", [{**row, "prompt": f"{row['prompt']} is"} for row in PREFERENCES] + PREFERENCES)
     command = train("run", "--batch-size", 1, "--snapshot-every", 2, data="some.jsonl")
-    assert apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 4, "after")).status == -9
+    assert apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 4, "after")).status == -9
     done("train", "--resume", "run")
     command[command.index("run")] = "whole"
     done(*command)

@@ -140,7 +140,7 @@ def test_killed_processes_lose_nothing(
 ) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
-        struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
+        struck = apart.run(*command, patch=strike("zo2core.journal", "Journal", "append", at, moment))
         assert struck.status != 0
     assert run_here(*command).status == 0
     assert results_of(tmp_path / "all") == alone
