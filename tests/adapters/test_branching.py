@@ -69,6 +69,7 @@ def parent(base: Path, tmp_path: Path) -> Path:
 # ---- as a function of the library
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("step", range(6))
 def test_a_branch_has_the_weights_of_its_step_and_goes_on_with_another_estimator(
     step: int, base: Path, parent: Path, tmp_path: Path
@@ -254,7 +255,7 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     assert len(Journal(options.output / "journal.jsonl").updates) == len(losses)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "precision", "warns"),
     [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],

@@ -128,6 +128,7 @@ def test_the_export_of_a_first_step_is_the_base_without_a_snapshot(here: Path) -
     assert all(torch.equal(value, first[name]) for name, value in base.items())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_verify_compares_with_the_whole_model(here: Path, method: str, precision: str) -> None:

@@ -123,6 +123,7 @@ def test_fused_optimizers_have_the_bits_of_their_loops(base: Path, optim: str, t
     assert_alike(trainer, other)
 
 
+@pytest.mark.few(1)
 def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(base: Path, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     trainer = ours(base, tmp_path / "run", **saving)
@@ -138,6 +139,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(base: Path, tmp_pa
         ours(base, tmp_path / "run", **saving).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
 
 
+@pytest.mark.few(1)
 def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None:
     changes = {
         "save_strategy": "steps",
@@ -153,6 +155,7 @@ def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -165,6 +168,7 @@ def test_what_needs_the_whole_model_is_refused(changes: dict[str, Any], told: st
         ours(base, tmp_path / "run", **changes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [

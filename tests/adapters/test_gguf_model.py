@@ -185,6 +185,7 @@ def adapter(*targets: str) -> Adapter:
     return Adapter(config=LoraConfig(r=2, target_modules=names, init_lora_weights=True), seed=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "targets"), [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))]
 )

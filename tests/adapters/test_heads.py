@@ -94,7 +94,7 @@ def whole_model(base: Path, head: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("family", "head"), CASES, ids=str)
 def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: torch.dtype) -> None:
@@ -121,6 +121,7 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: to
         assert torch.equal(again(**batch).loss, whole(**batch).loss)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("head", [head for head in HEADS if head != "causal-lm"])
 def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> None:
     base = saved(tmp_path / "base", "bert", head)

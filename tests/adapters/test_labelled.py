@@ -77,7 +77,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "case"), each_choice(list(SIZES), list(CASES)))
 def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> None:
     rows, changes = CASES[case]
@@ -211,6 +211,7 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
         assert not (tmp_path / "unpadded").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", sorted(SIZES))
 def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, family: str) -> None:
     made(tmp_path, family, classes())

@@ -80,6 +80,7 @@ def memory(buckets: int | None) -> MemoryPolicy:
     return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("family", "targets", "dtype", "buckets"),
     [
@@ -115,7 +116,7 @@ def test_gradients_are_those_of_peft_on_the_whole_model(
 
 
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
     family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:
@@ -130,7 +131,7 @@ def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
 
 
 @pytest.mark.parametrize(("family", "targets"), each_choice(FAMILIES, ["auto", "auto experts"]))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_is_exported_loads_in_peft_and_merges_as_peft_does(family: str, targets: str, tmp_path: Path) -> None:
     base = save(family, tmp_path / "base")
     model = opened(base, targets)

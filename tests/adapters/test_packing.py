@@ -77,6 +77,7 @@ def test_rows_lie_one_behind_the_other() -> None:
         pack({**batch, "token_type_ids": batch["labels"]})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_model(tmp_path: Path, name: str) -> None:
     base = save_model(tmp_path / "base", CONFIGS[name])

@@ -47,7 +47,7 @@ peft: Any = pytest.importorskip("peft")
 FA = ("lora_A",)  # LoRA-FA
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=50)
 @given(
@@ -91,6 +91,7 @@ class LoRALoop(StackedLoop):
         self.base = {name: value for name, value in self.base.items() if name in trained}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("frozen", [(), FA])
 @pytest.mark.parametrize(("family", "buckets"), [("llama", None), ("llama", 2), ("gpt2", 2)])
 def test_lora_beside_the_activations_is_the_stacked_loop(
@@ -115,7 +116,7 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
             assert list(engine.step(batch).losses) == loop.step(batch, seed)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
 def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

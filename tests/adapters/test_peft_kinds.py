@@ -154,7 +154,7 @@ def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tup
     assert names == set(values)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "model_type"),
@@ -226,7 +226,7 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
             assert torch.equal(again[key], value)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_kind
 def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
@@ -402,6 +402,7 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
         assert [own.keys.shape for own in held] == [(1, 3, 3, 4)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_what_a_batch_with_a_prefix_holds_is_known_without_running_it(

@@ -91,6 +91,7 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_path: Path) -> None:
@@ -258,6 +259,7 @@ def test_a_run_whose_weights_are_only_read_does_not_warn_of_lost_updates(options
     assert "--precision mixed" not in line
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [[], ["--precision", "exact"], ["--precision", "mixed"]])
 def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(
     given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str]

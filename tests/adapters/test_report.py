@@ -189,7 +189,7 @@ DAMAGED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "value"), DAMAGED, ids=lambda value: "missing" if value is WITHOUT else None)
 def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path, name: str, value: Any) -> None:
     def damage(row: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path,
     assert ["seconds" in row for row in run.steps] == [False, True] * 3
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", ["0.5", None, {}, 10**400])
 @pytest.mark.parametrize("name", ["evaluation_seconds", "evaluation_accuracy", "a $\\frac{$ b"])
 def test_numbers_of_an_evaluation_that_are_none_are_left_out(here: Path, name: str, value: Any) -> None:
@@ -223,7 +223,7 @@ def test_options_of_another_kind_are_shown_as_they_are(here: Path) -> None:
     assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

@@ -357,6 +357,7 @@ def base_of(folder: Path, **changes: Any) -> Path:
     return base
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fitness", Fitness)
 def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, functions: Path, tmp_path: Path) -> None:
     base, eps, q, new = base_of(tmp_path), 0.1, 3, 5

@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> TrainOptions:
     return resumable_run(tmp_path)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", range(STEPS))
 def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOptions, steps: int, tmp_path: Path) -> None:
     finish(options)
@@ -136,6 +136,7 @@ def test_changed_evaluation_rows_are_refused_by_their_own_option(options: TrainO
         Trainer(replace(options, evaluation=changed), resume=True, quiet=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
 def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
     interrupt_after(options, 1)

@@ -253,6 +253,7 @@ def of_graphs(plan: Any) -> Any:
     return sum(part["nbytes"] for part in plan["host_plan"]["parts"] if part["name"].startswith("graphs of"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
 def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int

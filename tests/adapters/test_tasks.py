@@ -131,6 +131,7 @@ def choice_loss(model: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores(model, batch), answers(batch))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("objective", "number"), [("auto", choice_loss), ("accuracy", wrong), ("f1", f1_error)])
 def test_objectives_of_choices_are_monolithic_mezos(here: Path, objective: str, number: Any) -> None:
     journal, literal = train("choices", objective), Literal(number)
@@ -163,7 +164,7 @@ def paired(rows: Any) -> Any:
     return choice_batch([row.prompt for row in rows], [row.candidates for row in rows], [0] * len(rows))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [(), ("--beta", "2.0"), ("--micro-batch-size", "3")], ids=str)
 def test_dpo_is_mezo_against_the_base_also_where_it_is_gone_on_with(here: Path, more: tuple[str, ...]) -> None:
     journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "--beta" in more else 0.1))
@@ -191,6 +192,7 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     assert last["evaluation_accuracy"] > 0.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transfer_dtype", ["float8", "bfloat16-back"])
 def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, transfer_dtype: str) -> None:
     opening = ("--model", "model", "--precision", "mixed", "--transfer-dtype", transfer_dtype)

@@ -110,6 +110,7 @@ def same_as_literal(trainer: Any, stock: Any, *, bf16: bool = False) -> None:
         assert_same_bits(name, value, own[name])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
     trainer = sft(str(base), tmp_path / "run", bf16=bf16, logging_steps=1, eval_strategy="steps", eval_steps=3)
@@ -127,7 +128,7 @@ def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
         assert_same_bits(name, value, weights[name])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}, {"bf16": True}], ids=str)
 def test_sfts_own_loss_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     zo = ZOArguments(**{**vars(EXACT), "trainer_loss": True})
@@ -167,7 +168,7 @@ def test_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
     assert literal.step(kept, first.seeds[0]).losses == first.losses
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "ipo"}, {"loss_type": ["sigmoid", "sft"]}, {"bf16": True}], ids=str)
 def test_dpo_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer = dpo(base, tmp_path / "run", zo=EXACT, logging_steps=6, **changes)
@@ -201,6 +202,7 @@ def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
             assert ours["eval_loss"] == theirs["eval_loss"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, make: Any) -> None:
     whole = make(base, tmp_path / "run", save_strategy="steps", save_steps=3)
@@ -254,7 +256,7 @@ class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, 
     pass
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"center_rewards_coefficient": 0.1}, {"bf16": True}], ids=str)
 def test_a_reward_model_is_monolithic_mezos(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = small_config("llama", pad_token_id=0, num_labels=1)
@@ -296,6 +298,7 @@ def test_tpo_is_monolithic_mezos(base: Path, tmp_path: Path, monkeypatch: pytest
         same_as_literal(trainer, stock)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """The command line's run, and TRL's trainer on its rows in its order."""

@@ -164,6 +164,7 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     assert sweeps.end() == []
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("what", ["copy", "empty", "host_memory"])
 def test_a_failed_allocation_or_copy_loses_no_staging_buffer(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ KINDS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "dtype", "room"), each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28]))
 def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
     for model_type in ("opt", "llama"):
@@ -186,6 +186,7 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
                 assert_equal(engine, resident)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "mlp.c_proj"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
         assert offloaded == 0, "a base that is only read never comes back"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5]))
 def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
     base: Path, overlap: bool, rows: int | None, buckets: int
@@ -292,7 +294,7 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
     assert graph.memory(1 << 2) == pytest.approx(4 * graph.memory(), abs=4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("buckets", [None, 1, 2])
 def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
@@ -344,6 +346,7 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
         assert engine.version == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model_type", "dtype", "room", "kind"),
     each_choice(
@@ -382,6 +385,7 @@ def test_kinds_whose_bits_differ_under_autocast_are_refused_in_mixed_precision(b
         open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), precision="mixed")
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -420,6 +424,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
         assert loaded(**batch).loss.item() == resident.model(**batch).loss.item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise
 @pytest.mark.parametrize("rank", [None, 2])
 def test_weights_are_read_where_they_are_stored_with_the_same_bits(
@@ -499,6 +504,7 @@ def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
         assert other.evaluate(rows).losses == evaluated
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
 def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

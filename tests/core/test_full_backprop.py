@@ -145,6 +145,7 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], list(CASES)))
 def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
@@ -465,6 +466,7 @@ def delayed_loop(whole: WholeModel, make: Any, clip_norm: float | None) -> Calla
     return step
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])

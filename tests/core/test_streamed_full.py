@@ -267,6 +267,7 @@ def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
         assert [commit.step for commit in engine.journal.commits] == list(range(7))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)

@@ -96,6 +96,7 @@ def of(spans: list[Span], lane: Lane, track: int = 0) -> list[Span]:
     return [span for span in spans if span.lane is lane and span.track == track]
 
 
+@pytest.mark.few(4)
 @in_every_case
 def test_every_step_has_its_lanes_in_order(
     order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
@@ -123,6 +124,7 @@ def test_every_step_has_its_lanes_in_order(
     assert {span.name for span in recording.spans if span.lane is Lane.READ} == set(SEGMENTS)
 
 
+@pytest.mark.few(4)
 @in_every_case
 def test_bytes_add_up_to_what_was_moved(
     order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
@@ -151,6 +153,7 @@ def test_bytes_add_up_to_what_was_moved(
     assert [result.bytes_moved > 0 for result in results] == [not device.in_place] * STEPS
 
 
+@pytest.mark.few(4)
 @in_every_case
 def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
     order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path

@@ -61,6 +61,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("damage", [damaged, torn, cut])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_journal_that_lost_a_step_which_the_metrics_know_is_refused(
@@ -74,6 +75,7 @@ def test_a_journal_that_lost_a_step_which_the_metrics_know_is_refused(
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("damage", [damaged, torn])
 @pytest.mark.parametrize("command", [*COMMANDS, "journal"])
 def test_a_last_record_that_does_not_count_is_said(
