@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 from full_loops import adalomo_loop, lomo_loop
-from models import make_batch, save_model, save_tokenizer, small_config
+from models import save_model, save_tokenizer, small_config
 from profiles import each_choice
-from trainer_options import trainer_options
+from trainers import ROWS, trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import FullBackpropTrainerMixin
 from zo2core import HostPlan, MemoryPolicy
 from zo2core.errors import CheckpointError, OptionError
 
-VOCABULARY = small_config("llama").vocab_size
-ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
 IN_MEMORY = MemoryPolicy(host=HostPlan((), 1 << 40, None, keep_noise=False))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_batch, save_model, save_tokenizer, small_config
+from trainers import ROWS, trainer_options
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import zo2core.engine
@@ -22,37 +22,14 @@ from zo2core import Engine, Journal
 from zo2core.checkpoint import write_checkpoint
 from zo2core.errors import JournalError
 
-VOCABULARY = small_config("llama").vocab_size
-ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
-
 
 class ZOTrainer(ZOTrainerMixin, Trainer):
     pass
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("checkpoints") / "base", small_config("llama"))
-    save_tokenizer(directory)
-    return directory
-
-
 def made(base: Path, output: Path, **options: Any) -> Any:
-    args = TrainingArguments(
-        **{
-            "output_dir": str(output),
-            "per_device_train_batch_size": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "train_sampling_strategy": "sequential",
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            **options,
-        }
-    )
+    told = {"max_steps": 4, "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": 0, "save_strategy": "steps"}
+    args = TrainingArguments(**trainer_options(output, **{**told, "save_steps": 2, **options}))
     zo = ZOArguments(export_checkpoints=False)
     return ZOTrainer(model=base, args=args, zo=zo, train_dataset=ROWS, processing_class=AutoTokenizer.from_pretrained(base))
 

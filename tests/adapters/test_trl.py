@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
+from trainers import OF_TRL, trainer_options
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
@@ -22,10 +23,7 @@ from zo2core.errors import CheckpointError, OptionError
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = OF_TRL
 
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
 NOUNS = WORDS[3:]
@@ -47,34 +45,9 @@ class ZODPOTrainer(ZOTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-d
     pass
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("trl") / "base", small_config("llama"))
-    save_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def options(output: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        **changes,
-    }
+    constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0, "warmup_steps": 0}
+    return trainer_options(output, **{**constant, **changes})
 
 
 def sft(base: Any, output: Path, kind: type[Any] = ZOSFTTrainer, zo: ZOArguments | None = None, **changes: Any) -> Any:
