@@ -244,7 +244,6 @@ def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     ("more", "said"),
     [
         (["--adapter", "missing.json"], "missing.json"),
-        (["--adapter-frozen", "lora_A"], "--adapter-frozen"),
         (["--adapter", "CONFIG", "--transfer-dtype", "bfloat16"], "--transfer-dtype"),
         (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
         (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),

@@ -6,7 +6,6 @@ where it has none), and by the clock, which hits what nobody thought of.
 
 from __future__ import annotations
 
-import json
 import mmap
 import random
 import re
@@ -23,7 +22,7 @@ import psutil
 import pytest
 from command_lines import Apart, Ended, done, make_place, refusal
 from profiles import LONG, short_first
-from runs import TIMED
+from runs import outcome
 from strikes import (
     JOURNAL,
     PHASES,
@@ -200,26 +199,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def outcome(run: Path) -> dict[str, object]:
+def ended(run: Path) -> dict[str, object]:
     """Everything of a finished run that does not measure time; nothing else is left behind."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
     names = {path.name for path in run.iterdir()}
     snapshots = {name for name in names if name.startswith("snapshot")}
     assert len(snapshots) <= 3, "the last two, and the best"
     assert FILES <= names - snapshots <= FILES | KEPT, "a killed process's leavings are cleared away"
-    [weights] = (run / "model").glob("*.safetensors")
     end = time.monotonic() + 60
     while reward_processes():
         assert time.monotonic() < end, "a reward's process outlives its run"
         time.sleep(0.01)
     assert not list(Path("temporary").iterdir())
-    return {
-        "journal": (run / "journal.jsonl").read_bytes(),
-        "weights": weights.read_bytes(),
-        "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b"",
-        "metrics": [{key: value for key, value in row.items() if key.partition("_")[0] not in DRAWN} for row in rows],
-    }
+    told = outcome(run)
+    for row in told["metrics"]:
+        for key in [key for key in row if key.partition("_")[0] in DRAWN]:
+            del row[key]
+    return {**told, "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b""}
 
 
 def reward_processes() -> list[psutil.Process]:
@@ -267,9 +262,9 @@ class Runs:
 
     def finish(self) -> bool:
         """Wait for its end; returns whether it was killed."""
-        ended = self._apart.finish()
-        assert ended.status in (0, -signal.SIGKILL), ended
-        return ended.status != 0
+        status = self._apart.finish()
+        assert status.status in (0, -signal.SIGKILL), status
+        return status.status != 0
 
     def is_killed(self, patch: str) -> bool:
         self.start(patch)
@@ -282,7 +277,7 @@ class Runs:
         shutil.rmtree("run")
 
     def compare(self) -> None:
-        found, expected = outcome(Path("run")), self.expected.outcome
+        found, expected = ended(Path("run")), self.expected.outcome
         assert found == expected, [name for name, value in expected.items() if found[name] != value]
 
     def killed_by_the_clock(self, rng: random.Random, most: int) -> None:
@@ -306,7 +301,7 @@ class Runs:
             last = time.perf_counter() if self._phase[0] > 1 else last
             time.sleep(0.001)
         assert not self.finish()
-        made = Undisturbed(outcome(Path("run")), struct.unpack_from("<q", self._calls)[0], last - began)
+        made = Undisturbed(ended(Path("run")), struct.unpack_from("<q", self._calls)[0], last - began)
         shutil.rmtree("run")
         return made
 
@@ -430,10 +425,10 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs:
 def test_an_interrupted_run_says_from_where_it_goes_on(
     runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str
 ) -> None:
-    ended: Ended = apart.run(*runs.kind.command, patch=strike(*place, "SIGTERM"))
-    assert ended.status == 143, ended
-    assert told in ended.err
-    for command in re.findall(r"zo2 (export --run run --at \d --output) DIR", ended.err):
+    interrupted: Ended = apart.run(*runs.kind.command, patch=strike(*place, "SIGTERM"))
+    assert interrupted.status == 143, interrupted
+    assert told in interrupted.err
+    for command in re.findall(r"zo2 (export --run run --at \d --output) DIR", interrupted.err):
         done(*command.split(), "half")
         assert Path("half").exists()
     runs.require_same_end()
