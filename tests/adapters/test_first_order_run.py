@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here, write_rows
+from peft_models import monolithic, values_of
 from runs import outcome
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -71,18 +72,8 @@ def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
 def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
     """The whole model with the adapter that a run of seed 0 begins with, and what is trained of it."""
     opened = open_checkpoint(directory / "base", adapter=Adapter(config=directory / CONFIG, seed=0))
-    values: dict[str, torch.Tensor] = {}
-    for layout in opened.layouts:
-        for spec in layout.parameters:
-            if not spec.frozen:
-                values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
-                opened.weights.read_into(spec.name, values[spec.name].view(-1))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory / "base", dtype="auto")
-    peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(directory / "lora"), model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name in values
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-        parameter.data = values.get(name, parameter.data).clone()
+    values = values_of(opened)
+    model = monolithic(directory / "base", peft.LoraConfig.from_pretrained(directory / "lora"), values)
     return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engines import zeroth_order
-from parity import assert_same_bits
+from parity import assert_same_weights
 from trainers import ROWS, VOCABULARY, Smoothed, trainer_options
 from transformers import (
     AutoModelForCausalLM,
@@ -76,8 +76,7 @@ def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: 
 
 def same_models(one: Path, other: Path) -> None:
     weights = AutoModelForCausalLM.from_pretrained(other).state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained(one).state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(one).state_dict().items(), weights.items())
 
 
 def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
@@ -151,9 +150,7 @@ def test_a_loss_of_its_own_is_monolithic_mezos(base: Path, tmp_path: Path, bf16:
     literal = Literal(whole, lr=1e-3, zo_eps=1e-2)
     for batch, update in zip(BATCHES, trainer.engine.journal.updates, strict=True):
         assert literal.step(batch, update.seeds[0]).losses == update.losses
-    own = dict(whole.named_parameters())
-    for name, value in trainer.engine.parameters_now():
-        assert_same_bits(name, value, own[name])
+    assert_same_weights(trainer.engine.parameters_now(), whole.named_parameters())
 
 
 def test_losses_of_its_own_are_averaged_over_accumulated_batches(base: Path, tmp_path: Path) -> None:

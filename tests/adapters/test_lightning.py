@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import make_batch, small_config
+from peft_models import monolithic
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import (
@@ -245,13 +246,8 @@ def first_order(base: Path, **options: Any) -> BackpropLightningModule:
 def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     ours = first_order(base)
-    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    peft.inject_adapter_in_model(peft.LoraConfig(**LORA), whole)
     first = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in first
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-        parameter.data = first.get(name, parameter.data).clone()
+    whole: Any = monolithic(base, peft.LoraConfig(**LORA), first)
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
     optimizer = ADAMW(list(trained.values()))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)

@@ -13,7 +13,7 @@ import torch
 from command_lines import refusal
 from engines import zeroth_order
 from models import make_batch, save_model, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from runs import small_run
 from transformers import (
     AutoModelForCausalLM,
@@ -94,8 +94,7 @@ def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_
         for _ in range(3):
             result = engine.step(packed)
             assert result.losses == literal.step(packed, *result.seeds).losses
-        for parameter, value in engine.parameters_now():
-            assert_same_bits(parameter, value, dict(literal.model.named_parameters())[parameter])
+        assert_same_weights(engine.parameters_now(), dict(literal.model.named_parameters()).items())
 
 
 def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal, run_here
-from models import WORDS, save_model, save_tokenizer, small_config
-from parity import assert_same_bits
+from models import WORDS, candidate_scores, save_model, save_tokenizer, small_config
+from parity import assert_same_bits, assert_same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import HFBlockModel, MonolithicMeZO
@@ -103,32 +103,23 @@ def batches_of(data: str) -> Iterator[Any]:
     return training_batches(rows, batch_size=4, seed=0)
 
 
-def scores(model: Any, batch: Any) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    wanted = labels != -100
-    values = logits.float().log_softmax(-1).gather(2, labels.masked_fill(~wanted, 0)[:, :, None])[:, :, 0]
-    mean: torch.Tensor = (values.double() * wanted).sum(1) / wanted.sum(1)
-    return mean.view(-1, 2)
-
-
 def answers(batch: Any) -> torch.Tensor:
     right: torch.Tensor = batch["is_answer"].view(-1, 2).argmax(1)
     return right
 
 
 def wrong(model: Any, batch: Any) -> torch.Tensor:
-    return (scores(model, batch).argmax(1) != answers(batch)).double().mean()
+    return (candidate_scores(model, batch).argmax(1) != answers(batch)).double().mean()
 
 
 def f1_error(model: Any, batch: Any) -> torch.Tensor:
-    chosen, right = scores(model, batch).argmax(1) == 1, answers(batch) == 1
+    chosen, right = candidate_scores(model, batch).argmax(1) == 1, answers(batch) == 1
     hits, missed = int((chosen & right).sum()), int((chosen != right).sum())
     return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
 
 
 def choice_loss(model: Any, batch: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(scores(model, batch), answers(batch))
+    return torch.nn.functional.cross_entropy(candidate_scores(model, batch), answers(batch))
 
 
 @pytest.mark.few(2)
@@ -150,7 +141,7 @@ def dpo(beta: float) -> Callable[[Any, Any], torch.Tensor]:
     reference: Any = AutoModelForCausalLM.from_pretrained("model")
 
     def summed(model: Any, batch: Any) -> Any:
-        return scores(model, batch) * (batch["labels"][:, 1:] != -100).sum(1).view(-1, 2)
+        return candidate_scores(model, batch) * (batch["labels"][:, 1:] != -100).sum(1).view(-1, 2)
 
     def number(model: Any, batch: Any) -> torch.Tensor:
         chosen, rejected = (summed(model, batch) - summed(reference, batch)).unbind(1)
@@ -362,8 +353,7 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
     assert f"best of 5 evaluations: step {best}, loss" in capsys.readouterr().err
     main(["export", "--run", "run", "--at", str(best), "--output", "then"])
     kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
-    for name, value in kept.items():
-        assert_same_bits(name, value, then[name])
+    assert_same_weights(kept.items(), then.items())
     main(["evaluate", "--model", "run/model", "--data", "choices.jsonl"])
     said = capsys.readouterr().out.splitlines()[-1]
     assert f"accuracy {evaluations[best]['evaluation_accuracy']:.1%}," in said
@@ -445,8 +435,7 @@ def test_the_best_step_can_be_asked_for_later(here: Path, capsys: pytest.Capture
     main(["train", "--resume", "run", "--keep-best"])
     main(["export", "--run", "run", "--at", str(best), "--output", "then"])
     kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
-    for name, value in kept.items():
-        assert_same_bits(name, value, then[name])
+    assert_same_weights(kept.items(), then.items())
     assert Path("run/model-4").is_dir(), "what was there before"
 
 

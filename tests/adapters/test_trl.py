@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from trainers import OF_TRL, trainer_options
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
@@ -78,9 +78,7 @@ def same_as_literal(trainer: Any, stock: Any, *, bf16: bool = False) -> None:
     batches = iter(stock.get_train_dataloader())
     for update in trainer.engine.journal.updates:
         assert literal.step(next(batches), update.seeds[0]).losses == update.losses
-    own = dict(whole.named_parameters())
-    for name, value in trainer.engine.parameters_now():
-        assert_same_bits(name, value, own[name])
+    assert_same_weights(trainer.engine.parameters_now(), whole.named_parameters())
 
 
 @pytest.mark.few(1)
@@ -97,8 +95,7 @@ def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
         trainer.save_model(tmp_path / "saved")
         engine.export(tmp_path / "plain")
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict().items(), weights.items())
 
 
 @pytest.mark.few(1)
@@ -304,8 +301,7 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     assert trainer.engine.journal.updates == Journal("run/journal.jsonl").updates
     trainer.save_model("saved")
     weights = AutoModelForCausalLM.from_pretrained("saved").state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained("run/model").state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained("run/model").state_dict().items(), weights.items())
 
 
 def test_dpos_reference_stays_the_base(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_bit_loop import LowBitMeZO, through
 from models import save_model, small_config
-from parity import assert_same_bits
+from parity import assert_same_bits, assert_same_weights
 from runs import small_run
 from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
@@ -188,8 +188,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
                 device.close()
                 model = carried_toy(tmp / "base", dtype, back=back)
                 engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
-        for name, tensor in weights_of(engine).items():
-            assert_same_bits(name, tensor, own.theta[name])
+        assert_same_weights(weights_of(engine).items(), own.theta.items())
     finally:
         engine.close()
         device.close()
@@ -248,8 +247,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
             engine.step(BATCH)
             outcomes.append(weights_of(engine))
         device.close()
-    for name, tensor in outcomes[0].items():
-        assert_same_bits(name, tensor, outcomes[1][name])
+    assert_same_weights(outcomes[0].items(), outcomes[1].items())
 
 
 @pytest.mark.parametrize(
@@ -288,8 +286,7 @@ def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtyp
             outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights_of(engine)))
     device.close()
     assert outcomes[0][0] == outcomes[1][0]
-    for name, tensor in outcomes[0][1].items():
-        assert_same_bits(name, tensor, outcomes[1][1][name])
+    assert_same_weights(outcomes[0][1].items(), outcomes[1][1].items())
 
 
 @pytest.mark.parametrize(
@@ -432,8 +429,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
 
     undisturbed = run(lambda engine: None)
     shutil.rmtree(tmp_path / fails, ignore_errors=True)
-    for name, tensor in run(break_once).items():
-        assert_same_bits(name, tensor, undisturbed[name])
+    assert_same_weights(run(break_once).items(), undisturbed.items())
 
 
 @given(
@@ -476,9 +472,7 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
     with zeroth_order(model, MeZOSGD(**numbers), **options) as engine:
         for step in range(3):
             assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
-        own = dict(whole.model.named_parameters())
-        for name, tensor in engine.parameters_now():
-            assert_same_bits(name, tensor, own[name].data)
+        assert_same_weights(engine.parameters_now(), whole.model.named_parameters())
     device.close()
 
 

@@ -16,7 +16,7 @@ from engines import zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
@@ -94,8 +94,7 @@ def crew(folder: Path, size: int, estimator: ZOEstimator, split: str = "auto", *
 
 def assert_equal_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_same_bits(name, tensor, theirs[name])
+    assert_same_weights(ours.items(), theirs.items())
 
 
 def updates_of(folder: Path) -> list[Update]:
