@@ -22,11 +22,7 @@ from zo2adapters.trainers.trainer import Trainer
 
 pytest.importorskip("peft")
 
-METHODS = {
-    "zeroth-order": [],
-    "adamw": ["--method", "adamw", "--lora-rank", 2],
-    "all parameters": ["--method", "lomo"],
-}
+METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2], "all parameters": ["--method", "lomo"]}
 DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--eval-split", 0.3, "--keep-best"]
 STEPS = 12
 

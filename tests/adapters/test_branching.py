@@ -246,8 +246,7 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("dtype", "precision", "warns"),
-    [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],
+    ("dtype", "precision", "warns"), [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)]
 )
 def test_a_run_whose_steps_are_rounded_away_says_so_once(
     dtype: str, precision: str, warns: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]

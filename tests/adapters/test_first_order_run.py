@@ -110,13 +110,7 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("adamw", {}),
-        ("sgd", {}),
-        ("adamw", {"betas": (0.8, 0.95)}),
-        ("sgd", {"momentum": 0.9}),
-    ],
+    ("method", "options"), [("adamw", {}), ("sgd", {}), ("adamw", {"betas": (0.8, 0.95)}), ("sgd", {"momentum": 0.9})]
 )
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
     method: OptimizerName, options: Mapping[str, Any], here: Path, apart: Apart

@@ -155,11 +155,7 @@ def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"torch_compile": True}, "torch_compile"),
-    ],
+    ("changes", "told"), [({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"), ({"torch_compile": True}, "torch_compile")]
 )
 def test_what_needs_the_whole_model_is_refused(changes: dict[str, Any], told: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=told):

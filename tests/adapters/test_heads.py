@@ -37,10 +37,7 @@ ENCODER: dict[str, Any] = {
     "intermediate_size": 20,
 }
 # Which evaluation, and so MeZO, leaves out.
-DROPOUTS: dict[str, Any] = {
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
+DROPOUTS: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 CONFIGS: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**ENCODER, **DROPOUTS, max_position_embeddings=LONGEST),
     "roberta": RobertaConfig(**ENCODER, **DROPOUTS, max_position_embeddings=LONGEST + 2),

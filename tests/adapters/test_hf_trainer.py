@@ -23,16 +23,7 @@ from transformers import (
 )
 
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import (
-    Distribution,
-    Engine,
-    Guarded,
-    MeZOSGD,
-    PhiloxNoise,
-    WriteBackPolicy,
-    ZerothOrder,
-    branch_journal,
-)
+from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder, branch_journal
 from zo2core.errors import BatchError, JournalError, OptionError, OutputError, UnsupportedModelError
 
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)

@@ -66,10 +66,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
         [{"text": row["text"], "label": [row["label"] / 2, 1, 0.5]} for row in classes()],
         {"problem_type": "regression"},
     ),
-    "one class or none": (
-        [{"text": row["text"], "label": [row["label"] % 2]} for row in classes()],
-        ONE_OR_NONE,
-    ),
+    "one class or none": ([{"text": row["text"], "label": [row["label"] % 2]} for row in classes()], ONE_OR_NONE),
     "several classes": (
         [{"text": row["text"], "label": [row["label"] % 2, 1, 0]} for row in classes()],
         {"problem_type": "multi_label_classification"},

@@ -14,13 +14,7 @@ from models import make_batch, small_config
 from peft_models import monolithic
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import (
-    Adapter,
-    BackpropLightningModule,
-    FullBackpropLightningModule,
-    ZOLightningModule,
-    open_checkpoint,
-)
+from zo2adapters import Adapter, BackpropLightningModule, FullBackpropLightningModule, ZOLightningModule, open_checkpoint
 from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
 

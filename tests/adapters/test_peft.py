@@ -105,10 +105,7 @@ def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
         ({"config": lora(bias="lora_only")}, "adapter.bias"),
         ({"config": lora(modules_to_save=["lm_head"])}, "adapter.modules_to_save"),
         ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
-        (
-            {"config": peft.VeraConfig(target_modules=["q_proj"])},
-            "adapter: found VERA; expected one of LORA, ",
-        ),
+        ({"config": peft.VeraConfig(target_modules=["q_proj"])}, "adapter: found VERA; expected one of LORA, "),
         ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
         ({"config": {"r": 3}}, "adapter: found dict"),
         ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),

@@ -255,10 +255,7 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_pa
 DAMAGES = ["another base", "a tensor less", "a tensor more", "another shape", "cut short", "no file", "no JSON"]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    each_choice(list(KINDS), DAMAGES),
-)
+@pytest.mark.parametrize(("name", "damage"), each_choice(list(KINDS), DAMAGES))
 def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(name: str, damage: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     base, adapter = save_model(tmp_path / "base", small_config("llama")), tmp_path / "adapter"

@@ -54,18 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(data: str, objective: str, *more: str, output: str = "run") -> Journal:
-    common = [
-        "--steps",
-        "4",
-        "--batch-size",
-        "4",
-        "--lr",
-        "2e-2",
-        "--zo-eps",
-        "5e-2",
-        "--exact-mezo",
-        "--no-guard",
-    ]
+    common = ["--steps", "4", "--batch-size", "4", "--lr", "2e-2", "--zo-eps", "5e-2", "--exact-mezo", "--no-guard"]
     main(
         [
             "train",

@@ -53,10 +53,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
         "a last record that is cut or damaged, after 3 steps",
     ),
     "a whole line is missing": (without_last_line, "found 3 steps; expected 4"),
-    "a line in the middle is damaged": (
-        lambda text: text.replace('"step":1', '"step":7'),
-        "found a damaged record",
-    ),
+    "a line in the middle is damaged": (lambda text: text.replace('"step":1', '"step":7'), "found a damaged record"),
     "nothing is left": (lambda text: "", "an empty file, after 0 steps"),
 }
 

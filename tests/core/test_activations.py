@@ -260,13 +260,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     mask = torch.tensor([[True, False, True]]).expand(4, 3)
     activations = Named(
         base.view(4, 6).t(),
-        [
-            {"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)},
-            base[5:7],
-            torch.empty(0),
-            "x",
-            7,
-        ],
+        [{"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)}, base[5:7], torch.empty(0), "x", 7],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationOffload(device, 0)

@@ -18,13 +18,7 @@ from models import CONFIGS, batches, make_batch, save_model, small_config
 from peft_models import TARGETS, lora, monolithic, values_of
 from profiles import each_choice, examples
 from threaded_device import ThreadedDevice, ThreadedStreams
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DogeConfig,
-    Gemma3nTextConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.swept_batches import TrainerLoss

@@ -135,12 +135,7 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
     base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
     model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
-    options: Any = {
-        "clip_value": clips[0],
-        "clip": clips[1],
-        "memory": memory(room),
-        "overlap": overlap,
-    }
+    options: Any = {"clip_value": clips[0], "clip": clips[1], "memory": memory(room), "overlap": overlap}
     with first_order(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 

@@ -356,10 +356,7 @@ def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
             assert sizes[: len(expected)] == expected
 
 
-HEADS = {
-    "sequence-classification": AutoModelForSequenceClassification,
-    "question-answering": AutoModelForQuestionAnswering,
-}
+HEADS = {"sequence-classification": AutoModelForSequenceClassification, "question-answering": AutoModelForQuestionAnswering}
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -486,12 +483,7 @@ def test_options_that_cannot_be_heeded_are_refused(options: dict[str, Any], said
     if "write_back" in options:
         options["write_back"] = WriteBackPolicy(directory=tmp_path, every=1)
     with pytest.raises(OptionError, match=said):
-        zeroth_order(
-            model,
-            MEZO,
-            perturbation=LowRankPerturbation(rank=2),
-            **options,
-        )
+        zeroth_order(model, MEZO, perturbation=LowRankPerturbation(rank=2), **options)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True])
@@ -509,10 +501,7 @@ def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path
     )  # fmt: skip
     base = save_model(tmp_path / "base", config)
     with pytest.raises(UnsupportedModelError, match="experts"):
-        Engine(
-            open_checkpoint(base),
-            ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)),
-        )
+        Engine(open_checkpoint(base), ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)))
 
 
 class TokensFirst(torch.nn.Module):

@@ -91,12 +91,7 @@ def adamw(base: Path, number: int, **options: Any) -> Engine:
     directory.mkdir(exist_ok=True)
     make: Any = partial(torch.optim.AdamW, lr=lr)
     return first_order(
-        adapted(base, number),
-        make,
-        lr=lambda step: lr / (1 + step),
-        options={"lr": lr},
-        run=directory,
-        **options,
+        adapted(base, number), make, lr=lambda step: lr / (1 + step), options={"lr": lr}, run=directory, **options
     )
 
 

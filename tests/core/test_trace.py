@@ -347,11 +347,7 @@ def test_an_interrupted_run_leaves_a_whole_trace(model: Path, tmp_path: Path, mo
     ],
 )
 def test_what_the_commands_cannot_do_they_say(
-    arguments: list[str],
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = (tmp_path / "rows.jsonl").read_bytes()

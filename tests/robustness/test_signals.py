@@ -112,8 +112,7 @@ def test_many_signals_are_as_good_as_one(
 
 
 @pytest.mark.parametrize(
-    ("number", "after"),
-    [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)],
+    ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
 )
 def test_a_signal_while_a_command_starts_leaves_nothing(
     prepared: Path, tmp_path: Path, number: signal.Signals, after: float

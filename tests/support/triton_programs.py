@@ -101,9 +101,7 @@ def compile_to_ptx() -> None:
     variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
-            fn=kernel,
-            signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
-            constexprs=constants,
+            fn=kernel, signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names}, constexprs=constants
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
         ptx = compiled.asm["ptx"]
