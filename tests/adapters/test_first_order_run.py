@@ -301,23 +301,7 @@ def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
 def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> None:
     done(*train("run", "--decay", "linear"))
     assert "with --adapter RUN/model" in refusal("train", "--resume", "run", "--steps", 9)
-    done(
-        "train",
-        "--method",
-        "adamw",
-        "--model",
-        "base",
-        "--adapter",
-        "run/model",
-        "--data",
-        "rows.jsonl",
-        "--output",
-        "further",
-        "--steps",
-        1,
-        "--lr",
-        1e-9,
-    )
+    done(*train("further", "--adapter", "run/model", "--steps", 1, "--lr", 1e-9))
     begun, after = adapter_of("run"), adapter_of("further")
     assert all(torch.allclose(begun[name], value, atol=1e-6) for name, value in after.items())
     assert any(value.any() for name, value in after.items() if "lora_B" in name)

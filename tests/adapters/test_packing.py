@@ -177,18 +177,8 @@ def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys:
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     options = small_run(tmp_path)
-    train = [
-        "train",
-        "--model",
-        options.model,
-        "--data",
-        options.data,
-        "--output",
-        tmp_path / "new",
-        "--steps",
-        "1",
-        "--pack",
-    ]
+    places = ["--model", options.model, "--data", options.data, "--output", tmp_path / "new"]
+    train = ["train", *places, "--steps", "1", "--pack"]
     assert "--pack: found True with --micro-batch-size" in refusal(*train, "--micro-batch-size", "2")
     assert "--per-row: found True with --pack" in refusal(*train, "--per-row")
     choices = tmp_path / "choices.jsonl"

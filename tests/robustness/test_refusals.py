@@ -56,17 +56,8 @@ def run(prepared: Path, place: Path) -> Path:
 
 
 def train(folder: Path, output: str = "run") -> list[object]:
-    return [
-        "train",
-        "--model",
-        folder / "base",
-        "--data",
-        folder / "rows.jsonl",
-        "--output",
-        folder / output,
-        "--batch-size",
-        3,
-    ]
+    places = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / output]
+    return ["train", *places, "--batch-size", 3]
 
 
 def unfinish(run: Path) -> None:
