@@ -134,3 +134,19 @@ def crew(forker: "Forker", tmp_path_factory: pytest.TempPathFactory) -> "Crew":
     from crews import Crew
 
     return Crew(forker, tmp_path_factory.mktemp("crew"), 2)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with its tokenizer, which is only read."""
+    from models import save_model, save_tokenizer, small_config
+
+    directory = save_model(tmp_path_factory.mktemp("base") / "base", small_config("llama"))
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place of the test's own for what datasets keeps."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

@@ -110,10 +110,7 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path, capsys: 
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     out = tmp_path / "adapter"
-    with (
-        engine(base, DensePerturbation()) as opened,
-        pytest.raises(OptionError, match="dense perturbations"),
-    ):
+    with engine(base, DensePerturbation()) as opened, pytest.raises(OptionError, match="dense perturbations"):
         export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     with engine(base, LowRankPerturbation(rank=5, period=1)) as opened:
         for _ in range(3):

@@ -22,11 +22,7 @@ from zo2adapters.trainers.trainer import Trainer
 
 pytest.importorskip("peft")
 
-METHODS = {
-    "zeroth-order": [],
-    "adamw": ["--method", "adamw", "--lora-rank", 2],
-    "all parameters": ["--method", "lomo"],
-}
+METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2], "all parameters": ["--method", "lomo"]}
 DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--eval-split", 0.3, "--keep-best"]
 STEPS = 12
 
@@ -107,6 +103,7 @@ def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
     assert len({other["losses"][0] for other in [best, *others]}) == 1, "all start from the base"
 
 
+@pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")
 def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[..., Ended], method: list[object]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import WORDS, make_batch, save_model, save_tokenizer, small_config
+from models import WORDS
 from peft_models import lora, monolithic, values_of
 from profiles import each_choice
-from trainer_options import trainer_options
+from trainers import OF_TRL, ROWS, Smoothed, trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import Adapter, BackpropTrainerMixin, open_checkpoint
@@ -22,13 +22,8 @@ datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = OF_TRL
 
-VOCABULARY = small_config("llama").vocab_size
-ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
 ONE_BLOCK = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))  # the others are read from disk in each sweep
 NOUNS = WORDS[3:]
 PREFERENCES = [
@@ -49,29 +44,12 @@ class FirstOrderDPOTrainer(BackpropTrainerMixin, trl.DPOTrainer):  # type: ignor
     pass
 
 
-class SmoothedTrainer(Trainer):
-    """A loss of its own: with a term for the tokens that are not the right one."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss + 0.1 * outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
+class SmoothedTrainer(Smoothed, Trainer):
+    pass
 
 
 class FirstOrderSmoothedTrainer(BackpropTrainerMixin, SmoothedTrainer):
     pass
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config("llama"))
-    save_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def opened(base: Path) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import refusal
 from models import make_batch, save_model, small_config
 from runs import STEPS, finish, interrupt_after, outcome, resumable_run
 
@@ -32,16 +33,6 @@ def options(tmp_path: Path) -> TrainOptions:
 
 def run(*arguments: object) -> None:
     main([str(argument) for argument in arguments])
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as info:
-        run(*arguments)
-    assert info.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return error
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -69,6 +60,7 @@ def parent(base: Path, tmp_path: Path) -> Path:
 # ---- as a function of the library
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("step", range(6))
 def test_a_branch_has_the_weights_of_its_step_and_goes_on_with_another_estimator(
     step: int, base: Path, parent: Path, tmp_path: Path
@@ -212,29 +204,27 @@ REFUSED = [
 ]
 
 
-def test_what_a_branch_cannot_be_told_is_refused(
-    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path: Path) -> None:
     finish(options)
     for arguments, expected in REFUSED:
         told = [argument.format(new=tmp_path / "new", run=options.output) for argument in arguments]
-        assert expected in refused(capsys, "train", "--resume", options.output, *told)
+        assert expected in refusal("train", "--resume", options.output, *told)
         assert not (tmp_path / "new").exists()
 
 
-def test_a_step_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = refused(capsys, "train", "--from-step", 3, "--output", tmp_path / "new")
+def test_a_step_without_a_run_is_refused(tmp_path: Path) -> None:
+    said = refusal("train", "--from-step", 3, "--output", tmp_path / "new")
     assert "--from-step: found no --resume; expected --resume DIR" in said
 
 
 @pytest.mark.parametrize("lr", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_best_step(
-    lr: float, options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lr: float, options: TrainOptions, tmp_path: Path
 ) -> None:
     """Each loss is finite; at the end it is that of a coin, below where the run began."""
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
-    said = refused(capsys, *arguments, "--steps", 200, "--batch-size", 3, "--lr", lr, "--seed", 3)
+    said = refusal(*arguments, "--steps", 200, "--batch-size", 3, "--lr", lr, "--seed", 3)
     journal = Journal(options.output / "journal.jsonl")
     losses = [update.losses[0] for update in journal.updates]
     assert 0 < len(losses) <= 50
@@ -249,15 +239,14 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     assert len(branch) == 60
     assert branch[:step] == journal.updates[:step]
     assert max(update.losses[0] for update in branch[step:]) < 2 * losses[0]
-    again = refused(capsys, "train", "--resume", options.output)  # a resumed run ends as this one did
+    again = refusal("train", "--resume", options.output)  # a resumed run ends as this one did
     assert said.splitlines()[-1] == again.splitlines()[-1]
     assert len(Journal(options.output / "journal.jsonl").updates) == len(losses)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("dtype", "precision", "warns"),
-    [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],
+    ("dtype", "precision", "warns"), [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)]
 )
 def test_a_run_whose_steps_are_rounded_away_says_so_once(
     dtype: str, precision: str, warns: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]

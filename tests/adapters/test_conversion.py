@@ -11,7 +11,7 @@ import torch
 from families import compare, small_config, small_model
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import assert_same_bits
+from parity import assert_same_bits, assert_same_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -74,8 +74,7 @@ def test_pieces_from_disk_are_what_from_pretrained_loads(tmp_path: Path) -> None
     base = saved("mixtral", tmp_path / "base")
     stock = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
     with Engine(open_checkpoint(base), memory=STREAMED) as replayer:
-        for name, value in replayer.parameters_now():
-            assert_same_bits(name, value, stock[name])
+        assert_same_weights(replayer.parameters_now(), stock.items())
 
 
 def test_a_streamed_run_of_pieces_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:

@@ -166,14 +166,7 @@ def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
     assert sum("projected_grads" in record for record in records) == TINY.steps
     assert f"before  accuracy {before.accuracy:6.1%}  loss {before.loss:.3f}" in printed
     assert f"after   accuracy {after.accuracy:6.1%}  loss {after.loss:.3f}" in printed
-    for said in (
-        f"{TINY.pretraining_steps} steps of AdamW",
-        f"{TINY.steps} steps",
-        "steps/s",
-        "tokens/s",
-        "MB",
-        "zo2 init",
-    ):
+    for said in (f"{TINY.pretraining_steps} steps of AdamW", f"{TINY.steps} steps", "steps/s", "tokens/s", "MB", "zo2 init"):
         assert said in printed
 
 

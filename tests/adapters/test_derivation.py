@@ -12,7 +12,7 @@ from engines import zeroth_order
 from families import compare, small_config, small_model
 from models import CONFIGS
 from models import small_config as known_config
-from parity import assert_same_bits
+from parity import assert_same_bits, assert_same_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -75,9 +75,7 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
         for _ in range(3):
             result = engine.step(batch)
             assert result.losses == literal.step(batch, *result.seeds).losses
-        own = dict(whole.named_parameters())
-        for name, value in engine.parameters_now():
-            assert_same_bits(name, value, own[name])
+        assert_same_weights(engine.parameters_now(), whole.named_parameters())
 
 
 @pytest.mark.parametrize("model_type", ["codegen", "gpt_neo"])
@@ -93,9 +91,7 @@ def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Pa
         for _ in range(3):
             result = engine.step(batch)
             assert result.losses == literal.step(batch, *result.seeds).losses
-        own = dict(whole.named_parameters())
-        for name, value in engine.parameters_now():
-            assert_same_bits(name, value, own[name])
+        assert_same_weights(engine.parameters_now(), whole.named_parameters())
     assert whole.config.use_cache, "the config is the caller's"
 
 

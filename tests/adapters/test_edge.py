@@ -16,15 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from zo2adapters import (
-    Adapter,
-    HFBlockModel,
-    MonolithicMeZO,
-    ProgramState,
-    TrainingProgram,
-    open_checkpoint,
-    write_program,
-)
+from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, ProgramState, TrainingProgram, open_checkpoint, write_program
 from zo2adapters.edge.assembly import assemble
 from zo2adapters.edge.digest import append_digest
 from zo2adapters.edge.dual_forward import DualForwardLinear, TrainingStep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +13,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, run_here, write_rows
-from random_kills import KilledRuns, require_same_outcome
-from runs import TIMED
+from peft_models import monolithic, values_of
+from runs import outcome
 from safetensors import safe_open
 from safetensors.torch import load_file
-from strikes import JOURNAL, PLACES, TRAINER, strike
+from strikes import JOURNAL, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
@@ -70,31 +69,11 @@ def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(run) / "model" / "adapter_model.safetensors")
 
 
-def outcome(run: str | Path) -> dict[str, object]:
-    """Everything of a run that does not measure time."""
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "journal": (Path(run) / "journal.jsonl").read_bytes(),
-        "adapter": (Path(run) / "model" / "adapter_model.safetensors").read_bytes(),
-        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
-    }
-
-
 def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
     """The whole model with the adapter that a run of seed 0 begins with, and what is trained of it."""
     opened = open_checkpoint(directory / "base", adapter=Adapter(config=directory / CONFIG, seed=0))
-    values: dict[str, torch.Tensor] = {}
-    for layout in opened.layouts:
-        for spec in layout.parameters:
-            if not spec.frozen:
-                values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
-                opened.weights.read_into(spec.name, values[spec.name].view(-1))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory / "base", dtype="auto")
-    peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(directory / "lora"), model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name in values
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-        parameter.data = values.get(name, parameter.data).clone()
+    values = values_of(opened)
+    model = monolithic(directory / "base", peft.LoraConfig.from_pretrained(directory / "lora"), values)
     return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
 
 
@@ -131,20 +110,14 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("adamw", {}),
-        ("sgd", {}),
-        ("adamw", {"betas": (0.8, 0.95)}),
-        ("sgd", {"momentum": 0.9}),
-    ],
+    ("method", "options"), [("adamw", {}), ("sgd", {}), ("adamw", {"betas": (0.8, 0.95)}), ("sgd", {"momentum": 0.9})]
 )
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
     method: OptimizerName, options: Mapping[str, Any], here: Path, apart: Apart
 ) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, *arguments_of(options), "--snapshot-every", 2, method=method)
-    ended = apart.run(*command, patch=strike(here, "zo2core.journal", "Journal", "append", 6, "after"))
+    ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
     expected = plain_loop(here, method, options, clip=0.5, warmup=2)
@@ -179,93 +152,8 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
-    place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *PLACES[place]))
-    assert ended.status == -9, ended
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-    names = {path.name for path in Path("run").iterdir()}
-    snapshots = {name for name in names if name.startswith("snapshot")}
-    assert len(snapshots) <= 3, "the last two, and the best"
-    assert names - snapshots == {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
-
-
-def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
-    here: Path, apart: Apart, undisturbed: dict[str, object], request: pytest.FixtureRequest
-) -> None:
-    kills = 0
-    for at in range(1, 60) if request.config.getoption("--long") else (9, 21):
-        shutil.rmtree("run", ignore_errors=True)
-        ended = apart.run(*train("run", *EVALUATED), patch=strike(here, "os", "", "fsync", at, "after"))
-        kills += ended.status == -9
-        is_begun = Path("run/options.json").exists()
-        done(*(("train", "--resume", "run") if is_begun else train("run", *EVALUATED)))
-        assert outcome("run") == undisturbed, at
-    assert kills >= 2
-
-
-@pytest.mark.long_profile
-def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
-    here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    assert apart.run(*train("run", *EVALUATED), patch=strike(here, JOURNAL, "Journal", "append", 2, "after")).status == -9
-    killed = strike(here, JOURNAL, "Journal", "append", 2, "after")
-    assert apart.run("train", "--resume", "run", patch=killed).status == -9
-    assert Journal("run/journal.jsonl").version > 2
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-
-
-TIGHT = """
-import dataclasses, zo2core.planning.run_spec as spec
-plan_host = spec.plan_host
-def tight(*args, **kwargs):
-    plan = plan_host(*args, **kwargs)
-    return dataclasses.replace(plan, buckets=1, budget=plan.nbytes)
-spec.plan_host = tight
-"""
-PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
-    "all in memory": ("", ()),
-    "blocks streamed, inputs on disk": (TIGHT, ("--activation-memory", 1, "--micro-batch-size", 1)),
-}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kills" in metafunc.fixturenames:  # 200 in the long profile
-        metafunc.parametrize(
-            ("round_", "kills"), [(i, 25) for i in range(4)] if metafunc.config.getoption("--long") else [(0, 2)]
-        )
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("placed", PLACED)
-def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
-    placed: str, round_: int, kills: int, here: Path, apart: Apart
-) -> None:
-    patch, options = PLACED[placed]
-    runs = KilledRuns(here, apart, train("run", *EVALUATED, *options), STEPS, patch)
-    print(f"{placed}: {require_same_outcome(runs, outcome, random.Random(f'{placed} {round_}'), kills)}")
-
-
-def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
-    here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
-    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, TRAINER, "", "write_row", 8, "SIGTERM"))
-    assert ended.status == 143, ended
-    assert "to go on from the snapshot of step 4, or to get its adapter" in ended.err
-    assert "zo2 train --resume run" in ended.err
-    assert "zo2 export --run run --at 4 --output DIR" in ended.err
-    done("export", "--run", "run", "--at", 4, "--output", "half")
-    done("train", "--resume", "run")
-    assert outcome("run") == undisturbed
-
-
 def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart: Apart) -> None:
-    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    killed = strike(JOURNAL, "Journal", "append", 5, "after")
     assert apart.run(*train("run", "--snapshot-every", 2), patch=killed).status == -9
     evaluated = done("evaluate", "--run", "run", "--data", "rows.jsonl")
     assert "run: step 4 (the last snapshot of 5 steps); --at N takes another one" in evaluated.err
@@ -280,7 +168,7 @@ def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart
 
 def interrupted(here: Path, apart: Apart) -> list[Path]:
     """A run that was killed after its fifth step, and its snapshots, of steps 2 and 4."""
-    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    killed = strike(JOURNAL, "Journal", "append", 5, "after")
     assert apart.run(*train("run", *EVALUATED), patch=killed).status == -9
     snapshots = [Path(f"run/snapshot-{step}.safetensors") for step in (2, 4)]
     assert sorted(Path("run").glob("snapshot*")) == snapshots
@@ -406,30 +294,14 @@ def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
     done(*train("whole", "--steps", 9))
     done(*train("run"))
     done("train", "--resume", "run", "--steps", 9)
-    assert outcome("run")["adapter"] == outcome("whole")["adapter"]
+    assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert adapter_of("run").keys() == load_file("run/model-6/adapter_model.safetensors").keys()
 
 
 def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> None:
     done(*train("run", "--decay", "linear"))
     assert "with --adapter RUN/model" in refusal("train", "--resume", "run", "--steps", 9)
-    done(
-        "train",
-        "--method",
-        "adamw",
-        "--model",
-        "base",
-        "--adapter",
-        "run/model",
-        "--data",
-        "rows.jsonl",
-        "--output",
-        "further",
-        "--steps",
-        1,
-        "--lr",
-        1e-9,
-    )
+    done(*train("further", "--adapter", "run/model", "--steps", 1, "--lr", 1e-9))
     begun, after = adapter_of("run"), adapter_of("further")
     assert all(torch.allclose(begun[name], value, atol=1e-6) for name, value in after.items())
     assert any(value.any() for name, value in after.items() if "lora_B" in name)
@@ -519,7 +391,7 @@ def test_what_has_a_gradient_is_learned(rows: Sequence[object], more: Sequence[o
 def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_repeats(here: Path, apart: Apart) -> None:
     write_rows(here / "some.jsonl", [{**row, "prompt": f"{row['prompt']} is"} for row in PREFERENCES] + PREFERENCES)
     command = train("run", "--batch-size", 1, "--snapshot-every", 2, data="some.jsonl")
-    assert apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 4, "after")).status == -9
+    assert apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 4, "after")).status == -9
     done("train", "--resume", "run")
     command[command.index("run")] = "whole"
     done(*command)
@@ -550,7 +422,6 @@ def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--zo-eps", 1e-2), "--zo-eps: found 0.01 with --method adamw and an adapter"),
         (("--lr", 1e-6), "--lr: found 1e-06, the default of zeroth-order steps"),
         (("--warmup-steps", 6), "--warmup-steps: found 6"),
         (("--split", "2x1"), "--split: found 2x1"),
@@ -568,7 +439,7 @@ def test_what_has_no_effect_or_no_gradient_is_refused_before_any_work(more: Sequ
 def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path) -> None:
     done(*train("run", "--betas", 0.8, 0.9, "--steps", 2))
     done("train", "run/recipe.yaml", "--output", "again")
-    assert outcome("again")["adapter"] == outcome("run")["adapter"]
+    assert outcome("again")["weights"] == outcome("run")["weights"]
     assert "--betas" in refusal("train", "--resume", "run", "--betas", 0.8, 0.95)
     done("train", "--resume", "run", "--steps", 3)
     done(*train("whole", "--betas", 0.8, 0.9, "--steps", 3))
@@ -588,7 +459,7 @@ def test_dropout_is_never_silent(here: Path) -> None:
     path = here / "base" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.1}))
     assert f"{told}; attention_dropout 0.1 has no effect" in done(*train("run")).err
-    assert outcome("run")["adapter"] == outcome("without")["adapter"]
+    assert outcome("run")["weights"] == outcome("without")["weights"]
     config = here / CONFIG
     config.write_text(json.dumps({**json.loads(config.read_text()), "lora_dropout": 0.05}))
     assert "adapter.lora_dropout: found 0.05; expected LoRA" in refusal(*train("none"))
@@ -650,7 +521,7 @@ def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
     said = "blocks are streamed from disk, 1 at a time. Disk writes: snapshots of adapter and optimizer, "
     assert said in done(*train("other")).err
-    assert outcome("run")["adapter"] == outcome("other")["adapter"]
+    assert outcome("run")["weights"] == outcome("other")["weights"]
 
 
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
@@ -743,7 +614,6 @@ def test_a_method_of_all_parameters_is_refused_with_an_adapter(here: Path, comma
     assert "--method: found badam with lora/adapter_config.json" in told
 
 
-@pytest.mark.parametrize("more", [("--write-limit-tb", 1), ("--device-memory", "24GB"), ("--queries", 2)])
-def test_plan_refuses_what_has_no_effect_on_first_order_steps(here: Path, more: tuple[object, ...]) -> None:
-    told = refusal("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, *more)
+def test_plan_refuses_what_has_no_effect_on_first_order_steps(here: Path) -> None:
+    told = refusal("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--device-memory", "24GB")
     assert "it has no effect otherwise" in told

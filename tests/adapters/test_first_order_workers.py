@@ -166,7 +166,7 @@ def test_workers_one_of_which_was_killed_go_on_with_the_same_bits(
     rank: int, place: Path, crew: Crew, tmp_path: Path
 ) -> None:
     output, command = tmp_path / "run", train(place, tmp_path / "run", "--snapshot-every", 2)
-    ended = crew.killed(rank, strike(tmp_path, JOURNAL, "Journal", "append", 5, "after"), *command)
+    ended = crew.killed(rank, strike(JOURNAL, "Journal", "append", 5, "after"), *command)
     assert ended[rank].status == -signal.SIGKILL
     assert ended[1 - rank].status == 128 + signal.SIGTERM
     assert commits(directories(output)[rank] / "journal.jsonl") == 5

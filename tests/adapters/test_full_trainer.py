@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 from full_loops import adalomo_loop, lomo_loop
-from models import make_batch, save_model, save_tokenizer, small_config
+from models import save_model, save_tokenizer, small_config
 from profiles import each_choice
-from trainer_options import trainer_options
+from trainers import ROWS, trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from zo2adapters import FullBackpropTrainerMixin
 from zo2core import HostPlan, MemoryPolicy
 from zo2core.errors import CheckpointError, OptionError
 
-VOCABULARY = small_config("llama").vocab_size
-ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
 IN_MEMORY = MemoryPolicy(host=HostPlan((), 1 << 40, None, keep_noise=False))
 
 
@@ -123,6 +121,7 @@ def test_fused_optimizers_have_the_bits_of_their_loops(base: Path, optim: str, t
     assert_alike(trainer, other)
 
 
+@pytest.mark.few(1)
 def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(base: Path, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     trainer = ours(base, tmp_path / "run", **saving)
@@ -138,6 +137,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(base: Path, tmp_pa
         ours(base, tmp_path / "run", **saving).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
 
 
+@pytest.mark.few(1)
 def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None:
     changes = {
         "save_strategy": "steps",
@@ -153,18 +153,16 @@ def test_the_best_model_is_loaded_at_the_end(base: Path, tmp_path: Path) -> None
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"torch_compile": True}, "torch_compile"),
-    ],
+    ("changes", "told"), [({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"), ({"torch_compile": True}, "torch_compile")]
 )
 def test_what_needs_the_whole_model_is_refused(changes: dict[str, Any], told: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=told):
         ours(base, tmp_path / "run", **changes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [

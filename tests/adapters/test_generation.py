@@ -47,6 +47,7 @@ def by_hugging_face(base: Path, prompt: list[int], new: int, eos: int | None) ->
     return [int(token) for token in found[0, len(prompt) :]]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.parametrize("sliding", [False, True])
 def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_path: Path) -> None:

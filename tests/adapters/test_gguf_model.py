@@ -185,6 +185,7 @@ def adapter(*targets: str) -> Adapter:
     return Adapter(config=LoraConfig(r=2, target_modules=names, init_lora_weights=True), seed=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "targets"), [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))]
 )
@@ -290,10 +291,7 @@ def test_whole_tokens_come_before_merges_where_llama_cpp_takes_them(tmp_path: Pa
 
 
 def test_special_tokens_in_other_characters_keep_their_ids(tmp_path: Path) -> None:
-    further = {
-        "tokenizer.ggml.tokens": [*TOKENS[:-2], "<|begin▁of|>", "<|end▁of|>"],
-        "tokenizer.ggml.add_bos_token": True,
-    }
+    further = {"tokenizer.ggml.tokens": [*TOKENS[:-2], "<|begin▁of|>", "<|end▁of|>"], "tokenizer.ggml.add_bos_token": True}
     tokenizer = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))
     assert tokenizer("the<|end▁of|>cat").input_ids == [BOS, TOKENS.index("the"), EOS, TOKENS.index("cat")]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)

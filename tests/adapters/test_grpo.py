@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
+from trainers import OF_TRL, trainer_options
 
 from zo2adapters import Adapter, BackpropGRPOMixin, BackpropTrainerMixin, open_checkpoint
 from zo2adapters.tasks.generation import Generation, Sampling
@@ -19,10 +20,7 @@ datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = OF_TRL
 
 NOUNS = WORDS[3:]
 ONE_BLOCK = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False), activations="16MiB")
@@ -44,36 +42,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def opened(base: Path) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=lora(), seed=5))
 
 
 def made(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
     given: dict[str, Any] = {
-        "output_dir": str(output),
         "per_device_train_batch_size": 4,
         "num_generations": 2,
         "max_completion_length": 5,
         "max_steps": 4,
         "learning_rate": 3e-2,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
         "gradient_checkpointing": False,
         "temperature": 1.5,
         **changes,
     }
     options = {"memory": ONE_BLOCK} if issubclass(kind, BackpropTrainerMixin) else {}
     rows = datasets.Dataset.from_list(PROMPTS)
-    args = trl.GRPOConfig(**given)
+    args = trl.GRPOConfig(**trainer_options(output, **given))
     return kind(model=model, args=args, reward_funcs=cats, train_dataset=rows, eval_dataset=rows.select(range(4)), **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from engines import zeroth_order
-from models import make_batch, save_model, save_tokenizer, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
+from trainers import ROWS, VOCABULARY, Smoothed, trainer_options
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,21 +23,9 @@ from transformers import (
 )
 
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import (
-    Distribution,
-    Engine,
-    Guarded,
-    MeZOSGD,
-    MultiQueryRGE,
-    PhiloxNoise,
-    WriteBackPolicy,
-    ZerothOrder,
-    branch_journal,
-)
+from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder, branch_journal
 from zo2core.errors import BatchError, JournalError, OptionError, OutputError, UnsupportedModelError
 
-VOCABULARY = small_config("llama").vocab_size
-ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
 
 
@@ -46,39 +33,12 @@ class ZOTrainer(ZOTrainerMixin, Trainer):
     pass
 
 
-class SmoothedTrainer(ZOTrainer):
-    """A loss of its own: with a term for the tokens that are not the right one."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss + 0.1 * outputs.logits.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config("llama"))
-    save_tokenizer(directory)
-    return directory
+class SmoothedTrainer(Smoothed, ZOTrainer):
+    pass
 
 
 def arguments(output: Path, **options: Any) -> TrainingArguments:
-    return TrainingArguments(
-        **{
-            "output_dir": str(output),
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-3,
-            "warmup_steps": 2,
-            "train_sampling_strategy": "sequential",
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "use_cpu": True,
-            **options,
-        }
-    )
+    return TrainingArguments(**trainer_options(output, **{"learning_rate": 1e-3, "weight_decay": 0.0, **options}))
 
 
 def made(base: Any, output: Path, kind: type[Any] = ZOTrainer, zo: ZOArguments | None = None, **options: Any) -> Any:
@@ -107,8 +67,7 @@ def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: 
 
 def same_models(one: Path, other: Path) -> None:
     weights = AutoModelForCausalLM.from_pretrained(other).state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained(one).state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(one).state_dict().items(), weights.items())
 
 
 def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
@@ -182,9 +141,7 @@ def test_a_loss_of_its_own_is_monolithic_mezos(base: Path, tmp_path: Path, bf16:
     literal = Literal(whole, lr=1e-3, zo_eps=1e-2)
     for batch, update in zip(BATCHES, trainer.engine.journal.updates, strict=True):
         assert literal.step(batch, update.seeds[0]).losses == update.losses
-    own = dict(whole.named_parameters())
-    for name, value in trainer.engine.parameters_now():
-        assert_same_bits(name, value, own[name])
+    assert_same_weights(trainer.engine.parameters_now(), whole.named_parameters())
 
 
 def test_losses_of_its_own_are_averaged_over_accumulated_batches(base: Path, tmp_path: Path) -> None:
@@ -281,15 +238,6 @@ def test_saving_again_replaces_what_is_there(base: Path, tmp_path: Path) -> None
         trainer._save(str(tmp_path / "file"))
 
 
-def test_several_queries_and_streamed_weights(base: Path, tmp_path: Path) -> None:
-    from functools import partial
-
-    zo = ZOArguments(estimator=partial(MultiQueryRGE, q=3, perturb_in_place=False))
-    trainer = made(base, tmp_path, zo=zo)
-    trainer.train()
-    assert [len(update.seeds) for update in trainer.engine.journal.updates] == [3] * 6
-
-
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("optim: found", {"optim": "sgd"}),
     ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
@@ -316,14 +264,6 @@ def test_clipping_that_is_turned_off_is_not_refused(base: Path, tmp_path: Path) 
     made(base, tmp_path / "run", max_grad_norm=0.0)
 
 
-def test_an_adapter_of_the_trainers_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
-    make: Any = ZOTrainer
-    with pytest.raises(
-        OptionError, match=r"peft_config: found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)"
-    ):
-        make(model=base, args=arguments(tmp_path / "run"), train_dataset=ROWS, peft_config=object())
-
-
 def test_text_that_an_evaluation_would_generate_is_refused(base: Path, tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
     kind: Any = type("ZOSeq2SeqTrainer", (ZOTrainerMixin, Seq2SeqTrainer), {})
@@ -339,8 +279,13 @@ def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -
         make(model=base, train_dataset=ROWS)
     with pytest.raises(OptionError, match="device: found cuda, while the trainer uses cpu"):
         made(base, tmp_path / "run", zo=ZOArguments(device="cuda")).train()
-    for name, value in {"model_init": lambda: None, "optimizers": (given, None), "peft_config": object()}.items():
-        with pytest.raises(OptionError, match=f"{name}: found"):
+    with_adapter = r"found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)"
+    for name, value, told in (
+        ("model_init", lambda: None, "found"),
+        ("optimizers", (given, None), "found"),
+        ("peft_config", object(), with_adapter),
+    ):
+        with pytest.raises(OptionError, match=f"{name}: {told}"):
             make(model=base, args=args, train_dataset=ROWS, **{name: value})
     with pytest.raises(OptionError, match="model: found a LlamaForCausalLM"):
         make(model=AutoModelForCausalLM.from_pretrained(base), args=args)
@@ -371,16 +316,6 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
             engine.step(batch, CalledForward(model, lambda called, i: called(**i, output_hidden_states=True).loss))
         assert engine.version == 0
         engine.step(batch, CalledForward(model, again))
-
-
-def test_what_it_saves_says_what_it_was(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path / "run", save_strategy="steps", save_steps=3)
-    trainer.train()
-    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3
-    header = json.loads((tmp_path / "run" / "checkpoint-3" / "journal.jsonl").read_text().splitlines()[0])
-    assert header["seed"] == 42
-    assert header["estimator"]["name"] == "mezo-sgd"
 
 
 @pytest.mark.parametrize("kind", ["drop_last", "iterable"])

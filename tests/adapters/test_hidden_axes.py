@@ -143,10 +143,7 @@ def test_a_declaration_with_the_wrong_axes_is_refused_by_name(tmp_path: Path) ->
     small_model(small_config("gemma3n_text")).save_pretrained(tmp_path / "base")
     learned = derive_architecture(build_skeleton(small_config("gemma3n_text"), torch.float32))
     wrong = open_checkpoint(tmp_path / "base", architecture=replace(learned, axes=(0, 1)))
-    with (
-        Engine(wrong) as replayer,
-        pytest.raises(UnsupportedModelError, match="gemma3n_text: found hidden states"),
-    ):
+    with Engine(wrong) as replayer, pytest.raises(UnsupportedModelError, match="gemma3n_text: found hidden states"):
         replayer.evaluate([make_batch(40, [9, 4])])
 
 

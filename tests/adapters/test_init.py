@@ -83,7 +83,7 @@ CASES: list[tuple[str, dict[str, object], str]] = [
 GIVEN_RATE = ("--lr", 1e-3)  # so that no trials choose one
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("data", "expected", "kind"), CASES, ids=[case[0] for case in CASES])
 def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
     here: Path, data: str, expected: dict[str, object], kind: str, request: pytest.FixtureRequest
@@ -256,7 +256,7 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "named",
     [

@@ -13,7 +13,7 @@ from command_lines import done, refusal, write_rows
 from families import small_config, small_model
 from first_order_families import batch
 from models import save_tokenizer
-from peft_models import values_of
+from peft_models import monolithic, values_of
 from profiles import each_choice, short_first
 from transformers import AutoModelForCausalLM
 
@@ -65,21 +65,11 @@ def opened(base: Path, targets: str, seed: int = 1) -> PeftBlockModel:
     return model
 
 
-def whole_model(base: Path, config: Any, values: dict[str, torch.Tensor]) -> Any:
-    """The model with the adapter in it, as peft makes it."""
-    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    peft.inject_adapter_in_model(config, whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in values
-        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
-        parameter.data = values.get(name, parameter.data).clone()
-    return whole
-
-
 def memory(buckets: int | None) -> MemoryPolicy:
     return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("family", "targets", "dtype", "buckets"),
     [
@@ -99,7 +89,7 @@ def test_gradients_are_those_of_peft_on_the_whole_model(
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
         losses = [engine.step(batch()).loss for _ in range(2)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    whole = whole_model(base, model.adapter.config, first)
+    whole: Any = monolithic(base, model.adapter.config, first)
     trained = {name: value for name, value in whole.named_parameters() if name in first}
     resident = optimizer(list(trained.values()))
     for _ in range(2):
@@ -115,13 +105,13 @@ def test_gradients_are_those_of_peft_on_the_whole_model(
 
 
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
     family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:
     base = save(family, tmp_path / "base", dtype)
     model = opened(base, "experts")
-    whole = whole_model(base, model.adapter.config, values_of(model))
+    whole = monolithic(base, model.adapter.config, values_of(model))
     resident = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
         for _ in range(2):
@@ -130,7 +120,7 @@ def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
 
 
 @pytest.mark.parametrize(("family", "targets"), each_choice(FAMILIES, ["auto", "auto experts"]))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_is_exported_loads_in_peft_and_merges_as_peft_does(family: str, targets: str, tmp_path: Path) -> None:
     base = save(family, tmp_path / "base")
     model = opened(base, targets)

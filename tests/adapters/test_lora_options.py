@@ -55,6 +55,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "name"), each_choice(list(METHODS), list(CONFIGS)))
 def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here: Path) -> None:
     config, options = CONFIGS[name]
@@ -66,7 +67,7 @@ def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here
     assert len(modules) == (14 if config["target_modules"] == "all-linear" else 4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str, here: Path) -> None:
     options = (*METHODS[method], "--lora-rank", 2, "--lora-alpha", 3)
@@ -119,6 +120,7 @@ def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
     assert float(told.split()[1].strip(",")) == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["zeroth-order", "adamw"])
 def test_verify_holds_the_adapter_against_the_whole_model(method: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("verify", "--model", "base", "--tokens", 6, *METHODS[method], "--lora-rank", 2)
@@ -158,10 +160,6 @@ def test_tune_tries_rates_for_the_adapter(here: Path) -> None:
     ("more", "told"),
     [
         (("--lora-rank", 2, "--adapter", "lora"), "--lora-rank: found 2 with --adapter lora"),
-        (("--lora-rank", 0), "--lora-rank: found 0; expected at least 1"),
-        (("--lora-rank", 2, "--lora-alpha", 0), "--lora-alpha: found 0; expected at least 1"),
-        (("--lora-targets", "q_proj"), "--lora-targets: found q_proj; expected --lora-rank"),
-        (("--lora-alpha", 4), "--lora-alpha: found 4; expected --lora-rank"),
         (("--lora-rank", 2, "--lora-targets", "all-linear", "q_proj"), "--lora-targets: found all-linear q_proj"),
         (("--lora-rank", 2, "--lora-targets", "q_proj,up_proj"), "spaces between them. What to do: write q_proj up_proj"),
         (("--lora-rank", 2, "--lora-targets", "c_attn"), "Target modules {'c_attn'} not found"),

@@ -63,7 +63,7 @@ def assert_equal(merged: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(own[name], value), name
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", ["opt", "llama"])
 @pytest.mark.parametrize("kind", KINDS)

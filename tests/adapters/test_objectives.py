@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from engines import zeroth_order
-from models import make_batch, save_model, small_config
-from parity import assert_same_bits
+from models import candidate_scores, make_batch, save_model, small_config
+from parity import assert_same_bits, assert_same_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -70,37 +70,25 @@ class MonolithicObjective(MonolithicMeZO):
         return self.number(self.model, batch)
 
 
-def stock_scores(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mean log-probability of each row's candidate, (prompts, 2), from all logits."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    wanted = labels != -100
-    each = logits.float().log_softmax(-1).gather(2, labels.masked_fill(~wanted, 0)[:, :, None])[:, :, 0]
-    scores: torch.Tensor = (each.double() * wanted).sum(1) / wanted.sum(1)
-    return scores.view(-1, 2)
-
-
 def stock_error(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    wrong = stock_scores(model, batch).argmax(1) != torch.tensor(ANSWERS)
+    wrong = candidate_scores(model, batch).argmax(1) != torch.tensor(ANSWERS)
     share: torch.Tensor = wrong.double().mean()
     return share
 
 
 def stock_f1_error(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    chosen, right = stock_scores(model, batch).argmax(1) == 1, torch.tensor(ANSWERS) == 1
+    chosen, right = candidate_scores(model, batch).argmax(1) == 1, torch.tensor(ANSWERS) == 1
     precision, recall = (chosen & right).sum() / max(int(chosen.sum()), 1), (chosen & right).sum() / right.sum()
     both = precision + recall
     return 1 - (2 * precision.double() * recall.double() / both.double() if both else both.double())
 
 
 def stock_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(stock_scores(model, batch), torch.tensor(ANSWERS))
+    return nn.functional.cross_entropy(candidate_scores(model, batch), torch.tensor(ANSWERS))
 
 
 def same_weights(engine: Engine, whole: MonolithicMeZO) -> None:
-    own = dict(whole.model.named_parameters())
-    for name, value in engine.parameters_now():
-        assert_same_bits(name, value, own[name])
+    assert_same_weights(engine.parameters_now(), whole.model.named_parameters())
 
 
 @pytest.mark.few(2)

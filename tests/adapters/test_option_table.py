@@ -195,6 +195,44 @@ def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
         require(**{**method, **beside, name: INVALID.get(name, 0)})
 
 
+ADAPTED, IN_TURNS = METHODS["adamw of an adapter"], METHODS["badam"]
+REFUSED: list[tuple[dict[str, Any], str]] = [  # by rows of the table, which the tests above take from it
+    ({**ADAMW, "write_back_every": 4}, "write_back_every"),
+    ({**ADAMW, "zo_eps": 1e-2}, "zo_eps"),
+    ({**ADAMW, "switch_every": 3}, "switch_every"),
+    ({**METHODS["lomo"], "switch_every": 2}, "switch_every"),
+    ({**ADAMW, "max_grad_value": 0}, "max_grad_value"),
+    ({**ADAMW, "transfer_dtype": "float8"}, "transfer_dtype"),
+    ({**ADAMW, "queries": 2}, "queries"),
+    ({**ADAMW, "delayed_update": True, "stream_blocks": True}, "delayed_update"),
+    ({**METHODS["lomo"], "delayed_update": True}, "delayed_update"),
+    ({**METHODS["sgd"], "state_bits": 8}, "state_bits"),
+    ({**ADAPTED, "state_bits": 8}, "state_bits"),
+    ({**ADAPTED, "zo_eps": 1e-2}, "zo_eps"),
+    ({**ADAPTED, "write_limit_tb": 1.0}, "write_limit_tb"),
+    (
+        {**IN_TURNS, "stream_blocks": True, "keep_best": True, "evaluation": Path("rows.jsonl"), "evaluate_every": 2},
+        "keep_best",
+    ),
+    ({"head": "sequence-classification", "rank": 2, "per_row": True}, "per_row"),
+    ({"head": "sequence-classification", "beta": 0.5}, "beta"),
+    ({"lora_targets": ("q_proj",)}, "lora_targets"),
+    ({"lora_alpha": 4}, "lora_alpha"),
+    ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha"),
+    ({"activation_memory": "much"}, "activation_memory"),
+    ({"zo_eps": -1.0}, "zo_eps"),
+    ({"seed": 10**400}, "seed"),
+    *(({name: 0}, name) for name in ("lr", "steps", "batch_size", "queries", "micro_batch_size", "loss_chunk", "lora_rank")),
+    *(({name: 0}, name) for name in ("sequence_length", "snapshot_every", "write_back_every", "evaluate_every")),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), REFUSED)
+def test_the_table_has_the_rows_that_it_needs(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=f"^{named}: found "):
+        require(**values)
+
+
 def test_a_recipe_may_have_its_options_in_sections(saved: TrainOptions) -> None:
     Path("recipe.yaml").write_text("model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n")
     command: Train = parse_command("train", Train, Train.with_recipe(["recipe.yaml", "--schedule.steps", "7"]))

@@ -41,6 +41,7 @@ def lines(*more: object) -> list[str]:
     return ended.err.splitlines()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("more", "begins"),
     [

@@ -11,24 +11,18 @@ import pytest
 import torch
 from command_lines import refusal
 from engines import zeroth_order
-from hypothesis import given
-from hypothesis import strategies as st
-from models import CONFIGS, batches, make_batch, save_model, small_config
-from parity import Plan, Storage, assert_parity, plans, storages
-from peft_models import TARGETS, lora, monolithic, steps, values_of
-from profiles import examples
+from models import make_batch, save_model, small_config
+from peft_models import lora, monolithic, steps, values_of
 from runs import small_run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stacked_loop import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.peft_model import peft_config
-from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    DensePerturbation,
     Distribution,
     Engine,
     HostPlan,
@@ -39,47 +33,12 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.errors import CheckpointError, JournalError, OptionError, OutputError, ZO2Warning
+from zo2core.errors import OptionError, ZO2Warning
 from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
 FA = ("lora_A",)  # LoRA-FA
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("model_type", CONFIGS)
-@examples(short=4, long=50)
-@given(
-    data=st.data(),
-    plan=plans(),
-    storage=storages,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    frozen=st.sampled_from([(), FA]),
-    options=st.sampled_from([{}, {"use_rslora": True}, {"init_lora_weights": False}]),
-)
-def test_lora_in_the_weights_is_monolithic_mezo(
-    model_type: str,
-    data: st.DataObject,
-    plan: Plan,
-    storage: Storage,
-    dtype: torch.dtype,
-    frozen: tuple[str, ...],
-    options: dict[str, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    tmp = tmp_path_factory.mktemp("lora")
-    config = data.draw(CONFIGS[model_type])
-    batch = data.draw(batches(config.vocab_size))
-    base = save_model(tmp / "base", config, dtype)
-    adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), frozen=frozen, seed=1)
-    storage = storage._replace(write_back_every=None)
-
-    def make() -> Engine:
-        return storage.engine(open_checkpoint(base, adapter=adapter), plan, tmp)
-
-    whole = monolithic(base, adapter.config, values_of(open_checkpoint(base, adapter=adapter)), frozen)
-    assert_parity(make, whole, plan, batch).close()
 
 
 class LoRALoop(StackedLoop):
@@ -91,6 +50,7 @@ class LoRALoop(StackedLoop):
         self.base = {name: value for name, value in self.base.items() if name in trained}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("frozen", [(), FA])
 @pytest.mark.parametrize(("family", "buckets"), [("llama", None), ("llama", 2), ("gpt2", 2)])
 def test_lora_beside_the_activations_is_the_stacked_loop(
@@ -115,24 +75,6 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
             assert list(engine.step(batch).losses) == loop.step(batch, seed)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
-def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
-    quantize(tmp_path / "base", tmp_path / method, method)
-    with Engine(open_checkpoint(tmp_path / method)) as replayer:
-        replayer.export(tmp_path / "plain")
-    adapter = Adapter(config=lora(), seed=2)
-    streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
-    for perturbation in (DensePerturbation(), LowRankPerturbation(rank=2, period=2)):
-        expected = steps(open_checkpoint(tmp_path / "plain", adapter=adapter), perturbation=perturbation)
-        model = open_checkpoint(tmp_path / method, adapter=adapter)
-        assert steps(model, perturbation=perturbation) == expected
-        model = open_checkpoint(tmp_path / method, adapter=adapter)
-        assert steps(model, perturbation=perturbation, memory=streamed) == expected
-
-
 def test_nothing_is_written_back(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     run = tmp_path / "run"
@@ -155,46 +97,6 @@ def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
     assert all(own[lane].nbytes == 0 for own in lanes for lane in (Lane.OFFLOAD, Lane.WRITE))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
-    batch = make_batch(40, [7, 5])
-    with Engine(open_checkpoint(base, adapter=Adapter(config=lora())), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
-        engine.step(batch)
-        engine.export(tmp_path / "adapter")
-        loss = engine.evaluate([batch]).loss
-        with pytest.raises(OutputError):
-            engine.export(tmp_path / "adapter")
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "generation_config.json",
-    ]
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
-    assert loaded(**batch, use_cache=False).loss.item() == loss
-    loaded.save_pretrained(tmp_path / "theirs")
-    for saved in ("adapter", "theirs"):
-        with Engine(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
-            assert replayer.evaluate([batch]).loss == loss
-
-
-def test_a_run_goes_on_with_the_same_adapter_only(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    journal = tmp_path / "journal.jsonl"
-    expected = steps(open_checkpoint(base, adapter=Adapter(config=lora())), 4)
-    begun = steps(open_checkpoint(base, adapter=Adapter(config=lora())), 2, journal=journal)
-    for other in (
-        Adapter(config=lora(), seed=1),
-        Adapter(config=lora(lora_alpha=8)),
-        Adapter(config=lora(), frozen=FA),
-        None,
-    ):
-        with pytest.raises(JournalError):
-            steps(open_checkpoint(base, adapter=other), 1, journal=journal)
-    assert begun + steps(open_checkpoint(base, adapter=Adapter(config=lora())), 2, journal=journal) == expected
-
-
 @pytest.mark.parametrize(
     ("adapter", "option"),
     [
@@ -203,7 +105,7 @@ def test_a_run_goes_on_with_the_same_adapter_only(tmp_path: Path) -> None:
         ({"config": lora(bias="lora_only")}, "adapter.bias"),
         ({"config": lora(modules_to_save=["lm_head"])}, "adapter.modules_to_save"),
         ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
-        ({"config": peft.VeraConfig(target_modules=["q_proj"])}, "adapter: found VERA"),
+        ({"config": peft.VeraConfig(target_modules=["q_proj"])}, "adapter: found VERA; expected one of LORA, "),
         ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
         ({"config": {"r": 3}}, "adapter: found dict"),
         ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),
@@ -298,37 +200,6 @@ def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) 
         zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
 
 
-def saved_adapter(tmp_path: Path) -> tuple[Path, Path]:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    with Engine(open_checkpoint(base, adapter=Adapter(config=lora()))) as replayer:
-        replayer.export(tmp_path / "adapter")
-    return base, tmp_path / "adapter"
-
-
-@pytest.mark.parametrize("damage", ["another base", "a tensor less", "a tensor more", "cut short", "no JSON", "no file"])
-def test_an_adapter_that_does_not_fit_is_refused(damage: str, tmp_path: Path) -> None:
-    base, adapter = saved_adapter(tmp_path)
-    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    if damage == "another base":
-        base = save_model(tmp_path / "other", small_config("llama", intermediate_size=28))
-    elif damage == "cut short":
-        weights.write_bytes(weights.read_bytes()[:-3])
-    elif damage == "no JSON":
-        config.write_text("{")
-    elif damage == "no file":
-        weights.unlink()
-    else:
-        tensors = load_file(weights)
-        if damage == "a tensor less":
-            del tensors[min(tensors)]
-        else:
-            tensors["base_model.model.score.weight"] = torch.zeros(2)
-        save_file(tensors, weights)
-    with pytest.raises(CheckpointError) as info:
-        open_checkpoint(base, adapter=Adapter(config=adapter))
-    assert str(adapter) in str(info.value)
-
-
 def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     path = tmp_path / "lora.json"
@@ -370,7 +241,6 @@ def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     ("more", "said"),
     [
         (["--adapter", "missing.json"], "missing.json"),
-        (["--adapter-frozen", "lora_A"], "--adapter-frozen"),
         (["--adapter", "CONFIG", "--transfer-dtype", "bfloat16"], "--transfer-dtype"),
         (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
         (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),

@@ -41,6 +41,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_long_work_has_a_bar_in_a_terminal_alone(
     command: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

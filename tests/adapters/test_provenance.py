@@ -88,6 +88,7 @@ def test_options_that_were_changed_on_disk_are_refused(options: TrainOptions, na
     assert isinstance(info.value, JournalError) or name == "sequence_length"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "name", "value"),
     [

@@ -178,7 +178,7 @@ def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
     return folder / "dequantised"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "model_type"), each_choice(list(METHODS), ["llama", "opt", "qwen3"]))
 def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(method: str, model_type: str, tmp_path: Path) -> None:
     path = make(tmp_path, method, model_type)
@@ -192,6 +192,7 @@ def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(method: str
         assert trajectory(path, device=device, memory=policy) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_computing_in_another_dtype_decodes_to_it(method: str, tmp_path: Path) -> None:
     path = make(tmp_path, method)
@@ -281,6 +282,7 @@ def state(**changes: Any) -> torch.Tensor:
     return torch.tensor(list(json.dumps(values | changes).encode()), dtype=torch.uint8)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("method", "name", "value", "found"),
     [

@@ -58,6 +58,7 @@ def lora(targets: list[str]) -> Adapter:
     return Adapter(config=peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False), seed=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "method", "buckets", "targets"), each_choice(FAMILIES, METHODS, BUCKETS, [["auto"], ["auto", "experts"]])
 )
@@ -144,6 +145,7 @@ def test_mxfp4_is_decoded_as_transformers_does(
     assert torch.equal(out, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("targets", "buckets"), each_choice([["auto"], ["auto", "experts"]], BUCKETS))
 def test_gpt_oss_trains_as_what_transformers_decodes(targets: list[str], buckets: int | None, tmp_path: Path) -> None:
     base, packed = save_gpt_oss(tmp_path)

@@ -87,6 +87,7 @@ def test_python_runs_a_recipe_or_a_mapping_with_overrides(here: Path) -> None:
 MANY = ["--evaluation", "rows.jsonl", "--evaluate-every", 2, "--decay", "cosine", "--warmup-steps", 1, "--queries", 2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [MANY, ["--rank", 2, "--per-row"], ["--exact-mezo", "--clip-median", 2.5]], ids=str)
 def test_the_recipe_in_a_run_directory_repeats_the_run_to_the_same_journal(here: Path, more: list[object]) -> None:
     done("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 4, "--batch-size", 3, *more)

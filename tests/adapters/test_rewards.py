@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from command_lines import refusal, run_here
 from continuations import by_hugging_face
 from crews import Crew
 from models import WORDS, save_model, save_tokenizer, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,11 +169,8 @@ def functions(tmp_path: Path) -> Path:
     ],
 )
 def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], values: list[float]) -> None:
-    judge = rewards(name)
-    try:
+    with closing(rewards(name)) as judge:
         assert judge.of(completions(*texts, **fields)) == [values]
-    finally:
-        judge.close()
 
 
 def test_rewards_are_added_by_their_weights(functions: Path) -> None:
@@ -219,12 +217,11 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
 
 
 def test_a_weight_that_makes_a_reward_too_large_is_told(functions: Path) -> None:
-    judge = rewards("length=1e31")
-    try:
-        with pytest.raises(DataError, match=r"line 2 of --data: found -1 with a weight of 1e\+31"):
-            judge.of(completions("", "x" * 100))
-    finally:
-        judge.close()
+    with (
+        closing(rewards("length=1e31")) as judge,
+        pytest.raises(DataError, match=r"line 2 of --data: found -1 with a weight of 1e\+31"),
+    ):
+        judge.of(completions("", "x" * 100))
 
 
 def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
@@ -247,21 +244,17 @@ def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
 def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(
     functions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    judge = rewards(f"{functions}:prints")
-    try:
+    with closing(rewards(f"{functions}:prints")) as judge:
         assert judge.of(completions("a", "b")) == judge.of(completions("c", "d")) == [[1.0, 1.0]]
-    finally:
-        judge.close()
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Path) -> None:
-    judge = rewards(f"{functions}:waits", seconds=0.2, start_seconds=0.5)
-    try:
-        with pytest.raises(DataError, match=r"waits, row on line 1 of --data: found it takes longer than allowed"):
-            judge.of(completions("text", weight=3))
-    finally:
-        judge.close()
+    with (
+        closing(rewards(f"{functions}:waits", seconds=0.2, start_seconds=0.5)) as judge,
+        pytest.raises(DataError, match=r"waits, row on line 1 of --data: found it takes longer than allowed"),
+    ):
+        judge.of(completions("text", weight=3))
 
 
 @pytest.mark.few(2)
@@ -279,12 +272,11 @@ def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Pat
 def test_a_file_that_does_not_run_is_told_before_anything_is_generated(source: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(source)
-    judge = rewards("length", f"{path}:cats")
-    try:
-        with pytest.raises(OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"):
-            judge.start()
-    finally:
-        judge.close()
+    with (
+        closing(rewards("length", f"{path}:cats")) as judge,
+        pytest.raises(OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"),
+    ):
+        judge.start()
     base_of(tmp_path)
     if "while" not in source:
         assert f"--reward: found {path}: {why}" in refusal(*map(str, asked(tmp_path, f"{path}:cats")))
@@ -357,6 +349,7 @@ def base_of(folder: Path, **changes: Any) -> Path:
     return base
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fitness", Fitness)
 def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, functions: Path, tmp_path: Path) -> None:
     base, eps, q, new = base_of(tmp_path), 0.1, 3, 5
@@ -409,8 +402,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
             loop.ends.append(len(loop.updates))
             assert task.measured()["reward"] == pytest.approx(-statistics.fmean(losses))
         expected = loop.weights()
-        for name, tensor in engine.parameters_now():
-            assert_same_bits(name, tensor, expected[name])
+        assert_same_weights(engine.parameters_now(), expected.items())
         assert engine.version == 3
     task.close()
     assert moved

@@ -51,6 +51,7 @@ def memory(buckets: int | None) -> MemoryPolicy:
     return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
 def test_gradients_have_the_routers_share(family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path) -> None:
     base = save(family, tmp_path / "base", dtype)
@@ -66,7 +67,7 @@ def test_gradients_have_the_routers_share(family: str, dtype: torch.dtype, bucke
 
 
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_zeroth_order_steps_are_monolithic_mezo(
     family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:

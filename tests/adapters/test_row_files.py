@@ -393,7 +393,7 @@ def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> Non
     options = with_split(tmp_path)
     finish(options)
     whole = outcome(options.output)
-    assert [row["step"] for row in whole["metrics"] if "evaluation_loss" in row] == [0, 2, 3]  # type: ignore[attr-defined]
+    assert [row["step"] for row in whole["metrics"] if "evaluation_loss" in row] == [0, 2, 3]
     record = json.loads((options.output / "options.json").read_text())
     assert record["options"]["eval_split"] == 0.25
     assert {"data sha256", "evaluation sha256"} <= record["tokens"].keys()

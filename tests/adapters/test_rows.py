@@ -93,10 +93,7 @@ def test_prompt_has_no_loss_and_completion_ends_with_eos(data_file: Path, tokeni
 
 def test_bos_counts_as_prompt(data_file: Path) -> None:
     row, empty = read(
-        data_file,
-        {"prompt": "The", "completion": " sky"},
-        {"prompt": "", "completion": "The sky"},
-        tokenizer=WITH_BOS,
+        data_file, {"prompt": "The", "completion": " sky"}, {"prompt": "", "completion": "The sky"}, tokenizer=WITH_BOS
     ).rows
     assert (row.input_ids[0], row.prompt_length) == (1, 2)
     assert (empty.input_ids[0], empty.prompt_length) == (1, 1)
@@ -165,11 +162,7 @@ def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
 
 def test_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
     dataset = read(
-        data_file,
-        {"text": "The sky is blue."},
-        {"text": "The"},
-        {"prompt": "The sky", "completion": " is blue."},
-        length=3,
+        data_file, {"text": "The sky is blue."}, {"text": "The"}, {"prompt": "The sky", "completion": " is blue."}, length=3
     )
     assert [text_of(row) for row in dataset] == ["The sky is", "The</s>", "The sky is"]
     assert dataset.truncated == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import done
+from command_lines import done, refusal
 from models import WORDS
 from runs import small_run
 
@@ -191,12 +191,8 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, c
 
 
 @pytest.mark.parametrize("given", [["--evaluate-every", "5"], ["--evaluation", "rows.jsonl"]])
-def test_evaluations_of_rows_that_are_not_named_are_refused(
-    given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", options.model, *given])
-    assert f"{given[0]}: found {given[1]} without the rows" in capsys.readouterr().err
+def test_evaluations_of_rows_that_are_not_named_are_refused(given: list[str], options: TrainOptions) -> None:
+    assert f"{given[0]}: found {given[1]} without the rows" in refusal("plan", "--model", options.model, *given)
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])

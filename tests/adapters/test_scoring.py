@@ -33,6 +33,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_log_likelihoods_are_hugging_faces(model_type: str, chunk: int | None, tmp_path: Path) -> None:

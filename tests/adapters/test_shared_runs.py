@@ -140,7 +140,7 @@ def test_killed_processes_lose_nothing(
 ) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
-        struck = apart.run(*command, patch=strike(tmp_path, "zo2core.journal", "Journal", "append", at, moment))
+        struck = apart.run(*command, patch=strike("zo2core.journal", "Journal", "append", at, moment))
         assert struck.status != 0
     assert run_here(*command).status == 0
     assert results_of(tmp_path / "all") == alone
@@ -253,6 +253,7 @@ def of_graphs(plan: Any) -> Any:
     return sum(part["nbytes"] for part in plan["host_plan"]["parts"] if part["name"].startswith("graphs of"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
 def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int
@@ -272,18 +273,8 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
 
 
 def test_a_plan_of_runs_counts_what_they_generate(options: TrainOptions, process_memory: int) -> None:
-    given = (
-        "--rank",
-        2,
-        "--runs",
-        2,
-        "--batch-size",
-        2,
-        "--reward",
-        "length",
-        "--memory",
-        f"{(process_memory >> 20) + 400}MiB",
-    )
+    memory = f"{(process_memory >> 20) + 400}MiB"
+    given = ("--rank", 2, "--runs", 2, "--batch-size", 2, "--reward", "length", "--memory", memory)
     short, long = (plan_of(options, *given, "--max-new-tokens", tokens)["memory_a_run"] for tokens in (1, 8))
     assert long > short
 

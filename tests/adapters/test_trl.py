@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
+from trainers import OF_TRL, trainer_options
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
@@ -22,10 +23,7 @@ from zo2core.errors import CheckpointError, OptionError
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = OF_TRL
 
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
 NOUNS = WORDS[3:]
@@ -47,34 +45,9 @@ class ZODPOTrainer(ZOTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-d
     pass
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("trl") / "base", small_config("llama"))
-    save_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def options(output: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        **changes,
-    }
+    constant = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0, "warmup_steps": 0}
+    return trainer_options(output, **{**constant, **changes})
 
 
 def sft(base: Any, output: Path, kind: type[Any] = ZOSFTTrainer, zo: ZOArguments | None = None, **changes: Any) -> Any:
@@ -105,11 +78,10 @@ def same_as_literal(trainer: Any, stock: Any, *, bf16: bool = False) -> None:
     batches = iter(stock.get_train_dataloader())
     for update in trainer.engine.journal.updates:
         assert literal.step(next(batches), update.seeds[0]).losses == update.losses
-    own = dict(whole.named_parameters())
-    for name, value in trainer.engine.parameters_now():
-        assert_same_bits(name, value, own[name])
+    assert_same_weights(trainer.engine.parameters_now(), whole.named_parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
     trainer = sft(str(base), tmp_path / "run", bf16=bf16, logging_steps=1, eval_strategy="steps", eval_steps=3)
@@ -123,11 +95,10 @@ def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
         trainer.save_model(tmp_path / "saved")
         engine.export(tmp_path / "plain")
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict().items(), weights.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}, {"bf16": True}], ids=str)
 def test_sfts_own_loss_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     zo = ZOArguments(**{**vars(EXACT), "trainer_loss": True})
@@ -167,7 +138,7 @@ def test_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
     assert literal.step(kept, first.seeds[0]).losses == first.losses
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "ipo"}, {"loss_type": ["sigmoid", "sft"]}, {"bf16": True}], ids=str)
 def test_dpo_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer = dpo(base, tmp_path / "run", zo=EXACT, logging_steps=6, **changes)
@@ -201,6 +172,7 @@ def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
             assert ours["eval_loss"] == theirs["eval_loss"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, make: Any) -> None:
     whole = make(base, tmp_path / "run", save_strategy="steps", save_steps=3)
@@ -254,7 +226,7 @@ class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, 
     pass
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{}, {"center_rewards_coefficient": 0.1}, {"bf16": True}], ids=str)
 def test_a_reward_model_is_monolithic_mezos(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = small_config("llama", pad_token_id=0, num_labels=1)
@@ -296,6 +268,7 @@ def test_tpo_is_monolithic_mezos(base: Path, tmp_path: Path, monkeypatch: pytest
         same_as_literal(trainer, stock)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """The command line's run, and TRL's trainer on its rows in its order."""
@@ -328,8 +301,7 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     assert trainer.engine.journal.updates == Journal("run/journal.jsonl").updates
     trainer.save_model("saved")
     weights = AutoModelForCausalLM.from_pretrained("saved").state_dict()
-    for name, value in AutoModelForCausalLM.from_pretrained("run/model").state_dict().items():
-        assert_same_bits(name, value, weights[name])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained("run/model").state_dict().items(), weights.items())
 
 
 def test_dpos_reference_stays_the_base(base: Path, tmp_path: Path) -> None:

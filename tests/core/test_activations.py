@@ -164,6 +164,7 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     assert sweeps.end() == []
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("what", ["copy", "empty", "host_memory"])
 def test_a_failed_allocation_or_copy_loses_no_staging_buffer(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,13 +260,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     mask = torch.tensor([[True, False, True]]).expand(4, 3)
     activations = Named(
         base.view(4, 6).t(),
-        [
-            {"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)},
-            base[5:7],
-            torch.empty(0),
-            "x",
-            7,
-        ],
+        [{"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)}, base[5:7], torch.empty(0), "x", 7],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationOffload(device, 0)

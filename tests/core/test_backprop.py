@@ -15,16 +15,10 @@ from engines import first_order, inner
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
+from peft_models import TARGETS, lora, monolithic, values_of
 from profiles import each_choice, examples
 from threaded_device import ThreadedDevice, ThreadedStreams
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DogeConfig,
-    Gemma3nTextConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.swept_batches import TrainerLoss
@@ -37,7 +31,6 @@ from zo2core.sweep.block_graph import BlockGraph
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
-TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "gate_proj"], "qwen3": ["k_proj"]}
 SIZES: Mapping[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -55,23 +48,9 @@ OPTIMIZERS: Mapping[str, Any] = {
 }
 
 
-def lora(**changes: Any) -> Any:
-    return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
-
-
 def memory(buckets: int | None, room: int = 1 << 28) -> MemoryPolicy:
     """Memory for so many buckets, and so many bytes for what is kept between forward and backward."""
     return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
-
-
-def first_values(model: Any) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = {}
-    for layout in model.layouts:
-        for spec in layout.parameters:
-            if not spec.frozen:
-                values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
-                model.weights.read_into(spec.name, values[spec.name].view(-1))
-    return values
 
 
 class Resident:
@@ -80,12 +59,7 @@ class Resident:
     def __init__(
         self, base: Path, config: Any, values: Mapping[str, torch.Tensor], make: Any, auto_class: Any = AutoModelForCausalLM
     ) -> None:
-        self.model: PreTrainedModel = auto_class.from_pretrained(base, dtype="auto")
-        peft.inject_adapter_in_model(config, self.model)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad = name in values
-            # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-            parameter.data = values.get(name, parameter.data).clone()
+        self.model = monolithic(base, config, values, auto_class=auto_class)
         self.trained = {name: p for name, p in self.model.named_parameters() if name in values}
         self.optimizer = make(list(self.trained.values()))
 
@@ -146,7 +120,7 @@ def test_a_step_is_that_of_the_resident_model(
     base = save_model(tmp / "base", config, dtype)
     adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), seed=1)
     model = open_checkpoint(base, adapter=adapter)
-    resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS[optimizer])
+    resident = Resident(base, adapter.config, values_of(model), OPTIMIZERS[optimizer])
     with Engine(
         model, FirstOrder(OPTIMIZERS[optimizer], clip=clip), memory=memory(buckets, room), overlap=overlap
     ) as engine:
@@ -170,14 +144,14 @@ KINDS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "dtype", "room"), each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28]))
 def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
     for model_type in ("opt", "llama"):
         base = save_model(tmp_path / model_type, small_config(model_type), dtype)
         adapter = Adapter(config=KINDS[kind](TARGETS[model_type]), seed=1)
         model = open_checkpoint(base, adapter=adapter)
-        resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS["adamw"])
+        resident = Resident(base, adapter.config, values_of(model), OPTIMIZERS["adamw"])
         micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6])]
         with Engine(model, FirstOrder(OPTIMIZERS["adamw"], clip=0.05), memory=memory(1, room)) as engine:
             for _ in range(3):
@@ -186,6 +160,7 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
                 assert_equal(engine, resident)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "mlp.c_proj"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
@@ -193,7 +168,7 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
     told = Adapter(config=lora(target_modules=targets), seed=1)
     corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
     model = open_checkpoint(base, adapter=told)
-    resident = Resident(base, corrected, first_values(model), OPTIMIZERS["adamw"])
+    resident = Resident(base, corrected, values_of(model), OPTIMIZERS["adamw"])
     with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(2, 1)) as engine:
         for _ in range(3):
             batch = make_batch(40, [9, 5])
@@ -241,6 +216,7 @@ def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
         assert offloaded == 0, "a base that is only read never comes back"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5]))
 def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
     base: Path, overlap: bool, rows: int | None, buckets: int
@@ -292,7 +268,7 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
     assert graph.memory(1 << 2) == pytest.approx(4 * graph.memory(), abs=4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("buckets", [None, 1, 2])
 def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
@@ -318,7 +294,7 @@ def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, 
     model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     projection, calls = model._layers[0].mlp.down_proj, []
     getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
-    resident = Resident(base, config, first_values(model), OPTIMIZERS["sgd"])
+    resident = Resident(base, config, values_of(model), OPTIMIZERS["sgd"])
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"]), memory=memory(1, room=1)) as engine:
         for _ in range(2):
             calls.clear()  # the first step of a shape tries it out before
@@ -344,6 +320,7 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
         assert engine.version == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model_type", "dtype", "room", "kind"),
     each_choice(
@@ -363,7 +340,7 @@ def test_mixed_precision_is_that_of_autocast(
     model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
     frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters]
     assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
-    resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
+    resident = Resident(base, config, values_of(model), OPTIMIZERS["adamw"])
     whole: Any = resident.model
     whole.float()
     batch = make_batch(40, [7, 5])
@@ -382,6 +359,7 @@ def test_kinds_whose_bits_differ_under_autocast_are_refused_in_mixed_precision(b
         open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), precision="mixed")
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -401,7 +379,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
     config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
     adapter = Adapter(config=config, seed=1)
     model = open_checkpoint(tmp_path / "base", adapter=adapter, head="sequence-classification")
-    resident = Resident(tmp_path / "base", config, first_values(model), OPTIMIZERS["adamw"], auto_class)
+    resident = Resident(tmp_path / "base", config, values_of(model), OPTIMIZERS["adamw"], auto_class)
     classifier: Any = resident.model
     classifier.eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
@@ -420,6 +398,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
         assert loaded(**batch).loss.item() == resident.model(**batch).loss.item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise
 @pytest.mark.parametrize("rank", [None, 2])
 def test_weights_are_read_where_they_are_stored_with_the_same_bits(
@@ -499,6 +478,7 @@ def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
         assert other.evaluate(rows).losses == evaluated
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
 def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -606,7 +586,7 @@ def preferred(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, loss: Any) -> None:
     config = lora(init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=4))
-    resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
+    resident = Resident(base, config, values_of(model), OPTIMIZERS["adamw"])
     forward = TrainerLoss(model, lambda called, batch: loss(called, batch), adds_up=True)
     with Engine(model, FirstOrder(None), memory=memory(1)) as engine:
         optimizer = OPTIMIZERS["adamw"](list(engine.parameters.values()))
@@ -638,7 +618,7 @@ def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tm
     save_model(directory, DogeConfig(**SIZES, keep_window_size=16), torch.float32)
     config = lora(target_modules=["dt_proj", "v_proj"], init_lora_weights=False)
     model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
-    resident = Resident(directory, config, first_values(model), OPTIMIZERS["sgd"])
+    resident = Resident(directory, config, values_of(model), OPTIMIZERS["sgd"])
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
         for _ in range(3):
             assert engine.step(batch).loss == resident.step([batch], None)

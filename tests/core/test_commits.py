@@ -229,7 +229,7 @@ def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any,
         snapshots.read(1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", Full.UPDATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(

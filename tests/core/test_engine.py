@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from models import make_batch, save_model, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
@@ -65,8 +65,7 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 def assert_equal_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_same_bits(name, tensor, theirs[name])
+    assert_same_weights(ours.items(), theirs.items())
 
 
 BATCH = make_batch(40, [9, 5])

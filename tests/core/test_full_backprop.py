@@ -135,16 +135,12 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
     base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
     model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
-    options: Any = {
-        "clip_value": clips[0],
-        "clip": clips[1],
-        "memory": memory(room),
-        "overlap": overlap,
-    }
+    options: Any = {"clip_value": clips[0], "clip": clips[1], "memory": memory(room), "overlap": overlap}
     with first_order(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], list(CASES)))
 def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
@@ -162,8 +158,10 @@ def base(tmp_path: Path) -> Path:
 
 
 def engine_of(base: Path, case: str, **options: Any) -> Engine:
+    """Of a case, or with updates that are made a step late."""
     told = {"memory": memory(), **options}
-    return first_order(open_checkpoint(base), CASES[case].update(), lr=rate(case), **told)
+    update = Delayed(TorchOptimizer(FUSED)) if case == "delayed" else CASES[case].update()
+    return first_order(open_checkpoint(base), update, lr=rate("adamw" if case == "delayed" else case), **told)
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -221,30 +219,20 @@ def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> 
 
 def test_a_tied_weight_is_updated_once(base: Path) -> None:
     counted: list[str] = []
+    held: list[int] = []
 
     class Counting(LOMO):
         def apply(self, inputs: UpdateInputs) -> None:
             counted.extend(inputs.gradients)
+            held.append(len(inner(engine)._runner.trained._gradients))
             super().apply(inputs)
 
     with Engine(open_checkpoint(base), FirstOrder(Counting(), lr=1e-2), memory=memory()) as engine:
         engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
         names = [name for name, _ in engine.parameters_now()]
     assert sorted(counted) == sorted(names)
+    assert held == [0] * 6, "the gradients of one segment are in memory at a time"
     assert counted[-1] == "model.embed_tokens.weight", "its gradient is whole once the embedding's backward pass has ended"
-
-
-def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> None:
-    held: list[int] = []
-
-    class Counting(LOMO):
-        def apply(self, inputs: UpdateInputs) -> None:
-            held.append(len(inner(engine)._runner.trained._gradients))
-            super().apply(inputs)
-
-    with Engine(open_checkpoint(base), FirstOrder(Counting(), lr=1e-2), memory=memory()) as engine:
-        engine.step([make_batch(40, [7, 5]), make_batch(40, [4])])
-    assert held == [0] * 6
 
 
 def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_it(base: Path) -> None:
@@ -356,8 +344,8 @@ def test_a_gradient_that_is_not_finite_is_found(clip_norm: float | None, base: P
                     use()
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("case", [*CASES, "delayed"])
 def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Path) -> None:
     rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
     with engine_of(base, case) as engine:
@@ -367,6 +355,9 @@ def test_a_state_goes_on_with_the_same_bits(case: str, base: Path, tmp_path: Pat
         losses = [engine.step(batch).loss for batch in rows[3:]]
         expected = weights(engine)
         evaluated = engine.evaluate(rows).losses
+    if case == "delayed":
+        with engine_of(base, "fused adamw") as prompt:
+            assert [prompt.step(batch).loss for batch in rows][3:] != losses, "it is another run"
     with engine_of(base, case) as other:
         other.step(rows[2])  # another run, which is left
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -465,6 +456,7 @@ def delayed_loop(whole: WholeModel, make: Any, clip_norm: float | None) -> Calla
     return step
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
@@ -482,27 +474,6 @@ def test_delayed_updates_are_those_of_a_loop_with_the_delay(
             assert engine.step(batch).loss == loss
             assert all(torch.equal(value, whole.parameters[name].detach()) for name, value in engine.parameters_now()), step
         assert inner(engine)._state.update.options["delayed"] is True
-
-
-def test_a_delayed_run_goes_on_from_its_state_with_the_same_bits(base: Path, tmp_path: Path) -> None:
-    rows = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
-
-    def delayed() -> Engine:
-        update = Delayed(TorchOptimizer(FUSED))
-        return Engine(open_checkpoint(base), FirstOrder(update, lr=rate("adamw")), memory=memory())
-
-    with delayed() as engine:
-        for batch in rows[:3]:
-            engine.step(batch)
-        torch.save(engine.state_dict(), tmp_path / "state.pt")
-        losses = [engine.step(batch).loss for batch in rows[3:]]
-        expected = weights(engine)
-    with delayed() as other:
-        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-        assert [other.step(batch).loss for batch in rows[3:]] == losses
-        assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
-    with engine_of(base, "fused adamw") as prompt:
-        assert [prompt.step(batch).loss for batch in rows][3:] != losses, "it is another run"
 
 
 def test_late_weights_wait_for_a_slow_update(base: Path) -> None:

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_models import SCALES
 
 from zo2core.errors import OptionError
 from zo2core.kernels import native
@@ -18,28 +19,6 @@ from zo2core.types import GGUF_BLOCKS, GGUFRows, ParameterSpec
 
 # As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads
 EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01)
-SCALES = {  # bytes at which a block has float16 scales
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-    "IQ1_S": (0,),
-    "IQ2_XXS": (0,),
-    "IQ2_XS": (0,),
-    "IQ2_S": (0,),
-    "IQ3_XXS": (0,),
-    "IQ3_S": (0,),
-}
 
 
 def oracle(codes: np.ndarray, name: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from engines import zeroth_order
 from low_bit_loop import LowBitMeZO
 from models import CONFIGS, make_batch, save_model, small_config
-from parity import Plan, Storage, assert_parity, assert_same_bits
+from parity import Plan, Storage, assert_parity, assert_same_bits, assert_same_weights
 from runs import small_run
 from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM
@@ -148,8 +148,7 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
             seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
             assert list(engine.step(batch).losses) == loop.step(batch, *seeds)
         weights = loop.weights()
-        for name, tensor in engine.parameters_now():
-            assert_same_bits(name, tensor, weights[name])
+        assert_same_weights(engine.parameters_now(), weights.items())
 
 
 @pytest.mark.parametrize("kept", [0, 2])
@@ -202,8 +201,7 @@ def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(transfer_d
             for step in range(3):
                 engine.step(make_batch(40, [7, 4]), seed=step)
             weights.append({name: tensor.cpu().clone() for name, tensor in engine.parameters_now()})
-    for name, tensor in weights[0].items():
-        assert_same_bits(name, tensor, weights[1][name])
+    assert_same_weights(weights[0].items(), weights[1].items())
 
 
 def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:

@@ -93,11 +93,7 @@ def filled(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    blocks=st.integers(1, 6),
-    room=st.integers(0, 400),
-)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), blocks=st.integers(1, 6), room=st.integers(0, 400))
 def test_the_oldest_inputs_leave_and_all_are_there_when_their_backward_needs_them(
     sizes: list[int], blocks: int, room: int
 ) -> None:

@@ -12,17 +12,7 @@ import torch
 from parity import assert_same_bits
 from toy import ToyBlockModel
 
-from zo2core import (
-    BlockLayout,
-    Engine,
-    Evaluation,
-    Journal,
-    MemoryPolicy,
-    MeZOSGD,
-    SequentialNoise,
-    Update,
-    ZerothOrder,
-)
+from zo2core import BlockLayout, Engine, Evaluation, Journal, MemoryPolicy, MeZOSGD, SequentialNoise, Update, ZerothOrder
 from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN

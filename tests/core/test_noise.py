@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from drawn_numbers import z_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,13 +38,6 @@ def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
     return sorted((spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index)
 
 
-def draw(noise: NoiseGenerator, seed: int, spec: ParameterSpec) -> torch.Tensor:
-    out = torch.empty(spec.numel, dtype=spec.dtype)
-    for start, stop in noise.chunks(spec):
-        noise.fill(out[start:stop], seed, spec, start)
-    return out
-
-
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
 @given(order=st.permutations(range(len(SIZES))), seed=st.sampled_from([0, 1, 2**63 - 1]))
 def test_z_does_not_depend_on_the_order_of_visits(
@@ -52,9 +46,9 @@ def test_z_does_not_depend_on_the_order_of_visits(
     segments = layouts()
     specs = parameters(segments)
     noise, in_order = make(segments), make(segments)
-    expected = [draw(in_order, seed, spec) for spec in specs]
+    expected = [z_of(in_order, spec, seed) for spec in specs]
     for i in order:
-        assert torch.equal(draw(noise, seed, specs[i]), expected[i])
+        assert torch.equal(z_of(noise, specs[i], seed), expected[i])
 
 
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
@@ -65,7 +59,7 @@ def test_z_does_not_depend_on_which_chunk_was_drawn_before(
     segments = layouts()
     specs = parameters(segments)
     noise = make(segments)
-    expected = {seed: [draw(make(segments), seed, spec) for spec in specs] for seed in (3, 4)}
+    expected = {seed: [z_of(make(segments), spec, seed) for spec in specs] for seed in (3, 4)}
     for i, chunk, seed in visits:
         chunks = noise.chunks(specs[i])
         start, stop = chunks[chunk % len(chunks)]
@@ -87,9 +81,9 @@ def test_forgetting_changes_no_number(make: Callable[[Sequence[BlockLayout]], No
     segments = layouts()
     noise = make(segments)
     last = parameters(segments)[-1]
-    before = draw(noise, 5, last)
+    before = z_of(noise, last, 5)
     noise.retain({6})
-    assert torch.equal(draw(noise, 5, last), before)
+    assert torch.equal(z_of(noise, last, 5), before)
 
 
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
@@ -97,7 +91,7 @@ def test_seeds_and_parameters_have_noise_of_their_own(make: Callable[[Sequence[B
     segments = layouts()
     specs = [spec for spec in parameters(segments) if spec.numel > 30]
     noise = make(segments)
-    drawn = [draw(noise, seed, spec)[:30] for seed in (0, 1) for spec in specs]
+    drawn = [z_of(noise, spec, seed)[:30] for seed in (0, 1) for spec in specs]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
@@ -112,7 +106,7 @@ def test_threads_do_not_disturb_each_other(
     results: dict[int, list[torch.Tensor]] = {}
 
     def work(thread: int) -> None:
-        results[thread] = [draw(noise, seeds[thread], spec) for spec in specs]
+        results[thread] = [z_of(noise, spec, seeds[thread]) for spec in specs]
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -121,7 +115,7 @@ def test_threads_do_not_disturb_each_other(
         thread.join()
     for i, seed in enumerate(seeds):
         alone = make(segments)
-        assert all(torch.equal(a, draw(alone, seed, spec)) for a, spec in zip(results[i], specs, strict=True))
+        assert all(torch.equal(a, z_of(alone, spec, seed)) for a, spec in zip(results[i], specs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -132,7 +126,7 @@ def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch
     expected = [torch.normal(0.0, 1.0, spec.shape, dtype=dtype, generator=generator) for spec in parameters(segments)]
     for layout in segments:  # visiting order, not registration order
         for spec in layout.parameters:
-            assert torch.equal(draw(noise, 11, spec), expected[spec.index])
+            assert torch.equal(z_of(noise, spec, 11), expected[spec.index])
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
@@ -163,7 +157,7 @@ def test_sequential_noise_goes_back_no_further_than_a_segments_start(
         for layout in segments:
             for _ in range(2):
                 for spec in layout.parameters:
-                    draw(noise, 11, spec)
+                    z_of(noise, spec, 11)
     once = sum(spec.numel for layout in segments for spec in layout.parameters)
     skipped = 7 + 65536 + 9 if jump else 0  # the head's, registered before block 0's, once
     assert passed == 2 * sweeps * once + skipped

@@ -18,7 +18,7 @@ from engines import first_order, zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from parity import assert_same_bits
+from parity import assert_same_weights
 from peft_models import lora
 from profiles import examples
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -91,12 +91,7 @@ def adamw(base: Path, number: int, **options: Any) -> Engine:
     directory.mkdir(exist_ok=True)
     make: Any = partial(torch.optim.AdamW, lr=lr)
     return first_order(
-        adapted(base, number),
-        make,
-        lr=lambda step: lr / (1 + step),
-        options={"lr": lr},
-        run=directory,
-        **options,
+        adapted(base, number), make, lr=lambda step: lr / (1 + step), options={"lr": lr}, run=directory, **options
     )
 
 
@@ -126,8 +121,7 @@ def parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        assert_same_bits(name, value, theirs[name])
+    assert_same_weights(ours.items(), theirs.items())
 
 
 def memory(buckets: int | None, kept: int = 0, budget: int = 1 << 40) -> MemoryPolicy:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_weights import CountingWeights, layouts
 from segments import checkpoint, tensors
 
 from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentStore
@@ -270,33 +271,12 @@ def test_pinned_source_allocates_one_arena_of_the_models_size(tmp_path: Path) ->
     assert asked == [sum(whole_pages(layout.nbytes) for layout in layouts)]
 
 
-def test_opening_reads_no_weights(tmp_path: Path) -> None:
-    weights, layouts = checkpoint(tmp_path)
-    reads: list[str] = []
-
-    class Counting:
-        fingerprint = "counted"
-
-        def page_offset(self, spec: ParameterSpec) -> int | None:
-            return None
-
-        def itemsize(self, parameter: str) -> int:
-            return 4
-
-        def origin(self, parameter: str) -> str:
-            return "counted"
-
-        def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-            reads.append(parameter)
-            weights.read_into(parameter, out, start)
-
-        def close(self) -> None:
-            weights.close()
-
-    source = SegmentStore(Counting(), layouts, host_memory)
-    assert reads == []
+def test_opening_reads_no_weights() -> None:
+    weights = CountingWeights()
+    source = SegmentStore(weights, layouts(), host_memory)
+    assert weights.reads.total() == 0
     source.release(source.acquire(1), 0)
-    assert sorted(reads) == ["p1", "p2"]
+    assert weights.reads == {1: 1}
     source.acquire(1)
-    assert sorted(reads) == ["p1", "p2"]
+    assert weights.reads == {1: 1}
     source.close()

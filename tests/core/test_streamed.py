@@ -240,23 +240,29 @@ def test_without_a_lag_nothing_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "scratch.bin").stat().st_blocks == 0
 
 
-def test_bytes_of_updates_the_journal_has_lost_do_not_count(tmp_path: Path) -> None:
+def remove_bytes(folder: Path) -> None:
+    (folder / "scratch.bin").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "chain"),
+    [
+        (lambda folder: None, lambda version: version if version <= 2 else None),  # updates that the journal has lost
+        (lambda folder: None, lambda version: version + 1000),  # another run's
+        (remove_bytes, lambda version: version),
+    ],
+    ids=["lost updates", "another run", "no bytes"],
+)
+def test_bytes_that_are_not_the_runs_do_not_count(
+    change: Callable[[Path], None], chain: Callable[[int], int | None], tmp_path: Path
+) -> None:
     source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
     for version in (1, 2, 3):
         sweep(source, version)
     source.close()
-    shorter = scratch_in(tmp_path, lambda version: version if version <= 2 else None)
-    assert {shorter.version(segment) for segment in range(BLOCKS + 2)} == {0}
-    shorter.close()
-
-
-def test_bytes_of_another_run_do_not_count(tmp_path: Path) -> None:
-    source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
-    sweep(source, 1)
-    source.close()
-    other = scratch_in(tmp_path, lambda version: version + 1000)
-    assert {other.version(segment) for segment in range(BLOCKS + 2)} == {0}
-    other.close()
+    change(tmp_path)
+    with closing(scratch_in(tmp_path, chain)) as found:
+        assert {found.version(segment) for segment in range(BLOCKS + 2)} == {0}
 
 
 def test_bytes_laid_out_otherwise_do_not_count(tmp_path: Path) -> None:
@@ -373,16 +379,6 @@ def test_a_block_is_not_reused_before_its_turn_to_be_written(tmp_path: Path, mon
 def test_impossible_options_are_refused(buckets: int, every: int | None) -> None:
     with pytest.raises(OptionError):
         make(CountingWeights(), buckets, None, every)
-
-
-def test_a_scratch_file_that_was_removed_does_not_count(tmp_path: Path) -> None:
-    source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
-    sweep(source, 1)
-    source.close()
-    (tmp_path / "scratch.bin").unlink()
-    found = scratch_in(tmp_path)
-    assert {found.version(segment) for segment in range(BLOCKS + 2)} == {0}
-    found.close()
 
 
 def test_blocks_of_two_sizes_go_from_one_source_to_the_other(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from command_lines import refusal
 from engines import zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -96,12 +97,7 @@ def of(spans: list[Span], lane: Lane, track: int = 0) -> list[Span]:
     return [span for span in spans if span.lane is lane and span.track == track]
 
 
-@in_every_case
-def test_every_step_has_its_lanes_in_order(
-    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
-) -> None:
-    device = on()
-    _, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
+def require_lanes_in_order(results: list[StepResult], recording: Recording, device: Device, *, streamed: bool) -> None:
     assert [sweep.name for sweep in recording.sweeps] == [f"step {result.step}" for result in results]
     for result in results:
         spans = recording.within(recording.of_step(result.step))
@@ -123,12 +119,9 @@ def test_every_step_has_its_lanes_in_order(
     assert {span.name for span in recording.spans if span.lane is Lane.READ} == set(SEGMENTS)
 
 
-@in_every_case
-def test_bytes_add_up_to_what_was_moved(
-    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+def require_bytes_that_were_moved(
+    model: HFBlockModel, results: list[StepResult], recording: Recording, *, streamed: bool
 ) -> None:
-    device = on()
-    model, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
     weights = {layout.name: sum(spec.nbytes for spec in layout.parameters) for layout in model.layouts}
     layouts = laid_out_as_on_disk(model.layouts, model.weights) if streamed else model.layouts
     buckets = {layout.name: layout.nbytes for layout in layouts}
@@ -148,14 +141,10 @@ def test_bytes_add_up_to_what_was_moved(
         told = sum(result.lanes[lane].nbytes for result in results)
         known = [span.nbytes for span in recording.spans if span.lane is lane and span.done.seconds <= last]
         assert told == sum(known), "each piece of work counts in one step"
-    assert [result.bytes_moved > 0 for result in results] == [not device.in_place] * STEPS
 
 
-@in_every_case
-def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
-    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
-) -> None:
-    _, results, recording = traced_run(base, tmp_path / "t.json", order, on(), streamed=streamed)
+def require_bounds(results: list[StepResult], recording: Recording) -> None:
+    """No lane is busier than its step, and the slowest one is the bound."""
     for result in results:
         assert all(0 <= use.busy_seconds <= result.seconds for use in result.lanes.values())
         compute = result.lanes[Lane.REPLAY].busy_seconds + result.lanes[Lane.EVALUATE].busy_seconds
@@ -163,6 +152,19 @@ def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
         assert result.bound_seconds in (compute, *(use.busy_seconds for use in result.lanes.values()))
         sweep = recording.of_step(result.step)
         assert sweep.done - sweep.started == pytest.approx(result.seconds, abs=1e-6)
+
+
+@pytest.mark.few(5)
+@in_every_case
+def test_a_trace_and_the_numbers_of_steps_say_what_was_done(
+    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+) -> None:
+    device = on()
+    model, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
+    require_lanes_in_order(results, recording, device, streamed=streamed)
+    require_bytes_that_were_moved(model, results, recording, streamed=streamed)
+    assert [result.bytes_moved > 0 for result in results] == [not device.in_place] * STEPS
+    require_bounds(results, recording)
 
 
 def span(lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "block 0", track: int = 0) -> Span:
@@ -318,9 +320,7 @@ def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> 
         assert (read > 0) == (row["step"] == 0), "once, then it is all in memory"
 
 
-def test_an_interrupted_run_leaves_a_whole_trace(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_leaves_a_whole_trace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, taken = Engine.step, 0
 
     def interrupted(*args: Any, **kwargs: Any) -> StepResult:
@@ -347,21 +347,13 @@ def test_an_interrupted_run_leaves_a_whole_trace(
     ],
 )
 def test_what_the_commands_cannot_do_they_say(
-    arguments: list[str],
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = (tmp_path / "rows.jsonl").read_bytes()
     arguments = [*arguments, "--model", str(model), "--data", "rows.jsonl"]
     if arguments[0] == "train":
         arguments = [*arguments, "--output", "run"]
-    with pytest.raises(SystemExit) as info:
-        main(arguments)
-    assert info.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(*arguments)
     assert (tmp_path / "rows.jsonl").read_bytes() == before
     assert not (tmp_path / "run").exists()

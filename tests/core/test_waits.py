@@ -83,12 +83,7 @@ CASES: dict[Wait, Case] = {
 
 
 def run(
-    case: Case,
-    without: Sequence[Wait],
-    kept: int = 0,
-    *,
-    order: Sequence[int] = range(BLOCKS + 2),
-    capacity: int = BLOCKS,
+    case: Case, without: Sequence[Wait], kept: int = 0, *, order: Sequence[int] = range(BLOCKS + 2), capacity: int = BLOCKS
 ) -> list[str]:
     """Two sweeps and what is left; return what was found to be wrong."""
 

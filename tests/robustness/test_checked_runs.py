@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_lines import refusal
 from runs import small_run
 
 from zo2adapters.cli import main
@@ -100,6 +101,4 @@ def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsy
             main([*plan, *more, *limit, "--json"])
             written.append(json.loads(capsys.readouterr().out)["terabytes_per_1000_steps"])
         assert 0 < written[1] <= 1e-8 < written[0]
-    with pytest.raises(SystemExit):
-        main([*plan, "--write-limit-tb", "0"])
-    assert "found 0.0; expected a finite number above 0" in capsys.readouterr().err
+    assert "found 0.0; expected a finite number above 0" in refusal(*plan, "--write-limit-tb", "0")

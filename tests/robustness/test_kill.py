@@ -1,441 +1,456 @@
-"""A run killed at any moment, again and again, ends as the undisturbed one: weights, losses and journal, bit for bit.
+"""Runs killed at any moment, again and again, end as the undisturbed ones: weights, losses and journal, bit for bit.
 
-Workers are forked from one process that has imported everything, and killed by SIGKILL in two ways: at the n-th call that
-changes a file (before it, in its middle, after it), which is exact, and by the clock, which hits what nobody thought of.
+They are killed by SIGKILL in three ways: at a named call, at the n-th call that changes a file (in its middle, or after it
+where it has none), and by the clock, which hits what nobody thought of.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import mmap
-import os
 import random
+import re
 import shutil
 import signal
 import struct
-import subprocess
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
+import psutil
 import pytest
-import torch
-from command_lines import environment
-from models import WORDS, save_model, save_tokenizer, small_config
-from profiles import short_first
+from command_lines import Apart, Ended, done, make_place, refusal
+from profiles import LONG, short_first
 from runs import outcome
+from strikes import (
+    JOURNAL,
+    PHASES,
+    SNAPSHOTS,
+    STEP,
+    TRAINER,
+    arrange,
+    beforehand,
+    die_at_write,
+    keep_temporary_files,
+    mark_phases,
+    strike,
+)
 
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2adapters.trainers.run_directory import RunDirectory
-from zo2adapters.trainers.trainer import Trainer
-from zo2core.io.direct_file import PAGE
-from zo2core.planning.memory import HostPlan
-from zo2core.planning.run_spec import plan_host
+from zo2adapters.models.quantizer import quantize
 
 STEPS = 6
-SECONDS = 60  # an attempt takes a fraction of one
-PAUSE = 0.001  # seconds after each call, where the clock kills: so it hits the files more often than the arithmetic
-FILES = {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "scratch.bin", "scratch.jsonl", "lock", "model"}
-CALLS = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")  # of os: what changes files
+MOST_KILLS = 6  # of one run, which then goes on to its end
+FILES = {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
+KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl", "samples.jsonl"}  # by some kinds of runs
+DRAWN = {"reward", "best", "completion", "generated", "drift"}  # first words of what the journal does not have of a step
 
-Moment = Literal["before", "middle", "after"]
-MOMENTS: tuple[Moment, ...] = ("before", "middle", "after")
+Place = tuple[str, str, str, int, str]  # module, owner, function, call from 1, moment
+SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.record_log"
+GENERATION, TASK = "zo2adapters.tasks.generation", "zo2adapters.tasks.reward_task"
+TORCH_UPDATE = ("zo2core.optimizers.torch_optimizer", "TorchOptimizer", "apply")  # four calls a step
+PROBES = 4  # of them, by which the plan of a run measures the optimizer, before its first step
 
-
-class Setup(NamedTuple):
-    """Where a run keeps its weights."""
-
-    buckets: int | None  # None: all blocks resident
-    keep_noise: bool
-    write_back_every: int | Literal["auto", "never"]
-    snapshot_every: int | None = None
-
-
-SETUPS = {
-    "pinned, written every step": Setup(None, True, 1),
-    "pinned, written every second step": Setup(None, False, 2),
-    "pinned, never written": Setup(None, True, "never"),
-    "pinned, snapshots": Setup(None, True, "never", 3),
-    "streamed, written every step": Setup(2, True, 1),
-    "streamed, written every second step": Setup(1, False, 2),
-    "streamed, never written": Setup(2, False, "never"),
-    "streamed, snapshots": Setup(1, True, 4, 3),
+SNAPSHOT_PLACES: Mapping[str, Place] = {
+    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
+    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
+    "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
+    "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
+    "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+UPDATE_PLACES: Mapping[str, Place] = {
+    f"{moment} update {at}": (*TORCH_UPDATE, PROBES + at, moment) for at in (1, 5, 9, 14) for moment in ("after", "before")
+}
+TURN_PLACES: Mapping[str, Place] = {
+    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "a commit is durable, and the turn is not written": (JOURNAL, "Journal", "append", 4, "after"),
+    "before a block is written": (SLOTS, "Generations", "write", 2, "before"),
+    "a block is written, and not named": (RECORDS, "RecordFile", "append", 8, "before"),
+    "a block is written, and not durable": (SLOTS, "Generations", "write", 2, "after"),
+    "a block is written and named": (SLOTS, "Generations", "commit", 2, "after"),
+    "between two updates": ("zo2core.optimizers.badam", "BAdam", "apply", 5, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+COMMIT_PLACES: Mapping[str, Place] = {
+    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "a step is recorded, and its blocks are not committed": (JOURNAL, "Journal", "append", 4, "after"),
+    "before a block is written": (SLOTS, "Generations", "write", 9, "before"),
+    "a block is written": (SLOTS, "Generations", "write", 10, "after"),
+    "all blocks are written, and none is durable": (SLOTS, "Generations", "commit", 3, "before"),
+    "all blocks are durable, and not named": (RECORDS, "RecordFile", "append", 8, "before"),
+    "the commit is durable": (SLOTS, "Generations", "commit", 3, "after"),
+    "between two updates": (*TORCH_UPDATE, PROBES + 7, "before"),
+    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+REWARD_PLACES: Mapping[str, Place] = {
+    "all is generated, and no reward is computed": (TASK, "Rewards", "of", 4, "before"),
+    "the base has not continued all prompts": (GENERATION, "Generation", "_advance", 2, "after"),
+    "a token of all rows is generated": (GENERATION, "Generation", "_advance", 30, "after"),
+    "all rewards are computed": (TASK, "Rewards", "of", 4, "after"),
+    "before the record of a step": (JOURNAL, "Journal", "append", 4, "before"),
+    "a record is durable": (JOURNAL, "Journal", "append", 4, "after"),
+    "the drift of the eleventh step is measured": (TASK, "RewardTask", "drift", 5, "after"),
+    "samples are answered, and not written": (TRAINER, "", "replace_file", 2, "before"),
 }
 
-every_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+
+class Kind(NamedTuple):
+    """Runs of one command."""
+
+    options: tuple[object, ...]
+    places: Mapping[str, Place] = {}
+    reference: str | None = None  # the kind of run that has the same journal and weights
+    patch: str = ""  # Python that each process runs beforehand
+    steps: int = STEPS
+    again: tuple[object, ...] = ()  # options that a resumed run is given again
+
+    @property
+    def command(self) -> list[object]:
+        told = ["train", "--data", "rows.jsonl", "--output", "run", "--steps", self.steps, "--batch-size", 3, "--seed", 3]
+        return [*told, "--evaluation", "rows.jsonl", *self.options]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What a worker is to do, and when to die."""
-
-    base: str  # directory of the model; the rows lie beside it
-    run: str
-    setup: Setup
-    kill_at: int | None = None  # call, from 1
-    moment: Moment = "before"
-    file: str | None = None  # count only writes to files of this name, calls that have a middle
-    delay: float | None = None  # seconds until it is killed from outside
+def zeroth(buckets: int | None, write: int | Literal["never"], *more: object, keeps: bool = True) -> Kind:
+    """Zeroth-order steps, with blocks in memory, or some at a time."""
+    options = ("--model", "base", "--lr", 1e-2, "--decay", "linear", "--warmup-steps", 2, "--evaluate-every", 2)
+    patch = beforehand(arrange, buckets=buckets, keep_noise=keeps)
+    return Kind((*options, "--write-back-every", write, *more), {}, "zeroth, never written", patch)
 
 
-class Ended(NamedTuple):
-    """What became of it."""
-
-    killed: bool
-    calls: int  # it had begun
-    seconds: float
+def first_order(method: str, *more: object) -> tuple[object, ...]:
+    turns = ("--switch-every", 2) if method == "badam" else ()
+    return ("--model", "base", "--method", method, "--lr", 1e-2, "--evaluate-every", 2, *turns, *more)
 
 
-# The worker's side.
+SNAPSHOTS_KEPT = ("--keep-best", "--snapshot-every", 2)
+ADAPTER = ("--lora-rank", 3, "--lora-alpha", 16)
+STREAMED = ("--stream-blocks",)
+REWARDS = ("rewards.py:fingerprint", "length=0.1")
 
 
-class Strikes:
-    """Counts the calls that change files, and ends the process at one of them."""
-
-    def __init__(self, attempt: Attempt, shared: mmap.mmap) -> None:
-        self._attempt = attempt
-        self._shared = shared  # with the server, which reads it when this process is no more
-        self._count = 0
-        self._of_file = 0
-        self._over = False
-        self._lock = threading.Lock()  # main and writing thread
-
-    def wrap(self, real: Callable[..., Any], half: Callable[..., object] | None = None) -> Callable[..., Any]:
-        """Let calls be counted.
-
-        Args:
-            real: What is called.
-            half: Does a part of it, such as a killed process leaves.
-        """
-
-        def struck(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                self._count += 1
-                struct.pack_into("<q", self._shared, 0, self._count)
-                self._of_file += (
-                    self._attempt.file is not None and half is not None and file_of(args[0]) == self._attempt.file
-                )
-                counted = self._count if self._attempt.file is None else self._of_file
-                now = not self._over and counted == self._attempt.kill_at
-                self._over = self._over or now
-            if now and self._attempt.moment == "before":
-                die()
-            if now and self._attempt.moment == "middle" and half is not None:
-                half(*args)
-                die()
-            if self._attempt.delay is not None and half is half_pwrite:
-                half(*args)  # the whole write follows; between them the clock may strike
-                time.sleep(PAUSE)
-            try:
-                result = real(*args, **kwargs)
-            finally:  # also if a directory is there already
-                if now:
-                    die()
-            if self._attempt.delay is not None:
-                time.sleep(PAUSE)
-            return result
-
-        return struck
+def rewarded(*more: object, patch: str = "") -> Kind:
+    """Steps that learn from rewards, in which the drift is measured before the first and the eleventh."""
+    options: tuple[object, ...] = ("--reward", *REWARDS, "--estimator", "es", "--queries", 3, "--lr", 0.05, "--zo-eps", 0.1)
+    options += ("--max-new-tokens", 4, "--evaluate-every", 4, "--samples", 2)
+    temporary = beforehand(keep_temporary_files, "temporary")
+    return Kind((*options, *more), {}, None, temporary + patch, 12, ("--reward", *REWARDS))
 
 
-def file_of(opened: int | IO[Any]) -> str:
-    """The name of an open file."""
-    descriptor = opened if isinstance(opened, int) else opened.fileno()
-    return os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+TIGHT = beforehand(arrange, is_tight=True, buckets=1)
+KINDS: dict[str, Kind] = {
+    "zeroth, never written": zeroth(None, "never"),
+    "zeroth, written every step": zeroth(None, 1),
+    "zeroth, written every second step": zeroth(None, 2, keeps=False),
+    "zeroth, snapshots": zeroth(None, "never", "--snapshot-every", 3),
+    "zeroth, streamed, written every step": zeroth(2, 1),
+    "zeroth, streamed, written every second step": zeroth(1, 2, keeps=False),
+    "zeroth, streamed, never written": zeroth(2, "never", keeps=False),
+    "zeroth, streamed, snapshots": zeroth(1, 4, "--snapshot-every", 3),
+    "adapter": Kind(first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT), SNAPSHOT_PLACES),
+    "adapter, streamed, inputs on disk": Kind(
+        first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--activation-memory", 1, "--micro-batch-size", 1), patch=TIGHT
+    ),
+    "adamw": Kind(first_order("adamw", *SNAPSHOTS_KEPT), {**SNAPSHOT_PLACES, **UPDATE_PLACES}),
+    "adamw, streamed": Kind(first_order("adamw", *STREAMED), COMMIT_PLACES, "adamw"),
+    "badam": Kind(first_order("badam", *SNAPSHOTS_KEPT)),
+    "badam, streamed": Kind(first_order("badam", *STREAMED), TURN_PLACES, "badam"),
+    "lomo": Kind(first_order("lomo", *SNAPSHOTS_KEPT)),
+    "lomo, streamed": Kind(first_order("lomo", *STREAMED, "--snapshot-every", 2), {}, "lomo"),
+    "adalomo": Kind(first_order("adalomo", *SNAPSHOTS_KEPT)),
+    "adalomo, streamed": Kind(first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"),
+    "rewards": rewarded("--model", "base", "--rank", 2, "--temperature", 0.8, "--reward-seconds", 500)._replace(
+        places=REWARD_PLACES
+    ),
+    "rewards, a quantised base, one row at a time": rewarded(
+        *("--model", "nf4", "--rank", 2, "--period", 3, "--activation-memory", 1, "--fitness", "ranks"), patch=TIGHT
+    ),
+    "rewards, weights on disk": rewarded(
+        *("--model", "base", "--write-back-every", 2, "--temperature", 0.8, "--top-p", 0.9), patch=TIGHT
+    ),
+}
+
+REWARD = '''
+import hashlib, os, pathlib, signal, time
+
+def fingerprint(prompt, completion, row):
+    """A number that differs for any two texts, so that the losses in the journal tell what was generated."""
+    time.sleep(0.001)
+    strike = pathlib.Path("strike")
+    if strike.exists() and pathlib.Path("run/journal.jsonl").read_bytes().count(b"seeds") == 3:
+        strike.unlink()
+        os.kill(int(pathlib.Path("pid").read_text()), signal.SIGKILL)
+        time.sleep(600)
+    return int.from_bytes(hashlib.sha256(f"{row['completion']} {completion}".encode()).digest()[:4], "big") / 2**32
+'''
 
 
-def die() -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("survived SIGKILL")
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, the same one quantised, rows, and a reward."""
+    folder = make_place(tmp_path_factory.mktemp("kill"))
+    quantize(folder / "base", folder / "nf4", "nf4")
+    for path in (folder / "base").glob("tokenizer*"):
+        shutil.copy(path, folder / "nf4")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "temporary").mkdir()
+    return folder
 
 
-real_pwrite = os.pwrite
+def ended(run: Path) -> dict[str, object]:
+    """Everything of a finished run that does not measure time; nothing else is left behind."""
+    names = {path.name for path in run.iterdir()}
+    snapshots = {name for name in names if name.startswith("snapshot")}
+    assert len(snapshots) <= 3, "the last two, and the best"
+    assert FILES <= names - snapshots <= FILES | KEPT, "a killed process's leavings are cleared away"
+    end = time.monotonic() + 60
+    while reward_processes():
+        assert time.monotonic() < end, "a reward's process outlives its run"
+        time.sleep(0.01)
+    assert not list(Path("temporary").iterdir())
+    told = outcome(run)
+    for row in told["metrics"]:
+        for key in [key for key in row if key.partition("_")[0] in DRAWN]:
+            del row[key]
+    return {**told, "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b""}
 
 
-def half_pwrite(descriptor: int, data: bytes, offset: int) -> None:
-    """Write the first half; direct I/O takes whole pages only."""
-    count = len(data) // 2
-    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-        count -= count % PAGE
-    real_pwrite(descriptor, data[:count], offset)
-
-
-def half_row(file: IO[Any], record: dict[str, Any]) -> None:
-    """Write half a line of the metrics."""
-    line = json.dumps(record).encode()
-    os.write(file.fileno(), line[: len(line) // 2])
-
-
-def work(attempt: Attempt, shared: mmap.mmap) -> None:
-    """Begin a run, or go on with it, to its end."""
-    setup, run = attempt.setup, Path(attempt.run)
-
-    def planned(*args: Any, **kwargs: Any) -> HostPlan:
-        # By its memory budget no arrangement could be forced: of a tiny model's process nearly all is the interpreter.
-        return replace(plan_host(*args, **kwargs), buckets=setup.buckets, keep_noise=setup.keep_noise)
-
-    patch, strikes = pytest.MonkeyPatch(), Strikes(attempt, shared)
-    patch.setattr("zo2core.planning.run_spec.plan_host", planned)
-    for name in CALLS:
-        patch.setattr(os, name, strikes.wrap(getattr(os, name), half_pwrite if name == "pwrite" else None))
-    patch.setattr(
-        "zo2adapters.trainers.trainer.write_row",
-        strikes.wrap(sys.modules["zo2adapters.trainers.trainer"].__dict__["write_row"], half_row),
-    )
-    resume = (run / "options.json").exists()
-    if not resume and run.exists():
-        assert {path.name for path in run.iterdir()} <= {"lock", ".options.json.partial"}, (
-            "without options nothing was begun"
-        )
-        shutil.rmtree(run)
-    options = RunDirectory.options(run) if resume else new_options(Path(attempt.base), run, setup)
-    with Trainer(options, resume=resume, quiet=True) as trainer:
-        trainer.run()
-
-
-def new_options(base: Path, run: Path, setup: Setup) -> TrainOptions:
-    return TrainOptions(
-        model=str(base),
-        data=base.parent / "rows.jsonl",
-        evaluation=base.parent / "few.jsonl",
-        evaluate_every=2,
-        output=run,
-        steps=STEPS,
-        seed=3,
-        optimization=Optimization(lr=1e-2, decay=Decay.LINEAR, warmup_steps=2),
-        batching=Batching(batch_size=3),
-        storage=Storage(write_back_every=setup.write_back_every, snapshot_every=setup.snapshot_every),
-    )
-
-
-def serve() -> None:
-    """Fork a worker for each line of standard input, and say on standard output how it ended."""
-    torch.set_num_threads(1)
-    assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
-    for line in sys.stdin:
-        values = json.loads(line)
-        attempt = Attempt(**values | {"setup": Setup(*values["setup"])})
-        shared = mmap.mmap(-1, 8)
-        began = time.perf_counter()
-        worker = os.fork()
-        if worker == 0:
-            code = 1
-            try:
-                os.dup2(2, 1)  # whatever is printed, the answers stay legible
-                work(attempt, shared)
-                code = 0
-            except BaseException:  # whatever it is, the test is told
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        limit = SECONDS if attempt.delay is None else attempt.delay
-        status = wait_for(worker, limit)
-        if status is None:
-            os.kill(worker, signal.SIGKILL)
-            _, status = os.waitpid(worker, 0)
-        hung = attempt.delay is None and time.perf_counter() - began > SECONDS
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not hung
-        fine = killed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0)
-        answer = {
-            "killed": killed,
-            "fine": fine,
-            "calls": struct.unpack_from("<q", shared)[0],
-            "seconds": time.perf_counter() - began,
-        }
-        print(json.dumps(answer), flush=True)
-    os._exit(0)  # without a visit to all that was imported
-
-
-def wait_for(worker: int, seconds: float) -> int | None:
-    """Wait for a process.
-
-    Returns:
-        Its status; None if it still runs.
-    """
-    end = time.perf_counter() + seconds
-    while True:
-        found, status = os.waitpid(worker, os.WNOHANG)
-        if found:
-            return status
-        if time.perf_counter() >= end:
-            return None
-        time.sleep(0.001)
-
-
-# The test's side.
+def reward_processes() -> list[psutil.Process]:
+    """The processes of rewards that were started in the present directory and have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(Path.cwd()) and any(part.endswith("reward_program.py") for part in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 class Undisturbed(NamedTuple):
     """A run that nothing happened to."""
 
     outcome: dict[str, object]
-    calls: int
-    seconds: float  # with the pauses
+    calls: int  # that change files
+    seconds: float  # from the beginning of its first step to the end of its last step or evaluation
 
 
-class Server:
-    """The process that forks the workers."""
+class Runs:
+    """Runs of one kind in the directory ``run``, begun and resumed in processes of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._log = folder / "log"
-        self._undisturbed: dict[Setup, Undisturbed] = {}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment(),
-            )
-        self.base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
-        save_tokenizer(self.base)
-        rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
-        for name, some in {"rows.jsonl": rows, "few.jsonl": rows[:5]}.items():
-            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    def __init__(self, name: str, apart: Apart, undisturbed: dict[str, Undisturbed]) -> None:
+        self.kind = KINDS[name]
+        self.hits = Counter[str]()  # kills by the clock, by phase
+        self._apart = apart
+        self._phase, self._calls = (self._mapped(file, nbytes) for file, nbytes in (("phase", 1), ("calls", 8)))
+        if name not in undisturbed:
+            undisturbed[name] = self._undisturbed()
+        self.expected = undisturbed[name]
 
-    def attempt(self, run: Path, setup: Setup, **death: Any) -> Ended:
-        """Have a worker begin or continue a run; fail if it ends otherwise than by itself or by SIGKILL."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        attempt = Attempt(base=str(self.base), run=str(run), setup=setup, **death)
-        self._process.stdin.write(json.dumps(asdict(attempt)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, self._log.read_text()
-        answer = json.loads(line)
-        assert answer.pop("fine"), f"{attempt}\n{self._log.read_text()[-4000:]}"
-        return Ended(**answer)
+    def start(self, patch: str = "") -> None:
+        """Begin the run, or resume it."""
+        run = Path("run")
+        is_begun = (run / "options.json").exists()
+        if not is_begun and run.exists():
+            assert {path.name for path in run.iterdir()} <= {"lock", ".options.json.partial"}, "nothing was begun"
+            shutil.rmtree(run)
+        self._phase[0] = 0
+        command = ["train", "--resume", "run", *self.kind.again] if is_begun else self.kind.command
+        self._apart.start(*command, patch=self.kind.patch + patch)
 
-    def undisturbed(self, setup: Setup, folder: Path) -> Undisturbed:
-        """A setup's run that nothing happens to; made once."""
-        if setup not in self._undisturbed:
-            folder.mkdir()  # else the worker makes it, which counts
-            ended = self.attempt(folder / "run", setup, delay=float(SECONDS))
-            assert not ended.killed
-            self._undisturbed[setup] = Undisturbed(outcome(folder / "run"), ended.calls, ended.seconds)
-        return self._undisturbed[setup]
+    def finish(self) -> bool:
+        """Wait for its end; returns whether it was killed."""
+        status = self._apart.finish()
+        assert status.status in (0, -signal.SIGKILL), status
+        return status.status != 0
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(SECONDS)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+    def is_killed(self, patch: str) -> bool:
+        self.start(patch)
+        return self.finish()
+
+    def require_same_end(self) -> None:
+        """Let the run go on to its end, and compare it with the undisturbed one."""
+        assert not self.is_killed("")
+        self.compare()
+        shutil.rmtree("run")
+
+    def compare(self) -> None:
+        found, expected = ended(Path("run")), self.expected.outcome
+        assert found == expected, [name for name, value in expected.items() if found[name] != value]
+
+    def killed_by_the_clock(self, rng: random.Random, most: int) -> None:
+        """Run and kill, at most so often, and then run to the end."""
+        for _ in range(rng.randint(1, min(most, MOST_KILLS))):
+            left = max(self.kind.steps - _recorded(), 1) / self.kind.steps if Path("run/options.json").exists() else 1.0
+            self.start(beforehand(mark_phases) + beforehand(die_at_write, pauses=True))
+            self._wait_for_a_step()
+            time.sleep(rng.uniform(0, left * self.expected.seconds))
+            self._apart.send(signal.SIGKILL)
+            if not self.finish():
+                return self.compare()
+            self.hits[PHASES[self._phase[0]]] += 1
+        return self.require_same_end()
+
+    def _undisturbed(self) -> Undisturbed:
+        self.start(beforehand(mark_phases) + beforehand(die_at_write, pauses=True))
+        self._wait_for_a_step()
+        began = last = time.perf_counter()
+        while self._apart.is_running:
+            last = time.perf_counter() if self._phase[0] > 1 else last
+            time.sleep(0.001)
+        assert not self.finish()
+        made = Undisturbed(ended(Path("run")), struct.unpack_from("<q", self._calls)[0], last - began)
+        shutil.rmtree("run")
+        return made
+
+    def _wait_for_a_step(self) -> None:
+        """Wait until the first step begins, or the process has ended without one."""
+        while self._phase[0] == 0 and self._apart.is_running:
+            time.sleep(0.001)
+
+    @staticmethod
+    def _mapped(name: str, nbytes: int) -> mmap.mmap:
+        Path(name).write_bytes(bytes(nbytes))
+        with Path(name).open("r+b") as file:
+            return mmap.mmap(file.fileno(), nbytes)
+
+
+def _recorded() -> int:
+    """Steps in the journal."""
+    path = Path("run/journal.jsonl")
+    raw = path.read_bytes() if path.exists() else b""
+    return raw.count(b'"commit"') + raw.count(b'"projected_grads"')
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with contextlib.closing(Server(tmp_path_factory.mktemp("kill"))) as made:
-        yield made
+def undisturbed() -> dict[str, Undisturbed]:
+    """By kind: those that were made."""
+    return {}
 
 
 @pytest.fixture
-def undisturbed(server: Server, setup: Setup, tmp_path: Path) -> Undisturbed:
-    return server.undisturbed(setup, tmp_path / "undisturbed")
+def runs(kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]) -> Runs:
+    return Runs(kind, apart, undisturbed)
 
 
-@pytest.fixture(scope="module")
-def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """One for all: where the weights are kept does not show in them."""
-    run = tmp_path_factory.mktemp("reference") / "run"
-    server.attempt(run, SETUPS["pinned, never written"])
-    return outcome(run)
-
-
-def assert_ended_as(run: Path, expected: dict[str, object]) -> None:
-    found = outcome(run)
-    assert found["journal"] == expected["journal"]
-    assert found["weights"] == expected["weights"]
-    assert found["metrics"] == expected["metrics"]
-    assert {path.name for path in run.iterdir()} <= FILES, "a killed process's leavings are cleared away"
-
-
-def deaths(rng: random.Random, whole: Undisturbed) -> dict[str, Any]:
-    """When to die next, at any point of a whole run: what is beyond the end of what is left does not happen."""
-    if rng.random() < 0.4:
-        return {"delay": rng.uniform(0, whole.seconds)}
-    return {"kill_at": rng.randint(1, whole.calls), "moment": rng.choice(MOMENTS)}
-
-
-@pytest.mark.long_profile
-@every_setup
-def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(
-    server: Server,
-    setup: Setup,
-    undisturbed: Undisturbed,
-    reference: dict[str, object],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    assert undisturbed.outcome == reference
-    wanted = 60 if request.config.getoption("--long") else 3
-    rng = random.Random(f"{setup}")
-    kills, runs = 0, 0
-    while kills < wanted:
-        run, runs = tmp_path / f"run {runs}", runs + 1
-        while server.attempt(run, setup, **(deaths(rng, undisturbed) if kills < wanted else {})).killed:
-            kills += 1
-        assert_ended_as(run, reference)
+def kinds(*short: str) -> pytest.MarkDecorator:
+    """Every kind; these in the default profile."""
+    return pytest.mark.parametrize("kind", short_first(short, [name for name in KINDS if name not in short]))
 
 
 @pytest.mark.few(1)
-@every_setup
-def test_writes_cut_in_half_are_made_up_for(
-    server: Server, setup: Setup, reference: dict[str, object], tmp_path: Path
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.reference])
+def test_where_weights_are_kept_changes_no_bit(
+    kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]
 ) -> None:
-    run, written = tmp_path / "run", setup.write_back_every != "never" or setup.snapshot_every is not None
-    for file in ("journal.jsonl", *(("scratch.bin", "scratch.jsonl") if written else ()), "metrics.jsonl"):
-        assert server.attempt(run, setup, file=file, kill_at=2, moment="middle").killed, file
-    server.attempt(run, setup)
-    assert_ended_as(run, reference)
+    reference = KINDS[kind].reference
+    assert reference is not None
+    found, expected = (Runs(name, apart, undisturbed).expected.outcome for name in (kind, reference))
+    assert (found["journal"], found["weights"]) == (expected["journal"], expected["weights"])
 
 
-@pytest.mark.long_profile
-@pytest.mark.parametrize("buckets", short_first([1], [None]))
-def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(
-    server: Server, buckets: int | None, reference: dict[str, object], tmp_path: Path
+def places() -> list[Any]:
+    """Each place of each kind; one of each in the default profile."""
+    return [
+        pytest.param(name, place, id=f"{name}: {place}", marks=() if at == number % len(kind.places) else LONG)
+        for number, (name, kind) in enumerate(KINDS.items())
+        for at, place in enumerate(kind.places)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "place"), places())
+def test_a_run_killed_at_a_place_ends_as_the_undisturbed_one(runs: Runs, place: str) -> None:
+    assert runs.is_killed(strike(*runs.kind.places[place]))
+    runs.require_same_end()
+
+
+@kinds("zeroth, streamed, written every second step", "adapter", "adamw", "badam, streamed")
+def test_a_run_killed_at_any_call_that_changes_a_file_ends_as_the_undisturbed_one(
+    kind: str, runs: Runs, request: pytest.FixtureRequest
 ) -> None:
-    setup, run = Setup(buckets, True, "auto"), tmp_path / "run"
-    for call in range(1, 12):  # at each start, a little later: among them are all calls of the probe
-        assert server.attempt(run, setup, kill_at=call, moment="middle").killed
-    server.attempt(run, setup)
-    assert_ended_as(run, reference)
-
-
-@pytest.mark.few(1)
-@every_setup
-def test_a_run_killed_at_any_call_ends_as_the_undisturbed_one(
-    server: Server,
-    setup: Setup,
-    undisturbed: Undisturbed,
-    reference: dict[str, object],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    # In its middle, or after it where it has none: after one is before the next. Or at one call a setup, each time later.
-    place, last = list(SETUPS.values()).index(setup), undisturbed.calls - 9
-    one = 1 + place * (last - 1) // (len(SETUPS) - 1)
-    calls = range(1, undisturbed.calls + 1) if request.config.getoption("--long") else [one]
+    """After one is before the next. Or at one call a kind, each time later."""
+    last = runs.expected.calls - 9
+    one = 1 + list(KINDS).index(kind) * (last - 1) // (len(KINDS) - 1)
+    calls = range(1, runs.expected.calls + 1) if request.config.getoption("--long") else [one]
     kills = 0
     for call in calls:
-        run = tmp_path / f"run {call}"
-        kills += server.attempt(run, setup, kill_at=call, moment="middle").killed
-        server.attempt(run, setup)
-        assert_ended_as(run, reference)
-        shutil.rmtree(run)
+        kills += runs.is_killed(beforehand(die_at_write, call))
+        runs.require_same_end()
     assert kills >= 0.9 * len(calls), "nearly every call comes in every run"
 
 
-if __name__ == "__main__":
-    serve()
+@kinds("adamw, streamed", "badam")
+def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
+    kind: str, runs: Runs, request: pytest.FixtureRequest
+) -> None:
+    wanted, rng = 60 if request.config.getoption("--long") else 2, random.Random(kind)
+    while runs.hits.total() < wanted:
+        shutil.rmtree("run", ignore_errors=True)
+        runs.killed_by_the_clock(rng, wanted - runs.hits.total())
+    assert runs.hits[PHASES[0]] == 0, "each kill waited for a step to begin"
+    within = sum(runs.hits[phase] for phase in PHASES[STEP:])
+    print(f"{kind}: {dict(runs.hits)}; {within} kills within a step")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("zeroth")])
+def test_writes_cut_in_half_are_made_up_for(kind: str, runs: Runs) -> None:
+    is_written = "written every" in kind or "snapshots" in kind
+    for file in ("journal.jsonl", *(("scratch.bin", "scratch.jsonl") if is_written else ()), "metrics.jsonl"):
+        assert runs.is_killed(beforehand(die_at_write, 2, file)), file
+    runs.require_same_end()
+
+
+@pytest.mark.long_profile
+@pytest.mark.parametrize("kind", ["zeroth, written every step", "zeroth, streamed, written every second step"])
+def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs: Runs) -> None:
+    options = runs.kind.options[: runs.kind.options.index("--write-back-every")]
+    runs.kind = runs.kind._replace(options=(*options, "--write-back-every", "auto"))
+    for call in range(1, 12):  # at each start, a little later: among them are all calls of the probe
+        assert runs.is_killed(beforehand(die_at_write, call))
+    runs.require_same_end()
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "told"),
+    [
+        ("adapter", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its adapter"),
+        ("adamw", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its model"),
+        pytest.param("adamw", (*TORCH_UPDATE, PROBES + 18), "from the snapshot of step 4, or to get its model", marks=LONG),
+        ("adamw, streamed", (TRAINER, "", "write_row", 5), "the run goes on from the commit of step "),
+    ],
+)
+def test_an_interrupted_run_says_from_where_it_goes_on(
+    runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str
+) -> None:
+    interrupted: Ended = apart.run(*runs.kind.command, patch=strike(*place, "SIGTERM"))
+    assert interrupted.status == 143, interrupted
+    assert told in interrupted.err
+    for command in re.findall(r"zo2 (export --run run --at \d --output) DIR", interrupted.err):
+        done(*command.split(), "half")
+        assert Path("half").exists()
+    runs.require_same_end()
+
+
+@pytest.mark.parametrize("kind", ["rewards"])
+def test_a_run_killed_while_its_rewards_are_computed_leaves_no_process(runs: Runs) -> None:
+    Path("strike").touch()
+    assert runs.is_killed("")
+    assert not Path("strike").exists(), "the reward has ended its parent"
+    runs.require_same_end()
+
+
+@pytest.mark.long_profile
+def test_a_resumed_run_has_the_drift_that_ends_it(here: Path, apart: Apart) -> None:
+    kind = KINDS["rewards"]
+    bounded = [*kind.command, "--max-drift", 1e-9]
+    told = refusal(*bounded)
+    assert "step 10: found a drift of" in told
+    shutil.move("run", "whole")
+    assert apart.run(*bounded, patch=strike(JOURNAL, "Journal", "append", 9, "after")).status == -9
+    resumed = refusal("train", "--resume", "run", *kind.again)
+    assert resumed.partition(". What to do")[0] == told.partition(". What to do")[0]
+    assert Path("run/journal.jsonl").read_bytes() == Path("whole/journal.jsonl").read_bytes()
+    assert not reward_processes()

@@ -28,12 +28,7 @@ FLAG = None  # an option that takes no value
 
 Choices = dict[str, list[Any] | None]  # the values of an option
 
-BATCHING: Choices = {
-    "batch-size": WHOLE,
-    "micro-batch-size": WHOLE,
-    "loss-chunk": WHOLE,
-    "sequence-length": WHOLE,
-}
+BATCHING: Choices = {"batch-size": WHOLE, "micro-batch-size": WHOLE, "loss-chunk": WHOLE, "sequence-length": WHOLE}
 PATHS = [
     "{place}/nowhere",
     "{place}/rows.jsonl",

@@ -96,33 +96,23 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     assert kept_of(run) == whole
 
 
-def test_two_signals_at_once_are_as_good_as_one(
-    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+@pytest.mark.parametrize("count", [2, 50])
+def test_many_signals_are_as_good_as_one(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int
 ) -> None:
     run = tmp_path / "run"
     apart.start(*train(prepared, run))
     wait_for_steps(run, 3)
-    apart.send(number)
-    apart.send(number)
+    for _ in range(count):
+        apart.send(number)
+        time.sleep(0.0 if count == 2 else 0.001)
     ended = apart.finish()
     assert_interrupted(ended, number)
     assert len(Journal(run / "journal.jsonl").updates) >= 3
 
 
-def test_signals_without_end_end_it(prepared: Path, tmp_path: Path, apart: Apart) -> None:
-    run = tmp_path / "run"
-    apart.start(*train(prepared, run))
-    wait_for_steps(run, 3)
-    for _ in range(50):
-        apart.send(signal.SIGTERM)
-        time.sleep(0.001)
-    assert_interrupted(apart.finish(), signal.SIGTERM)
-    assert len(Journal(run / "journal.jsonl").updates) >= 3
-
-
 @pytest.mark.parametrize(
-    ("number", "after"),
-    [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)],
+    ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
 )
 def test_a_signal_while_a_command_starts_leaves_nothing(
     prepared: Path, tmp_path: Path, number: signal.Signals, after: float

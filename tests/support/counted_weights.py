@@ -7,11 +7,7 @@ from collections import Counter
 
 import torch
 
-from zo2core import (
-    BlockLayout,
-    ParameterSpec,
-    SegmentKind,
-)
+from zo2core import BlockLayout, ParameterSpec, SegmentKind
 
 BLOCKS = 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +159,13 @@ def save_tokenizer(directory: Path, words: Sequence[str] = WORDS, *, pad: str = 
     if (directory / "generation_config.json").exists():  # which ends texts, too
         config: Any = GenerationConfig
         config(eos_token_id=list(words).index(eos)).save_pretrained(directory)
+
+
+def candidate_scores(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean log-probability of each row's candidate, (prompts, 2), from all logits."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    wanted = labels != -100
+    values = logits.float().log_softmax(-1).gather(2, labels.masked_fill(~wanted, 0)[:, :, None])[:, :, 0]
+    scores: torch.Tensor = (values.double() * wanted).sum(1) / wanted.sum(1)
+    return scores.view(-1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,13 @@ def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Non
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     assert ours.dtype == theirs.dtype, name
     assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
+
+
+def assert_same_weights(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Each of our parameters, by its name, has the bits of theirs."""
+    expected = dict(theirs)
+    for name, value in ours:
+        assert_same_bits(name, value.detach(), expected[name].detach())
 
 
 def assert_same_parameters(engine: Engine, whole: nn.Module) -> None:

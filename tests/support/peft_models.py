@@ -28,20 +28,26 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     for layout in model.layouts:
         for spec in layout.parameters:
-            if ".default." in spec.name:
+            if not spec.frozen or ".default." in spec.name:
                 values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
                 model.weights.read_into(spec.name, values[spec.name].view(-1))
     return values
 
 
-def monolithic(base: Path, config: Any, values: Mapping[str, torch.Tensor], frozen: tuple[str, ...]) -> PreTrainedModel:
+def monolithic(
+    base: Path,
+    config: Any,
+    values: Mapping[str, torch.Tensor],
+    frozen: tuple[str, ...] = (),
+    auto_class: Any = AutoModelForCausalLM,
+) -> PreTrainedModel:
     """The whole model with peft's modules in it."""
-    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    whole: PreTrainedModel = auto_class.from_pretrained(base, dtype="auto")
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
-        if name in values:
-            parameter.data = values[name].clone()
-            parameter.requires_grad = not any(part in name for part in frozen)
+        parameter.requires_grad = name in values and not any(part in name for part in frozen)
+        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
+        parameter.data = values.get(name, parameter.data).clone()
     whole.config.use_cache = False
     return whole
 

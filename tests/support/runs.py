@@ -83,11 +83,13 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
             trainer.run()
 
 
-def outcome(run: Path) -> dict[str, object]:
-    """Everything of a run that does not measure time."""
+def outcome(run: str | Path) -> dict[str, Any]:
+    """Everything of a run, of a whole model or of an adapter, that does not measure time."""
+    run = Path(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    [weights] = (run / "model").glob("*.safetensors")
     return {
         "journal": (run / "journal.jsonl").read_bytes(),
-        "weights": (run / "model" / "model.safetensors").read_bytes(),
+        "weights": weights.read_bytes(),
         "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
     }

@@ -7,11 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from zo2core import (
-    BlockLayout,
-    ParameterSpec,
-    SegmentKind,
-)
+from zo2core import BlockLayout, ParameterSpec, SegmentKind
 from zo2core.checkpoint import SafetensorsReader, parse_header
 
 

@@ -7,9 +7,7 @@ import random
 from collections.abc import Mapping
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from zo2adapters.models.low_rank import LowRankModules
 from zo2core import Distribution
