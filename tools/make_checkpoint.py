@@ -112,7 +112,9 @@ def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch
                 else:
                     with entry.path.open("rb") as source:
                         source.seek(entry.start)
-                        file.write(source.read(entry.nbytes))
+                        content = source.read(entry.nbytes)
+                    # Holes are of code 0. It stands for 0.0, as elsewhere, since a residual stream of -1.0 chooses few experts.
+                    file.write(bytes(4) + content[4:] if name.endswith(".weight.quant_map") else content)
         written = json.loads((one / "coded" / "config.json").read_text())
     written |= {"num_hidden_layers": layers} | ({} if layer_types is None else {"layer_types": layer_types})
     (directory / "config.json").write_text(json.dumps(written))

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize(
     ("family", "form", "expected"),
-    [("llama", "awq", "="), ("gpt_oss", "mxfp4", "="), ("llama", "mxfp4", ""), ("granitemoe", "nf4", "equal, with experts")],
+    [("llama", "awq", "="), ("gpt_oss", "mxfp4", "="), ("llama", "mxfp4", ""), ("granitemoe", "awq", "equal, with experts")],
 )
 def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path: Path) -> None:
     assert formats.outcome(family, form, tmp_path).startswith(expected)

@@ -3,8 +3,8 @@
     python tools/make_checkpoint.py qwen3-30b-a3b qwen3-30b-a3b-nf4 --dtype bfloat16 --sparse --nf4
     python tools/bench.py routed --model qwen3-30b-a3b-nf4 --memory 6GiB
 
-Tokens are sampled, so that each chooses other experts, also with the zeros of a sparse file. The first token passes the
-prompt, and does not count.
+Each token's experts are drawn evenly in each block, the same on both sides, since the weights of a sparse file would always
+choose the same ones. The first token passes the prompt, and does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from measuring import spread
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.next_token import sampling_of
 from zo2core import Engine, MemoryPolicy
 
 ROOM = 256 << 20  # bytes of activations
@@ -45,10 +45,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"routed": routed, "all": every, "times faster": faster}
 
 
+def drawn(block: int) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that draws the experts of each token."""
+    generator = torch.Generator().manual_seed(block)
+
+    def hook(module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, chosen, *others = arguments
+        evenly = torch.ones(len(chosen), int(module.num_experts))  # type: ignore[arg-type]
+        return hidden, torch.multinomial(evenly, chosen.shape[1], generator=generator), *others
+
+    return hook
+
+
 def side(options: argparse.Namespace, prompt: list[int], count: int, *, routed: bool) -> tuple[dict[str, Any], list[int]]:
     """What tokens take, and the tokens."""
     model = open_checkpoint(options.model)
     stacks = [spec for layout in model.layouts for spec in layout.parameters if len(spec.shape) == 3]
+    for number, module in enumerate(dict.fromkeys(model.places_of(spec.name)[0][1] for spec in stacks)):
+        module.register_forward_pre_hook(drawn(number))
     experts = model.route(tokens=1) if routed else None
     room = ROOM + (0 if experts is None else experts.buffer_bytes)
     seconds: list[float] = []
@@ -58,7 +72,7 @@ def side(options: argparse.Namespace, prompt: list[int], count: int, *, routed: 
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         began = time.perf_counter()
-        for (token,) in generate(engine, model, [prompt], max_new_tokens=count, sampling=sampling_of(1.0, 1.0, 0)):
+        for (token,) in generate(engine, model, [prompt], max_new_tokens=count):
             assert token is not None, "no token ends a row"
             seconds.append(time.perf_counter() - began)
             read.append(0 if experts is None else experts.read_bytes - sum(read))
