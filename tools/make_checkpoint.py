@@ -113,7 +113,7 @@ def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch
                     with entry.path.open("rb") as source:
                         source.seek(entry.start)
                         content = source.read(entry.nbytes)
-                    # Holes are of code 0. It stands for 0.0, as elsewhere, since a residual stream of -1.0 chooses few experts.
+                    # Holes have code 0, here 0.0 as in other formats: weights of -1.0 would choose the same few experts.
                     file.write(bytes(4) + content[4:] if name.endswith(".weight.quant_map") else content)
         written = json.loads((one / "coded" / "config.json").read_text())
     written |= {"num_hidden_layers": layers} | ({} if layer_types is None else {"layer_types": layer_types})
