@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 1248,
     "zo2adapters/models": 5385,
     "zo2adapters/tasks": 3521,
-    "zo2adapters/trainers": 5131,
+    "zo2adapters/trainers": 5156,
     "zo2core": 1328,
     "zo2core/checkpoint": 940,
     "zo2core/devices": 168,

@@ -16,6 +16,8 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
+from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError
 
@@ -133,3 +135,18 @@ def test_an_expert_that_ends_early_is_named(tmp_path: Path) -> None:
         shard.write_bytes(shard.read_bytes()[:-20_000])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
             list(generate(engine, model, [[5, 6, 7]], max_new_tokens=2))
+
+
+def test_probes_route_tokens_to_all_experts(tmp_path: Path) -> None:
+    model = open_checkpoint(save("qwen3_moe", "bfloat16", tmp_path))
+    chosen: list[int] = []
+    with evenly_routed(model):
+        (experts,) = {
+            module
+            for spec in model.layouts[1].parameters
+            for _, module, _ in model.places_of(spec.name)[:1]
+            if len(spec.shape) == 3
+        }
+        experts.register_forward_pre_hook(lambda module, arguments: chosen.extend(arguments[1].unique().tolist()))
+        assert measured_forward_seconds(model, BatchShape(2, 4, 8)) > 0
+    assert set(chosen) == {0, 1, 2, 3}

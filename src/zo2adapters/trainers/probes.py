@@ -6,13 +6,17 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.models.routed_experts import routed_stacks
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.kernels.encoding import decode
@@ -37,7 +41,7 @@ def measured_forward_seconds(
 ) -> float:
     """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of it."""
     numel = sum(spec.numel for spec in model.layouts[1].parameters)
-    with torch.inference_mode():
+    with torch.inference_mode(), evenly_routed(model):
         activations, probed = _embedded(model, shape, running)
         seconds = _fastest(lambda: model.block(0, activations))
     head = model.layouts[-1]
@@ -51,7 +55,7 @@ def measured_forward_seconds(
 def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
     """Measure a block's forward with its backward, as a multiple of its forward alone."""
     trained = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
-    with torch.no_grad():
+    with torch.no_grad(), evenly_routed(model):
         activations, _ = _embedded(model, shape, running)
         forward = _fastest(lambda: model.block(0, activations))
     hidden = activations.hidden.detach().requires_grad_()
@@ -62,7 +66,8 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
             output = model.block(0, activations._replace(hidden=hidden)).hidden
             torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
 
-    return _fastest(both) / forward
+    with evenly_routed(model):
+        return _fastest(both) / forward
 
 
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
@@ -153,12 +158,40 @@ def _embed(model: HFBlockModel, rows: int, tokens: int) -> Activations:
 
 def _embedded(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
     """What the first block is given for a batch of this shape, or for a part of it, and the number of tokens in it."""
-    numel = sum(spec.numel for spec in model.layouts[1].parameters)
+    shares = _routed(model)
+    numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
     _bind(model)
     rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
-    rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
-    tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * rows), 1))
+    rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
+    tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
     return _embed(model, rows, tokens), rows * tokens
+
+
+def _routed(model: HFBlockModel) -> dict[str, float]:
+    """The share of each of the first block's stacks of experts that a token passes, by name."""
+    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    places = {spec.name: (spec, *model.places_of(spec.name)[0][1:]) for spec in model.layouts[1].parameters}
+    routed = {*routed_stacks([module for _, module, _ in places.values()])}
+    found = {name: spec for name, (spec, module, leaf) in places.items() if (module, leaf) in routed}
+    return {} if per_token is None else {name: per_token / spec.shape[0] for name, spec in found.items()}
+
+
+@contextmanager
+def evenly_routed(model: HFBlockModel) -> Iterator[None]:
+    """Route tokens of the first block to all experts in turn: a router of constant weights would choose the same few."""
+
+    def turn(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, chosen, *others = arguments
+        experts: Any = module.num_experts
+        return hidden, torch.arange(chosen.numel()).view(chosen.shape) % experts, *others
+
+    modules = {model.places_of(name)[0][1] for name in _routed(model)}
+    hooks = [module.register_forward_pre_hook(turn) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _fastest(run: Callable[[], object]) -> float:
