@@ -172,7 +172,7 @@ MOST_LINES = {
     "zo2core/schedulers": 365,
     "zo2core/shared": 317,
     "zo2core/sources": 1073,
-    "zo2core/sweep": 2647,
+    "zo2core/sweep": 2650,
     "zo2core/types": 536,
     "zo2core/workers": 321,
 }

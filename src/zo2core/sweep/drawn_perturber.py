@@ -23,7 +23,7 @@ from zo2core.kernels import apply, perturb
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
 from zo2core.sweep.perturber import TrajectoryPerturber, in_one_launch
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
-from zo2core.types import ALIGNMENT, Evaluation, Perturb, Program, Update
+from zo2core.types import Evaluation, Perturb, Program, Update, aligned
 from zo2core.updates import Trajectory, compile_updates, seeds_of, split_updates
 
 
@@ -46,7 +46,7 @@ class DrawnPerturber(TrajectoryPerturber):
         self._missing_updates: dict[int, list[Sequence[Update]]] = {}  # by version, in parts
         self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
-        self._drawn_at_once: dict[torch.dtype, tuple[int, ...]] = {}  # seed and parameters of what ``_drawn_together`` drew
+        self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
@@ -109,9 +109,10 @@ class DrawnPerturber(TrajectoryPerturber):
                 self._replay_parameter(view, store[view.position], for_parameter, replayed)
             return
         for owned in programs:
-            for program, group in in_one_launch(views, partial(_program_of, owned)):
-                for part, zs in self._drawn_together(group, owned[False].seeds[0]):
-                    kernels.apply([store[view.position] for view in part], program, [zs])
+            for part, zs in self._drawn_together(views, owned[False].seeds[0]):
+                for program, group in in_one_launch(part, partial(_program_of, owned)):
+                    drawn = [zs[view.spec.index] for view in group]
+                    kernels.apply([store[view.position] for view in group], program, [drawn])
 
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
@@ -180,9 +181,10 @@ class DrawnPerturber(TrajectoryPerturber):
     def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
         """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
         if (kernels := self._kernels(index)) is not None:
-            for _, group in in_one_launch(self._buffer.segments[index], lambda _: move):
-                for part, zs in self._drawn_together(group, seed):
-                    kernels.perturb([view.work for view in part], [_weights(view, sources) for view in part], zs, move)
+            for part, zs in self._drawn_together(self._buffer.segments[index], seed):
+                for _, group in in_one_launch(part, lambda _: move):
+                    thetas, drawn = [_weights(view, sources) for view in group], [zs[view.spec.index] for view in group]
+                    kernels.perturb([view.work for view in group], thetas, drawn, move)
             return
         if not self._buffer.keeps_noise:
             for view, start, stop in self._chunks(index):
@@ -235,28 +237,32 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _drawn_together(
         self, views: Sequence[ParameterView], seed: int
-    ) -> Iterator[tuple[Sequence[ParameterView], Sequence[torch.Tensor]]]:
-        """Draw one direction for parameters of one dtype, as many at a time as the memory for the longest one holds.
+    ) -> Iterator[tuple[Sequence[ParameterView], Mapping[int, torch.Tensor]]]:
+        """Draw one direction for parameters in turn, as many at a time as the memory for each dtype's longest one holds.
 
-        What all of them have drawn there is used again for the next evaluation along the same direction.
+        What a part of a segment has drawn there is used again for the next evaluation along the same direction.
+
+        Yields:
+            A part of the parameters, and their z by index.
         """
-        memory, step = self._buffer.drawing(views[0].spec.dtype, "z together"), ALIGNMENT // views[0].spec.dtype.itemsize
-        parts, end = [list[tuple[ParameterView, int]]()], 0
+        parts: list[dict[int, torch.Tensor]] = [{}]
+        ends: dict[torch.dtype, int] = {}
         for view in views:
-            if end + view.spec.numel > len(memory):
-                parts.append([])
-                end = 0
-            parts[-1].append((view, end))
-            end += -(-view.spec.numel // step) * step
-        for part in parts:
-            zs = [memory[start : start + view.spec.numel] for view, start in part]
-            drawn = (seed, *(view.spec.index for view, _ in part))
-            if self._drawn_at_once.get(views[0].spec.dtype) != drawn:
-                for (view, _), z in zip(part, zs, strict=True):
+            memory, numel = self._buffer.drawing(view.spec.dtype, "z together"), view.spec.numel
+            if ends.get(view.spec.dtype, 0) + numel > len(memory):
+                parts.append({})
+                ends = {}
+            start = ends.get(view.spec.dtype, 0)
+            parts[-1][view.spec.index] = memory[start : start + numel]
+            ends[view.spec.dtype] = start + aligned(numel * memory.itemsize) // memory.itemsize
+        for zs in parts:
+            part = [view for view in views if view.spec.index in zs]
+            if self._drawn_at_once != (seed, *zs):
+                for view in part:
                     for start, stop in view.chunks:
-                        self._noise.fill(z[start:stop], seed, view.spec, start)
-                self._drawn_at_once[views[0].spec.dtype] = drawn
-            yield [view for view, _ in part], zs
+                        self._noise.fill(zs[view.spec.index][start:stop], seed, view.spec, start)
+                self._drawn_at_once = (seed, *zs)
+            yield part, zs
 
     # ---- kept noise
 
