@@ -184,9 +184,7 @@ class HFBlockModel:
         places = {name: self.places_of(name) for name in specs}
         stacks = {*routed_stacks([*self._modules.values()])}
         found = [(specs[name], module, leaf) for name, [(_, module, leaf), *_] in places.items() if (module, leaf) in stacks]
-        is_wrapped = any(
-            hasattr(module, "parameter_name") for module in self._modules.values()
-        )  # by peft, see ``wraps_parameter``
+        is_wrapped = any(hasattr(module, "parameter_name") for module in self._modules.values())  # as ``wraps_parameter``
         per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
         if not found or is_wrapped or per_token is None:
             return None
