@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -74,7 +74,7 @@ class RoutedExperts:
             # Kernels are chosen by requires_grad, as where all experts are read: see ``HFBlockModel.bind``.
             module._parameters[leaf] = nn.Parameter(buffer, not spec.frozen and buffer.dtype == spec.dtype)
             by_module.setdefault(module, []).append(spec)
-            self._ranges[spec.name] = [_ranges_of(spec, expert) for expert in range(spec.shape[0])]
+            self._ranges[spec.name] = list(_ranges_of(spec))
             self._targets[spec.name] = buffer
         for module, specs in by_module.items():
             module.register_forward_pre_hook(partial(self._load, specs), with_kwargs=True)
@@ -95,6 +95,7 @@ class RoutedExperts:
         given = args[1] if len(args) > 1 else next(kwargs[name] for name in _INDICES if name in kwargs)
         chosen = [expert for expert in given.unique().tolist() if expert < specs[0].shape[0]]  # behind them: masked tokens
         filled = [self._pool.submit(self._fill, spec, expert) for spec in specs for expert in chosen]
+        wait(filled)  # also after a failure, so that none reads or writes later
         for one in filled:
             one.result()
 
@@ -128,23 +129,24 @@ class RoutedExperts:
         return read
 
 
-def _ranges_of(spec: ParameterSpec, expert: int) -> _Ranges:
-    """Where an expert's matrix is among the stored elements of its stack."""
+def _ranges_of(spec: ParameterSpec) -> Iterator[_Ranges]:
+    """Where each expert's matrix is among the stored elements of its stack."""
     count, *shape = spec.shape
     alone = replace(spec, shape=(1, *shape))
-    if spec.encoding is None:
-        numel = spec.numel // count
-        return _Ranges(alone, ((expert * numel, (expert + 1) * numel),))
     if isinstance(spec.encoding, MatrixStack):
         matrices = spec.encoding.matrices
         each = len(matrices) // count
         ends = [0, *accumulate(encoded_bytes(one, (rows, shape[-1])) for one, rows in matrices)]
-        own = matrices[expert * each : (expert + 1) * each]
-        return _Ranges(replace(alone, encoding=MatrixStack(own)), ((ends[expert * each], ends[(expert + 1) * each]),))
-    assert isinstance(spec.encoding, MXFP4Stack), "other encodings are of matrices"
-    ranges, begin = [], 0
-    for part in spec.encoding.parts(spec.shape):
-        size = part.nbytes // count
-        ranges.append((begin + expert * size, begin + (expert + 1) * size))
-        begin += part.nbytes
-    return _Ranges(alone, tuple(ranges))
+        for first in range(0, len(matrices), each):
+            own = MatrixStack(matrices[first : first + each])
+            yield _Ranges(replace(alone, encoding=own), ((ends[first], ends[first + each]),))
+        return
+    assert spec.encoding is None or isinstance(spec.encoding, MXFP4Stack), "other encodings are of matrices"
+    sizes = [spec.numel] if spec.encoding is None else [part.nbytes for part in spec.encoding.parts(spec.shape)]
+    begins = [0, *accumulate(sizes)]
+    for expert in range(count):
+        ranges = (
+            (begin + expert * size // count, begin + (expert + 1) * size // count)
+            for begin, size in zip(begins, sizes, strict=False)
+        )
+        yield _Ranges(alone, tuple(ranges))
