@@ -150,7 +150,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 519,
-    "zo2adapters/commands": 3207,
+    "zo2adapters/commands": 3208,
     "zo2adapters/edge": 541,
     "zo2adapters/frameworks": 1248,
     "zo2adapters/models": 5385,

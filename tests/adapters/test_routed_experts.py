@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from coded_checkpoints import save_four_bits, save_gpt_oss
+from command_lines import refusal
 from families import small_config, small_model
+from formats import written
+from models import save_tokenizer
 from profiles import each_choice
+from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
 from zo2adapters.trainers.batch_shapes import BatchShape
@@ -26,16 +28,9 @@ FORMATS = ["bfloat16", "nf4", "fp8", "awq"]
 
 
 def save(family: str, form: str, folder: Path) -> Path:
-    if form == "mxfp4":
-        return save_gpt_oss(folder)[1]
-    if form == "awq":
-        return save_four_bits("awq", folder, family)[1]
-    model: Any = small_model(small_config(family))
-    model.to(torch.bfloat16).save_pretrained(folder / "plain")
-    if form == "bfloat16":
-        return folder / "plain"
-    quantize(folder / "plain", folder / "coded", form)
-    return folder / "coded"
+    path = written(family, form, folder)
+    assert path is not None, "the family has this format"
+    return path
 
 
 def outcome(path: Path, capacity: int | None) -> tuple[list[Any], float]:
@@ -116,6 +111,16 @@ def test_commands_that_generate_keep_experts_in_the_memory_that_is_left(tmp_path
             if model.experts is not None:
                 assert engine.host_plan is not None
                 assert model.experts.capacity == engine.host_plan.spare > 0
+
+
+def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = save("qwen3_moe", "bfloat16", tmp_path)
+    save_tokenizer(path)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if ".experts." in name)
+    broken = {key: torch.full_like(value, torch.nan) if ".experts." in key else value for key, value in tensors.items()}
+    save_file(broken, path / "model.safetensors", {"format": "pt"})
+    assert name.rsplit(".experts.")[0] in refusal("generate", "--model", str(path), "--prompt", "the cat")
 
 
 def test_many_tokens_read_all_experts_ahead(tmp_path: Path) -> None:

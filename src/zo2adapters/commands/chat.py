@@ -340,7 +340,8 @@ class _Conversation(_Session):
                     if stop.is_asked:
                         break
         except NonFiniteLossError:
-            require_finite_base(self._model, self._variants[self.name].base())
+            at = self._variants[self.name]
+            require_finite_base(at.open_model(), at.base())
             raise
         return stream.end()
 

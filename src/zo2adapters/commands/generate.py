@@ -115,6 +115,6 @@ class Generate(AtStep):
                             continuation += [] if token is None else [token]
                         bar.update()
             except NonFiniteLossError:
-                require_finite_base(model, at.base())
+                require_finite_base(at.open_model(), at.base())  # also experts that were read outside the engine's segments
                 raise
         return continued

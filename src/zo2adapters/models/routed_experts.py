@@ -77,7 +77,7 @@ class RoutedExperts:
             self._ranges[spec.name] = list(_ranges_of(spec))
             self._targets[spec.name] = buffer
         for module, specs in by_module.items():
-            module.register_forward_pre_hook(partial(self._load, specs), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._load, specs))
 
     @property
     def buffer_bytes(self) -> int:
@@ -90,10 +90,10 @@ class RoutedExperts:
             self.buffers[leaf, shape, dtype] = torch.empty(shape, dtype=dtype)
         return self.buffers[leaf, shape, dtype]
 
-    def _load(self, specs: Sequence[ParameterSpec], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Fill the rows of the experts that a forward is about to use."""
-        given = args[1] if len(args) > 1 else next(kwargs[name] for name in _INDICES if name in kwargs)
-        chosen = [expert for expert in given.unique().tolist() if expert < specs[0].shape[0]]  # behind them: masked tokens
+    def _load(self, specs: Sequence[ParameterSpec], module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Fill the rows of the experts that a forward is about to use: transformers passes them as its second argument."""
+        count = specs[0].shape[0]  # the number of masked tokens' expert
+        chosen = [expert for expert in arguments[1].unique().tolist() if expert < count]
         filled = [self._pool.submit(self._fill, spec, expert) for spec in specs for expert in chosen]
         wait(filled)  # also after a failure, so that none reads or writes later
         for one in filled:
