@@ -50,8 +50,9 @@ from zo2core import (
     TorchOptimizer,
     ZerothOrder,
 )
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.kernels.encoding import decode
-from zo2core.types import GGUF_BLOCKS, GGUFRows, Lane, ParameterSpec
+from zo2core.types import Lane, ParameterSpec
 
 STEPS = 3
 ROOM = 1 << 28  # bytes for activations

@@ -36,7 +36,8 @@ from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint import find_tensors, write_checkpoint
 from zo2core.checkpoint.reader import TensorEntry
 from zo2core.checkpoint.writer import MAX_SHARD, new_checkpoint
-from zo2core.types import GGUF_BLOCKS, ParameterSpec
+from zo2core.encodings import GGUF_BLOCKS
+from zo2core.types import ParameterSpec
 
 LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
 

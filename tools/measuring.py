@@ -35,7 +35,7 @@ from zo2core import (
     SequentialNoise,
     ZerothOrder,
 )
-from zo2core.planning.policies import ACTIVATIONS
+from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout, Lane, StepResult
 

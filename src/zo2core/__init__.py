@@ -15,11 +15,11 @@ if _typing.TYPE_CHECKING:
     from zo2core.estimators import FZOO as FZOO
     from zo2core.estimators import Clipped as Clipped
     from zo2core.estimators import EvolutionStrategies as EvolutionStrategies
-    from zo2core.estimators import Guarded as Guarded
-    from zo2core.estimators import GuardPolicy as GuardPolicy
     from zo2core.estimators import MeZOSGD as MeZOSGD
     from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
     from zo2core.estimators import PerRowRGE as PerRowRGE
+    from zo2core.guard import Guarded as Guarded
+    from zo2core.guard import GuardPolicy as GuardPolicy
     from zo2core.journal import Journal as Journal
     from zo2core.journal import branch_journal as branch_journal
     from zo2core.kernels import Distribution as Distribution
@@ -38,10 +38,10 @@ if _typing.TYPE_CHECKING:
     from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
     from zo2core.planning.memory import DevicePlan as DevicePlan
     from zo2core.planning.memory import HostPlan as HostPlan
-    from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
-    from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
-    from zo2core.profiling.chrome_trace import Trace as Trace
-    from zo2core.profiling.timeline import Timeline as Timeline
+    from zo2core.planning.memory import MemoryPolicy as MemoryPolicy
+    from zo2core.planning.memory import WriteBackPolicy as WriteBackPolicy
+    from zo2core.profiling import Timeline as Timeline
+    from zo2core.profiling import Trace as Trace
     from zo2core.protocols import BlockModel as BlockModel
     from zo2core.protocols import BlockSource as BlockSource
     from zo2core.protocols import BlockUpdate as BlockUpdate

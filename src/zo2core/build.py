@@ -20,6 +20,7 @@ import torch
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
+from zo2core.factor_store import FactorStore
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.first_order import (
@@ -45,21 +46,16 @@ from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
-    FactorStore,
     LowRankPerturbation,
     Perturbation,
     StackedModel,
     choose_perturbation,
     require_perturbation,
 )
-from zo2core.planning.low_bit import Replay, require_drawable
-from zo2core.planning.memory import Machine
-from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.memory import Machine, MemoryPolicy, WriteBackPolicy
+from zo2core.planning.run_spec import Replay, RunRequest, RunSpec, plan, require_drawable
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.profiling import TraceRecorder
-from zo2core.profiling.chrome_trace import Trace
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline, Trace, TraceRecorder
 from zo2core.protocols import (
     BlockModel,
     BlockSource,
@@ -71,8 +67,7 @@ from zo2core.protocols import (
     ZOEstimator,
 )
 from zo2core.runner import Runner
-from zo2core.schedulers import open_scheduler
-from zo2core.schedulers.overlapped import spread
+from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests

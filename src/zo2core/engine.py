@@ -16,15 +16,14 @@ from torch import nn
 from zo2core.build import Method, RunOptions, build, require_whole_model
 from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
 from zo2core.errors import OptionError
+from zo2core.factor_store import Learned
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.first_order import AdapterSteps
 from zo2core.methods.states import AdapterState, GenerationState, KeptSnapshots
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.perturbation import Learned
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
-from zo2core.profiling import Trace
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline, Trace
 from zo2core.protocols import (
     BlockModel,
     BlockSource,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zo2core.factor_store import FactorStore
 from zo2core.journal import Journal
-from zo2core.perturbation import FactorStore, Perturbation
+from zo2core.perturbation import Perturbation
 from zo2core.planning.run_spec import RunSpec
 from zo2core.profiling import TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core.encodings import FourBitGroups
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
-from zo2core.types import FourBitGroups, ParameterSpec
+from zo2core.types import ParameterSpec
 
 peft: Any = pytest.importorskip("peft")
 

@@ -41,13 +41,14 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
+from zo2core.encodings import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
+from zo2core.factor_store import factor_bytes
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
 from zo2core.kernels.encoding import encode
-from zo2core.perturbation import factor_bytes
 from zo2core.planning.memory import DevicePlan
-from zo2core.types import Float8Blocks, Int8Rows, Lane, MatrixEncoding, NF4Blocks, shown_bytes
+from zo2core.types import Lane, shown_bytes
 
 QUANTISATION: Any = BitsAndBytesConfig
 METHODS = ["int8", "nf4", "fp8"]

@@ -24,11 +24,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core.encodings import MatrixEncoding, MatrixStack, MXFP4Stack
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
 from zo2core.kernels.encoding import encode
-from zo2core.types import MatrixEncoding, MatrixStack, MXFP4Stack, ParameterSpec
+from zo2core.types import ParameterSpec
 
 peft: Any = pytest.importorskip("peft")
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import register_pytree_node
 from waits import FOR_ACTIVATIONS, nothing, slow
 
 from zo2core import HostDevice
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Wait
 from zo2core.sweep.activation_offload import STAGING_BUFFERS, ActivationOffload, storage_bytes
 from zo2core.types import Lane

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import save_model, small_config
 
-import zo2core.devices.cuda
+import zo2core.devices
 from zo2adapters import open_checkpoint
 from zo2core import CudaDevice, Engine, HostDevice, MeZOSGD, ZerothOrder
 from zo2core.errors import DeviceError
@@ -107,7 +107,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> FakeRuntime:
     def forget_error(device: torch.device) -> None:
         fake.forgotten += 1
 
-    monkeypatch.setattr("zo2core.devices.cuda._clear_error", forget_error)
+    monkeypatch.setattr("zo2core.devices._clear_error", forget_error)
     return fake
 
 
@@ -152,7 +152,7 @@ def test_cuda_copies_in_the_lanes_stream_between_two_events_after_what_it_waits_
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("nbytes", [0, 2, 3, 7])
 def test_cuda_copies_all_of_what_is_issued_in_turns(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zo2core.devices.cuda, "_COPY_BYTES", 3)
+    monkeypatch.setattr(zo2core.devices, "_COPY_BYTES", 3)
     target, source = torch.zeros(nbytes, dtype=torch.uint8), torch.arange(nbytes, dtype=torch.uint8)
     CudaDevice().streams.copy(Lane.OFFLOAD, target, source, {})
     assert torch.equal(target, source)

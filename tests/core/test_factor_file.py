@@ -20,12 +20,13 @@ from parity import assert_same_weights
 from zo2adapters import open_checkpoint
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder
 from zo2core.errors import JournalError, ZO2Warning
+from zo2core.factor_file import DATA, MANIFEST, sum_elements
+from zo2core.factor_store import kept_bytes_a_step
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import factor_store, kept_bytes_a_step
-from zo2core.perturbation.factor_file import DATA, MANIFEST, sum_elements
+from zo2core.perturbation import factor_store
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program
 
@@ -158,7 +159,7 @@ def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, 
 def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, tmp_path: Path) -> None:
     base, run, expected = stopped
     kept = shutil.copytree(run, tmp_path / "kept")
-    refused = patch("zo2core.perturbation.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
+    refused = patch("zo2core.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
     with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
         assert resumed(base, kept, expected) == directions(base, STEPS)
     assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes(), "it may be read the next time"

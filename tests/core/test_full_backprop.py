@@ -43,8 +43,8 @@ from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudge
 from zo2core.methods.first_order import gradient_bytes, trained_bytes
 from zo2core.methods.fused import _Updating
 from zo2core.methods.loss_scale import LossScale
-from zo2core.optimizers import copied_state, make_block_update, state_bytes
-from zo2core.optimizers.optimizer_states import _Zeros
+from zo2core.optimizer_states import _Zeros, copied_state, state_bytes
+from zo2core.optimizers import make_block_update
 from zo2core.planning.memory import DevicePlan
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.stored_parameters import StoredParameters

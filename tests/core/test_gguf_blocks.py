@@ -11,11 +11,12 @@ import pytest
 import torch
 from gguf_models import SCALES
 
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import OptionError
 from zo2core.kernels import native
 from zo2core.kernels.encoding import decode
 from zo2core.kernels.gguf import grid_of
-from zo2core.types import GGUF_BLOCKS, GGUFRows, ParameterSpec
+from zo2core.types import ParameterSpec
 
 # As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads
 EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01)

@@ -15,8 +15,8 @@ from gguf_files import Tensor, damage, gguf_bytes, write_gguf
 
 from zo2core import ZO2Error
 from zo2core.checkpoint import GGUFFile, read_gguf
+from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.types import GGUF_BLOCKS
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",

@@ -38,8 +38,8 @@ from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, philox
 from zo2core.kernels.low_bit import FP8
 from zo2core.perturbation import factor_store
-from zo2core.planning.low_bit import Replay
 from zo2core.planning.memory import DevicePlan
+from zo2core.planning.run_spec import Replay
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 
@@ -313,7 +313,7 @@ def test_memory_is_locked_again_where_a_device_was_left_open() -> None:
 
 def test_memory_that_cannot_be_locked_is_refused_and_nothing_else_fails() -> None:
     device, pages = CudaDevice(), anonymous_memory(1 << 20)
-    with patch("zo2core.devices.cuda.anonymous_memory", lambda nbytes: pages):
+    with patch("zo2core.devices.anonymous_memory", lambda nbytes: pages):
         device.host_memory(1 << 20)
         with pytest.raises(DeviceError, match="cudaHostRegister failed"):
             device.host_memory(1 << 20)

@@ -16,10 +16,10 @@ from models import CONFIGS, make_batch, save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2core import Engine, HostDevice, Journal, MeZOSGD, ParameterSpec, PhiloxNoise, SegmentStore, ZerothOrder, build
+from zo2core.encodings import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
 from zo2core.journal import digest
 from zo2core.kernels.generators import TorchGenerator, numbers_drawn
-from zo2core.types import Int8Rows, NF4Blocks
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 BATCH = make_batch(40, [7, 5])

@@ -27,7 +27,7 @@ from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Wait
 from zo2core.runner import Runner
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING

@@ -13,7 +13,7 @@ from parity import assert_same_bits
 from toy import ToyBlockModel
 
 from zo2core import BlockLayout, Engine, Evaluation, Journal, MemoryPolicy, MeZOSGD, SequentialNoise, Update, ZerothOrder
-from zo2core.noise.sequential import GENERATOR, STREAM
+from zo2core.noise import GENERATOR, STREAM
 from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.updates import seeds_of, split_updates

@@ -11,7 +11,7 @@ from drawn_numbers import z_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zo2core.noise.sequential
+import zo2core.noise
 from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
 from zo2core.protocols import NoiseGenerator
 
@@ -152,7 +152,7 @@ def test_sequential_noise_goes_back_no_further_than_a_segments_start(
         def copy(self) -> Counter:
             return self
 
-    monkeypatch.setattr(zo2core.noise.sequential, "seeded", lambda *_: Counter())
+    monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: Counter())
     for _ in range(sweeps):
         for layout in segments:
             for _ in range(2):

@@ -19,7 +19,7 @@ from profiles import examples
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import zo2core.noise.sequential
+import zo2core.noise
 import zo2core.sweep.perturber
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
@@ -175,7 +175,7 @@ def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Pat
 
 def test_parameters_larger_than_a_chunk_of_noise_keep_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding: 32768 + 8 elements, two whole chunks and a rest shorter than 16, which has to join the last.
-    monkeypatch.setattr(zo2core.noise.sequential, "CHUNK", 16384)
+    monkeypatch.setattr(zo2core.noise, "CHUNK", 16384)
     config = small_config("opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1)
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])

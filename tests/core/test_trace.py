@@ -21,8 +21,7 @@ from zo2adapters.cli import main
 from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
-from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Gathered, PastEvent, Span, Timeline, lane_uses
+from zo2core.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
 from zo2core.protocols import Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import Lane
@@ -256,7 +255,7 @@ def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace(tmp_path / "t.json")
-    monkeypatch.setattr("zo2core.profiling.chrome_trace.create_file", lambda path: io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr("zo2core.profiling.create_file", lambda path: io.FileIO("/dev/full", "w"))
     with pytest.raises(OutputError, match="No space left"):
         trace.add([span(Lane.READ, 0, 1)])
     with pytest.raises(OutputError, match="No space left"):

@@ -19,7 +19,7 @@ from visitors import TwoStepVisitor
 from waits import BLOCKS, FOR_ACTIVATIONS, FOR_INPUTS, SLOW, CheckingSource, nothing, slow
 
 from zo2core import OverlappedScheduler
-from zo2core.profiling.timeline import Timeline, now
+from zo2core.profiling import Timeline, now
 from zo2core.protocols import Store, Transfer, Wait
 from zo2core.types import Event, Lane
 

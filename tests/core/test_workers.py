@@ -41,8 +41,7 @@ from zo2core import (
 from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
 from zo2core.journal.records import ImpossibleRecordError, decode, encode
 from zo2core.planning.memory import HostPlan, free_memory, resident_memory
-from zo2core.workers import Split
-from zo2core.workers.workers import Report, choose_split, combined
+from zo2core.workers import Report, Split, choose_split, combined
 
 STEPS = 4
 RGE = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)

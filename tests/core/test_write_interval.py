@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zo2core.planning.speeds
-import zo2core.planning.write_interval
 from zo2core import BlockLayout, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
 from zo2core.errors import OptionError
 from zo2core.kernels import apply_drawing
-from zo2core.planning.speeds import MeasuredSpeeds, replay_seconds
-from zo2core.planning.write_interval import (
+from zo2core.planning.speeds import (
+    MeasuredSpeeds,
     interval_within,
+    replay_seconds,
     require_within,
     streamed_bytes,
     terabytes_written,

@@ -19,7 +19,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
 from zo2core.checkpoint import SafetensorsReader, parse_header
 from zo2core.errors import CheckpointError, JournalError, OptionError
-from zo2core.planning.write_interval import terabytes_written
+from zo2core.planning.speeds import terabytes_written
 
 
 @pytest.fixture

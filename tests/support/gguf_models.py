@@ -32,7 +32,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.gguf.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine
-from zo2core.types import GGUF_BLOCKS
+from zo2core.encodings import GGUF_BLOCKS
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
 MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split

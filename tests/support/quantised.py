@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from hypothesis import strategies as st
 
-from zo2core.types import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
+from zo2core.encodings import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import PastEvent, Span
+from zo2core.profiling import PastEvent, Span, Sweep
 from zo2core.types import Lane
 
 

@@ -25,7 +25,7 @@ from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.architectures import ARCHITECTURES
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine
-from zo2core.types import GGUFRows, MatrixStack, MXFP4Stack
+from zo2core.encodings import GGUFRows, MatrixStack, MXFP4Stack
 
 
 def head(path: Path) -> bytes:

@@ -39,8 +39,8 @@ from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import LOMO, AdaLOMO, BAdam, BlockLayout, BlockUpdate, Delayed, Engine, FirstOrder, TorchOptimizer
 from zo2core.methods.first_order import gradient_bytes as bytes_of_gradients
-from zo2core.optimizers import state_bytes
-from zo2core.optimizers.lomo import EverySegment
+from zo2core.optimizer_states import state_bytes
+from zo2core.optimizers import EverySegment
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.types import Batch, StateSpec

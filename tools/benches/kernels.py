@@ -24,9 +24,10 @@ from measuring import spread, timed
 
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import CudaDevice, Distribution
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows, NF4Blocks
 from zo2core.kernels import dispatch, native, philox
 from zo2core.kernels.encoding import decode
-from zo2core.types import GGUF_BLOCKS, Descend, GGUFRows, NF4Blocks, ParameterSpec, Perturb, Program
+from zo2core.types import Descend, ParameterSpec, Perturb, Program
 
 MATRIX = (4096, 11008)  # of Llama-7B's largest matrix
 CACHED, PORTION = 1 << 15, 1 << 18  # elements of noise that are drawn, and of weights that are processed, at a time

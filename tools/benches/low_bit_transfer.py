@@ -26,7 +26,7 @@ from zo2adapters import Precision, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.verification import random_batch
 from zo2core import CudaDevice, Engine
-from zo2core.planning.low_bit import Replay
+from zo2core.planning.run_spec import Replay
 from zo2core.types import Batch
 
 

@@ -39,8 +39,7 @@ from zo2core import (
 )
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Span, Timeline
+from zo2core.profiling import Span, Sweep, Timeline
 from zo2core.protocols import BlockSource, Device, Scheduler
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch

@@ -50,8 +50,9 @@ from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, Engine, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZerothOrder
+from zo2core.encodings import Encoding, Int8Rows, NF4Blocks
 from zo2core.kernels import fill
-from zo2core.types import Batch, Encoding, Int8Rows, NF4Blocks
+from zo2core.types import Batch
 
 RANK = 16
 LR, ZO_EPS = 1e-6, 1e-2

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.precision import autocast_dtype
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
+from zo2core.encodings import Encoding
 from zo2core.errors import OptionError, UnsupportedModelError, reason
 from zo2core.io.durable import open_regular
-from zo2core.types import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)

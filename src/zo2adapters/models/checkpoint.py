@@ -44,10 +44,11 @@ from zo2adapters.models.vision import HFVisionModel
 from zo2core import ZO2Error
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from zo2core.encodings import Encoding
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
-from zo2core.types import Encoding, SavedForm
+from zo2core.types import SavedForm
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

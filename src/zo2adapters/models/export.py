@@ -32,7 +32,7 @@ from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.perturbation import Learned, LearnedFactors
+from zo2core.factor_store import Learned, LearnedFactors
 
 _FLOAT32_MATRICES = 4
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")

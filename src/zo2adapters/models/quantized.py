@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2core.checkpoint import Piece, TensorEntry
+from zo2core.encodings import (
+    MXFP4_BLOCK,
+    Encoding,
+    Float8Blocks,
+    FourBitGroups,
+    Int8Rows,
+    MatrixStack,
+    MXFP4Stack,
+    NF4Blocks,
+)
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.types import MXFP4_BLOCK, Encoding, Float8Blocks, FourBitGroups, Int8Rows, MatrixStack, MXFP4Stack, NF4Blocks
 
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 _INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}

@@ -20,9 +20,10 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantized import INT8_FORMAT, MATRIX, NF4_STATE, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.encodings import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.kernels.encoding import encode
-from zo2core.types import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks, SavedForm, SavedPart
+from zo2core.types import SavedForm, SavedPart
 
 METHODS = ("int8", "nf4", "fp8")
 _MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints

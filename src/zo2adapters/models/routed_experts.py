@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zo2core.encodings import MatrixStack, MXFP4Stack, encoded_bytes
 from zo2core.kernels.encoding import decode
 from zo2core.protocols import TensorReader
-from zo2core.types import MatrixStack, MXFP4Stack, ParameterSpec, encoded_bytes
+from zo2core.types import ParameterSpec
 
 MOST = 0.5  # share of the experts from which all are read ahead, while the blocks before are computed
 _INDICES = ("top_k_index", "router_indices")  # names of the argument that has each token's experts

@@ -35,7 +35,8 @@ from zo2core.checkpoint import Snapshots
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.methods.states import kept_blocks
-from zo2core.optimizers import OPTIMIZERS, state_bytes
+from zo2core.optimizer_states import state_bytes
+from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.run_spec import RunRequest
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import trained

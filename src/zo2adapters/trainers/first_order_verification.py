@@ -25,7 +25,8 @@ from zo2adapters.trainers.verification import (
 )
 from zo2core import Batch, Engine, FirstOrder, StepResult
 from zo2core.names import OptimizerName
-from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
+from zo2core.optimizer_states import StateMemory
+from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.protocols import UpdateInputs
 from zo2core.ranges import counted
 from zo2core.types import widened

@@ -13,7 +13,7 @@ from zo2core.names import EstimatorName, Fitness
 
 if TYPE_CHECKING:
     from zo2core import BlockLayout, Distribution, NoiseGenerator, ZOEstimator
-    from zo2core.estimators.registry import EstimatorClasses
+    from zo2core.estimators import EstimatorClasses
     from zo2core.perturbation import Perturbation
 
 
@@ -111,7 +111,7 @@ class Directions:
 
     @property
     def _classes(self) -> EstimatorClasses:
-        from zo2core.estimators.registry import ESTIMATORS
+        from zo2core.estimators import ESTIMATORS
 
         return ESTIMATORS[self.estimator]
 

@@ -15,8 +15,8 @@ from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
-from zo2core.perturbation import kept_bytes_a_step
-from zo2core.planning.write_interval import terabytes_written
+from zo2core.factor_store import kept_bytes_a_step
+from zo2core.planning.speeds import terabytes_written
 from zo2core.ranges import counted
 from zo2core.types import shown_bytes
 

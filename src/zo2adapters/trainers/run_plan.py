@@ -28,13 +28,20 @@ from zo2adapters.trainers.probes import (
 from zo2adapters.trainers.shared_runs import require_shareable, shared_base_model
 from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.factor_store import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.methods.states import read_bytes
-from zo2core.perturbation import kept_bytes_a_step, require_perturbation
+from zo2core.perturbation import require_perturbation
 from zo2core.planning.memory import Machine, MemoryPart
 from zo2core.planning.run_spec import MOST_RUNS, RunNeeds, RunRequest, RunSpec, plan, shared_request
-from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
-from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
+from zo2core.planning.speeds import (
+    MeasuredSpeeds,
+    evaluation_seconds,
+    interval_within,
+    replay_seconds,
+    streamed_bytes,
+    terabytes_written,
+)
 from zo2core.protocols import CounterNoise
 from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.sources.loader import laid_out_as_on_disk

@@ -29,7 +29,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OptionError, OutputError, reason
-from zo2core.estimators.guard import is_refused
+from zo2core.guard import is_refused
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from zo2core.checkpoint.reader import TensorEntry, require_own_file
+from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError, reason
 from zo2core.io.durable import open_regular
-from zo2core.types import GGUF_BLOCKS
 
 SUFFIX = ".gguf"
 

@@ -16,8 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from zo2core.kernels import four_bits, gguf, native
-from zo2core.types import (
+from zo2core.encodings import (
     MXFP4_BLOCK,
     EncodedPart,
     Encoding,
@@ -29,9 +28,10 @@ from zo2core.types import (
     MatrixStack,
     MXFP4Stack,
     NF4Blocks,
-    ParameterSpec,
     encoded_bytes,
 )
+from zo2core.kernels import four_bits, gguf, native
+from zo2core.types import ParameterSpec
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
 INT8_UNIT = 7.874015718698502e-3  # value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.types import FourBitGroups
+from zo2core.encodings import FourBitGroups
 
 FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # values of e2m1 codes
 _PLACES = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}  # where the codes of 8 neighbours are in a word, if not in their order

@@ -11,8 +11,8 @@ from functools import cache
 
 import torch
 
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import OptionError
-from zo2core.types import GGUF_BLOCKS, GGUFRows
 
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4's codes
 TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

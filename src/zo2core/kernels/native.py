@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
+from zo2core.encodings import GGUF_BLOCKS, FourBitGroups, GGUFRows, NF4Blocks
 from zo2core.errors import ZO2Warning
 from zo2core.kernels.four_bits import Groups
 from zo2core.kernels.gguf import grid_of
 from zo2core.kernels.table import row, table
-from zo2core.types import GGUF_BLOCKS, Distribution, FourBitGroups, GGUFRows, NF4Blocks, Perturb, Program
+from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 12  # of the C files
 _PANEL = 16  # columns of a matrix that forming.c sums at once

@@ -16,7 +16,8 @@ from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.methods.loss_scale import LossScaling
 from zo2core.methods.row_shards import RowShards
 from zo2core.methods.states import AdapterState
-from zo2core.optimizers import Delayed, OptimizerFactory, state_bytes
+from zo2core.optimizer_states import state_bytes
+from zo2core.optimizers import Delayed, OptimizerFactory
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
 from zo2core.runner import Runner

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.optimizers import unusable_state
+from zo2core.optimizer_states import unusable_state
 from zo2core.types import LARGEST
 
 

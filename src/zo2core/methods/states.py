@@ -17,17 +17,16 @@ from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.loss_scale import LossScale
-from zo2core.optimizers import (
-    OptimizerFactory,
+from zo2core.optimizer_states import (
     StateMemory,
     StatesInStores,
     copied_state,
     form_of,
-    make_optimizer,
     require_finite,
     require_optimizer_state,
     unusable_state,
 )
+from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS
 from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner

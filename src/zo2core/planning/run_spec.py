@@ -11,26 +11,80 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.factor_store import factor_bytes
 from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.io.process_memory import memory_in_use
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
-from zo2core.noise import PhiloxNoise
-from zo2core.noise.choice import SCRATCH, drawn_bytes, noise_bytes
-from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
-from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
-from zo2core.planning.memory import MOST_USEFUL_BUCKETS, DevicePlan, HostPlan, Machine, MemoryPart, free_memory
-from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.planning.write_interval import write_interval
+from zo2core.noise import SCRATCH, PhiloxNoise, drawn_bytes, noise_bytes
+from zo2core.perturbation import DensePerturbation, Perturbation
+from zo2core.planning.memory import (
+    MOST_USEFUL_BUCKETS,
+    DevicePlan,
+    HostPlan,
+    Machine,
+    MemoryPart,
+    MemoryPolicy,
+    WriteBackPolicy,
+    free_memory,
+)
+from zo2core.planning.speeds import MeasuredSpeeds, write_interval
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.ranges import parse_size
-from zo2core.schedulers.overlapped import SLOTS
+from zo2core.schedulers import SLOTS
 from zo2core.sources.loader import READERS
 from zo2core.sources.low_bit import staging_bytes
 from zo2core.types import BlockLayout, SegmentKind, aligned, trained, unrounded_bytes, work_bytes
+
+Replay: TypeAlias = Literal["auto", "host", "device"]
+LowBitTransfer: TypeAlias = Literal["device", "host"]  # if the device replays, blocks are copied back
+
+
+def choose_low_bit_transfer(
+    replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
+) -> LowBitTransfer | None:
+    """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they are copied as stored."""
+    if replay not in ("auto", "host", "device"):
+        raise OptionError(
+            "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
+        )
+    low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
+    require_drawable(layouts, noise, by_host=replay == "host")
+    comes_back = all(spec.transfer_back for spec in low_bit)
+    if in_place:
+        if replay != "auto":
+            raise OptionError(
+                "replay",
+                found=f"{replay!r} on a device that computes in host memory",
+                expected="a device with its own memory, such as a GPU, for this option",
+                remedy="leave it out",
+            )
+        return None
+    if replay == "device" and not comes_back:
+        raise OptionError(
+            "replay",
+            found="'device', to which weights are copied in fewer bits than they are stored in",
+            expected="'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))",
+            remedy="leave it out",
+        )
+    if replay == "host" or not comes_back:
+        return "host"
+    return "device" if low_bit else None
+
+
+def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
+    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays."""
+    low_bit = any(spec.is_low_bit for layout in layouts for spec in layout.parameters)
+    if (low_bit or by_host) and not isinstance(noise, CounterNoise):
+        raise OptionError(
+            "noise",
+            found=f"{noise.name}, which only the computing device can draw",
+            expected="counter-based noise, since weights are rounded for transfer or the host replays",
+            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on the device",
+        )
+
 
 # Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
 # some meanwhile.

@@ -14,7 +14,7 @@ import torch
 
 from zo2core.io.checksum import chunk_checksum
 from zo2core.io.direct_file import PAGE, byte_view, whole_pages
-from zo2core.profiling.timeline import Gathered, Timeline
+from zo2core.profiling import Gathered, Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
 from zo2core.sources.slot_file import PIECE, SlotFile

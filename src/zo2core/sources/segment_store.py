@@ -25,7 +25,7 @@ import torch
 
 from zo2core.errors import ClosedError, OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 from zo2core.sources.base_digests import BaseDigests

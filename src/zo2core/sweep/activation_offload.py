@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Device, Transfer, Wait
 from zo2core.types import Event, Lane, aligned
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from zo2core.errors import OptionError
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph

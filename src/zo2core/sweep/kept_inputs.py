@@ -31,7 +31,7 @@ import torch
 
 from zo2core.errors import ScratchError, reason
 from zo2core.io.direct_file import RangedFile, anonymous_memory, view_of, whole_pages
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Device, Streams, Transfer, Wait
 from zo2core.types import Lane, shown_bytes
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from zo2core.factor_store import FactorStore
 from zo2core.kernels.encoding import decode
-from zo2core.perturbation import FactorStore, PerturbedParameter, StackedForward, StackedModel
-from zo2core.profiling.timeline import Timeline
+from zo2core.perturbation import PerturbedParameter, StackedForward, StackedModel
+from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.visitor import Groups, run_stream

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, Visitor
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.counter_perturber import CounterPerturber

@@ -18,7 +18,7 @@ import torch
 
 from zo2core.kernels import encoding
 from zo2core.kernels.low_bit import LowBitMemory, decode, encode, low_bit_bytes, scales_positions
-from zo2core.noise.choice import SCRATCH, noise_bytes
+from zo2core.noise import SCRATCH, noise_bytes
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
 from zo2core.types import (
     BlockLayout,

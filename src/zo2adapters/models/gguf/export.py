@@ -25,8 +25,8 @@ from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import GGUFFile, SafetensorsReader, StoredArray, StoredText, is_gguf, read_gguf
 from zo2core.checkpoint.writer import new_directory, write_companions
+from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.types import GGUF_BLOCKS
 
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from zo2adapters.optional_package import optional_package
+from zo2core.encodings import GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
-from zo2core.types import GGUFRows
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
 GGUF_EXTRA = "zo2core[gguf]"

@@ -27,10 +27,10 @@ from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import ParameterSpec
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
+from zo2core.encodings import GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import grid_of
 from zo2core.protocols import TensorReader
-from zo2core.types import GGUFRows
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale

@@ -10,7 +10,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2core import StepResult, Update, ZO2Error
 from zo2core.errors import DivergenceError
 from zo2core.estimators import ESTIMATORS
-from zo2core.estimators.guard import best_step
+from zo2core.guard import best_step
 from zo2core.ranges import counted
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zo2core.planning.write_interval import RESUME_SECONDS
+from zo2core.planning.speeds import RESUME_SECONDS
 
 LARGEST_SHARE = 0.02  # cost of a snapshot, at most, as a share of the time since the last one
 

@@ -1,18 +1,58 @@
-"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the activations."""
+"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the activations.
+
+Models that take low-rank ones satisfy ``StackedModel``; forwards that run several of them as one batch, ``StackedForward``.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
 
 from zo2core.errors import JournalError, OptionError, UnsupportedModelError
 from zo2core.journal import Journal
-from zo2core.perturbation.stacked_model import StackedModel
-from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.protocols import Activations, BlockModel, CounterNoise, Forward, NoiseGenerator, ZOEstimator
 from zo2core.ranges import require_whole
-from zo2core.types import trained
+from zo2core.types import Batch, trained
+
+
+class Factors(NamedTuple):
+    """Factors of the change of a matrix W (m, n): ``left[s] @ right^T`` for stream s."""
+
+    left: torch.Tensor  # (streams, m, R), in W's dtype
+    right: torch.Tensor  # (n, R), in W's dtype
+
+
+PerturbedParameter: TypeAlias = Factors | torch.Tensor  # factors for a matrix; (streams, n) values for a vector
+
+
+@runtime_checkable
+class StackedForward(Forward, Protocol):
+    """A forward that runs several streams as one batch, each with another perturbation.
+
+    A stack has the rows of its first stream, then those of the second, and so on, with equal numbers of rows.
+    """
+
+    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
+        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
+
+    def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
+        """Run the layers after the blocks on a stack; return the output of each stream, of a model its loss, 0-d."""
+
+
+@runtime_checkable
+class StackedModel(BlockModel, StackedForward, Protocol):
+    """A model that takes low-rank perturbations."""
+
+    def require_stackable(self) -> None:
+        """Prepare for ``perturb``. Called before anything is read."""
+
+    def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
+        """Perturb a segment's next forwards, and stop perturbing every other segment's."""
+
 
 _KIND = "beside-activations"
 _FIRST_PERIOD_SEED = 1 << 62  # seeds of periods start here; seeds of directions are below

@@ -1,4 +1,4 @@
-"""A CUDA GPU as compute device. No other module uses CUDA's streams, events and page-locking."""
+"""Compute devices: the CPU, which computes in the buckets, and a CUDA GPU, whose streams no other module uses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,72 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 
-from zo2core.errors import DeviceError
+from zo2core.errors import DeviceError, OptionError
 from zo2core.io.direct_file import anonymous_memory
-from zo2core.protocols import Transfer, Wait
+from zo2core.profiling import now
+from zo2core.protocols import Device, Transfer, Wait
 from zo2core.types import Event, Lane
+
+
+class HostStreams:
+    """Does all work at once, so that nothing is ever in flight."""
+
+    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+        """Copy now. See the contract."""
+        start = now()
+        target.copy_(source)
+        return Transfer(target, source, start, now())
+
+    def mark(self) -> Event:
+        """Return the present moment: all compute issued so far is done."""
+        return now()
+
+    def order(self, event: Event, why: Wait) -> None:
+        """Do nothing: events have passed when they are made."""
+
+    def wait(self, event: Event, why: Wait) -> None:
+        """Do nothing: events have passed when they are made."""
+
+
+class HostDevice:
+    """Computes in the buckets' memory."""
+
+    def __init__(self) -> None:
+        self._streams = HostStreams()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def in_place(self) -> bool:
+        """Always true."""
+        return True
+
+    @property
+    def streams(self) -> HostStreams:
+        """Streams that do all work at once."""
+        return self._streams
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate page-aligned memory of exactly this size. Pages take memory once they are touched."""
+        return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)[:nbytes]
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Allocate host memory, which is also the device's."""
+        return self.host_memory(nbytes)
+
+    def free_memory(self) -> int:
+        """Return the system's available memory, in bytes."""
+        return psutil.virtual_memory().available
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with its tensors."""
+
 
 _COPY_BYTES = 64 << 20  # size of one copy, after which a copy engine may serve another queue: a few milliseconds
 
@@ -192,3 +252,15 @@ def _recorded(event: Event) -> Any:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def choose_device(device: Device | str) -> Device:
+    """Make the device with a name: "cpu", "cuda" or "cuda:N". A device is returned unchanged."""
+    if not isinstance(device, str):
+        return device
+    if device == "cpu":
+        return HostDevice()
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="pass one of these")
+    return CudaDevice(int(index or 0))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zo2core.errors import CheckpointError
-from zo2core.optimizers.torch_optimizer import OptimizerFactory
+from zo2core.optimizers import OptimizerFactory
 from zo2core.protocols import BlockUpdate, Store
 from zo2core.types import BlockLayout, StateSpec
 

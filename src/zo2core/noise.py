@@ -1,11 +1,4 @@
-"""MeZO's noise: torch's generator, drawn parameter after parameter in registration order.
-
-Trade-off: the numbers are MeZO's, bit for bit, but a sequential generator has no random access. For each seed the generator
-is kept in its present state, with copies wherever a sweep jumps because segments are visited in another order than they were
-registered in, and one at the start of the segment being visited, which may be drawn again (the RNG state manager of ZO2,
-arXiv 2503.12668, section 5.1). A replay of many updates needs one for each seed, so their memory is limited: generators
-beyond the limit start again at every segment.
-"""
+"""Noise generators, which draw z."""
 
 from __future__ import annotations
 
@@ -17,9 +10,53 @@ from operator import add
 
 import torch
 
+from zo2core.errors import OptionError
+from zo2core.kernels import fill
 from zo2core.kernels.generators import Generator, seeded
-from zo2core.protocols import SEEDS_IN_TURN
-from zo2core.types import BlockLayout, ParameterSpec
+from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator
+from zo2core.types import BlockLayout, Distribution, ParameterSpec, divide_tied, packed_bytes
+
+_CHUNK = 32768  # elements: a multiple of Philox's groups
+
+
+class PhiloxNoise:
+    """z by Philox4x32-10: every number is a function of seed, parameter and element alone.
+
+    Trade-off: the numbers are not MeZO's, but as good, and so cheap that they are drawn again at each use instead of being
+    kept; any thread and any device can draw any range. ``kernels/philox.py`` documents the order of the numbers.
+
+    Args:
+        distribution: Distribution of the numbers.
+    """
+
+    def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:
+        self._distribution = distribution
+        self._chunks: dict[int, list[tuple[int, int]]] = {}  # by number of elements: parameters of equal size share a list
+
+    @property
+    def name(self) -> str:
+        """Name of the generator, the same on every machine."""
+        return f"philox4x32-10-{self._distribution.value}"
+
+    @property
+    def distribution(self) -> Distribution:
+        """Distribution of the numbers."""
+        return self._distribution
+
+    def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Divide a parameter into cache-sized chunks."""
+        numel = parameter.numel
+        if numel not in self._chunks:
+            self._chunks[numel] = [(start, min(start + _CHUNK, numel)) for start in range(0, max(numel, 1), _CHUNK)]
+        return self._chunks[numel]
+
+    def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
+        """Write a range of a parameter's z."""
+        fill(out, self._distribution, seed, parameter.index, start)
+
+    def retain(self, seeds: Collection[int]) -> None:
+        """Do nothing: nothing is kept."""
+
 
 # Note: Drawing in chunks. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
 # in groups of 16, the last of which overlaps the one before; so chunks whose lengths are multiples of 16, the last at least
@@ -73,6 +110,12 @@ class SequentialNoise:
     """MeZO's z: ``torch.normal`` from a generator that is seeded again for each pass over the parameters.
 
     No global generator is touched.
+
+    Trade-off: the numbers are MeZO's, bit for bit, but a sequential generator has no random access. For each seed the
+    generator is kept in its present state, with copies wherever a sweep jumps because segments are visited in another order
+    than they were registered in, and one at the start of the segment being visited, which may be drawn again (the RNG state
+    manager of ZO2, arXiv 2503.12668, section 5.1). A replay of many updates needs one for each seed, so their memory is
+    limited: generators beyond the limit start again at every segment.
 
     Args:
         layouts: Segments in visiting order. Their parameters' indices are the drawing order.
@@ -164,3 +207,45 @@ class SequentialNoise:
             last = min((last for first, last in self.chunks(spec) if first <= element < last), default=spec.numel)
             stream.generator.skip(min(last, stop) - element, spec.dtype)
             self._advance(stream, current, min(last, stop))
+
+
+SCRATCH = 1 << 24  # elements of a scratch buffer at most: enough for launches to cost little
+
+
+def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
+    """Bytes of the longest chunk of z."""
+    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters if not spec.frozen}
+    longest = (max(stop - start for start, stop in noise.chunks(spec)) * spec.dtype.itemsize for spec in specs.values())
+    return max(longest, default=0)
+
+
+def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of a noise buffer for these segments, in which the noise of tied weights stays from visit to visit."""
+    tied, others = divide_tied(layouts)
+    return packed_bytes(tied) + max(packed_bytes(specs) for specs in others)
+
+
+def choose_noise(
+    name: str | None, layouts: Sequence[BlockLayout], device: torch.device, *, memory: int = MEMORY
+) -> NoiseGenerator:
+    """Return the generator of a name; by default MeZO's numbers as this device draws them.
+
+    Args:
+        name: Name of a generator of this package (``NoiseGenerator.name``), or None.
+        layouts: Segments in visiting order.
+        device: The device that computes.
+        memory: Bytes for the generators that sequential noise keeps.
+
+    Raises:
+        OptionError: for a name that no generator of this device has.
+    """
+    generators: list[NoiseGenerator] = [SequentialNoise(layouts, device, memory=memory), *map(PhiloxNoise, Distribution)]
+    for noise in generators:
+        if name in (None, noise.name):
+            return noise
+    raise OptionError(
+        "noise",
+        found=repr(name),
+        expected=f"one of {', '.join(noise.name for noise in generators)}",
+        remedy="use the device that the run was made on, or pass a custom generator as noise=",
+    )

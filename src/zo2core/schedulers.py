@@ -1,11 +1,6 @@
-"""Compute block i while block i+1 is uploaded and block i-1 is offloaded (ZO2, arXiv 2503.12668, sections 5.2 to 5.4).
+"""Schedulers: in which order upload, compute and offload happen.
 
-Two slots on the device alternate. While the device computes in one of them, the other one's block is offloaded and the next
-block is uploaded. A block's bytes are final once it is replayed, so its offload overlaps its forwards. Embedding, head and
-blocks that are kept have permanent slots. The next sweep's first block is uploaded while the head is computed. Events order
-the queues; each wait has a reason (``Wait``).
-
-Where segments are computed in their buckets there are no transfers, and only the source's own work overlaps with compute.
+The serial scheduler is the oracle that the overlapped one is compared with.
 """
 
 from __future__ import annotations
@@ -19,11 +14,121 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.profiling.timeline import Timeline, now
+from zo2core.profiling import Timeline, now
 from zo2core.protocols import BlockSource, Device, Replaying, Scheduler, Store, Transfer, Visitor, Wait
 from zo2core.ranges import require_whole
-from zo2core.schedulers.serial import SerialScheduler, upcoming
 from zo2core.types import Bucket, Event, Lane
+
+
+class SerialScheduler:
+    """Uploads, replays, offloads and evaluates segment by segment, and waits for each.
+
+    Args:
+        source: Source of the segments. The caller closes it.
+        device: Compute device. The caller closes it.
+        timeline: Records every transfer.
+    """
+
+    def __init__(self, source: BlockSource, device: Device, *, timeline: Timeline | None = None) -> None:
+        self._source = source
+        self._device = device
+        self._timeline = Timeline() if timeline is None else timeline
+        self._layouts = source.layouts
+        blocks = max((layout.nbytes for layout in self._layouts if not layout.resident), default=0)
+        self._slot = None if device.in_place else device.empty(blocks)
+        self._residents = {
+            index: device.empty(layout.nbytes)
+            for index, layout in enumerate(self._layouts)
+            if layout.resident and not device.in_place
+        }
+
+    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+        """Visit the segments in this order. See the contract."""
+        held: dict[int, tuple[Bucket, int | None]] = {}  # resident segments stay acquired until the sweep has ended
+        has_revisits = len(set(order)) < len(order)
+        self._source.prefetch(upcoming(order, 0))
+        try:
+            for position, index in enumerate(order):
+                is_held = index in held
+                bucket = self._held_bucket(*held[index]) if is_held else self._source.acquire(index)
+                if has_revisits:  # acquired blocks are needed again, before others
+                    self._source.prefetch(upcoming(order, position + 1))
+                version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
+
+                def commit(committed: int, bucket: Bucket = bucket) -> None:
+                    nonlocal version
+                    if committed != bucket.version:
+                        self._offload(bucket)
+                    version = committed
+
+                try:
+                    store = self._store(bucket) if is_held else self._upload(bucket)
+                    visitor.visit(index, store, bucket.version, commit)
+                    version = bucket.version if version is None else version
+                finally:
+                    if self._layouts[index].resident:
+                        held[index] = bucket, version
+                    else:
+                        self._source.release(bucket, version)
+        finally:
+            for bucket, version in held.values():
+                self._source.release(bucket, version)
+
+    @contextmanager
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
+        self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
+        bucket, version = self._source.acquire(index), None
+        try:
+            replayed = visitor.replay(index, self._upload(bucket), bucket.version)
+            if replayed != bucket.version:
+                self._offload(bucket)
+            version = replayed
+            yield bucket
+        finally:
+            self._source.release(bucket, version)
+
+    def release_all(self) -> None:
+        """Do nothing, since no bucket is held between sweeps and nothing newer is on the device."""
+
+    @staticmethod
+    def _held_bucket(bucket: Bucket, version: int | None) -> Bucket:
+        assert version is not None, "a sweep ends with the first visit that fails"
+        return bucket._replace(version=version)
+
+    def _upload(self, bucket: Bucket) -> Store:
+        if not self._device.in_place:
+            self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
+        return self._store(bucket)
+
+    def _store(self, bucket: Bucket) -> Store:
+        if self._device.in_place:
+            return bucket.views
+        return self._layouts[bucket.segment].views(self._memory(bucket))
+
+    def _offload(self, bucket: Bucket) -> None:
+        if not self._device.in_place:
+            self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
+
+    def _copy(self, lane: Lane, bucket: Bucket, why: Wait) -> None:
+        on_host, on_device = bucket.data, self._memory(bucket)
+        target, origin = (on_device, on_host) if lane is Lane.UPLOAD else (on_host, on_device)
+        streams = self._device.streams
+        transfer = streams.copy(lane, target, origin, {Wait.REPLAYED: streams.mark()})
+        name = self._layouts[bucket.segment].name
+        self._timeline.note(lane, name, transfer.started, transfer.done, origin.numel())
+        streams.wait(transfer.done, why)
+
+    def _memory(self, bucket: Bucket) -> torch.Tensor:
+        memory = self._residents.get(bucket.segment, self._slot)
+        assert memory is not None
+        return memory[: len(bucket.data)]
+
+
+def upcoming(order: Sequence[int], position: int) -> list[int]:
+    """List each segment once, in the order of its next use; the next sweep has the same order."""
+    return list(dict.fromkeys([*order[position:], *order[:position]]))
+
 
 SLOTS = 2
 AHEAD = 2  # blocks uploaded early; as many slots are free while embedding and head are computed
@@ -93,7 +198,14 @@ def spread(blocks: Sequence[int], kept: int) -> set[int]:
 
 
 class OverlappedScheduler:
-    """Overlaps transfers with compute.
+    """Computes block i while block i+1 is uploaded and block i-1 is offloaded (ZO2, arXiv 2503.12668, sections 5.2 to 5.4).
+
+    Two slots on the device alternate. While the device computes in one of them, the other one's block is offloaded and the
+    next block is uploaded. A block's bytes are final once it is replayed, so its offload overlaps its forwards. Embedding,
+    head and blocks that are kept have permanent slots. The next sweep's first block is uploaded while the head is computed.
+    Events order the queues; each wait has a reason (``Wait``).
+
+    Where segments are computed in their buckets there are no transfers: only the source's own work overlaps with compute.
 
     Args:
         source: Source of the segments. The caller closes it.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2core.errors import DivergenceError, ZO2Warning
-from zo2core.estimators.wrapper import EstimatorWrapper
+from zo2core.estimators import EstimatorWrapper
 from zo2core.ranges import require_number, require_whole
 from zo2core.types import Evaluation, Update
 
@@ -189,10 +189,10 @@ class Guarded(EstimatorWrapper):
     A step whose losses lie far outside their past range, or whose update is larger than the weights, is *not applied*, and
     a warning says so. Its record has the losses, but projected gradients of 0, no weight decay and no in-place
     perturbations, so that replaying it changes no weight. All other updates are the wrapped estimator's, bit for bit.
-    ``run_health.py`` has the numbers.
+    This module has the numbers.
 
     The run ends with a ``DivergenceError`` if too many of the last ten steps were not applied, or if the run has become
-    permanently worse by the measure of ``run_health.py``. The error names the best step so far, from which to branch.
+    permanently worse by the measure of ``drift``. The error names the best step so far, from which to branch.
 
     The guard depends only on the journal, so a resumed run has the same bits, and ends with the same error.
 

@@ -17,15 +17,14 @@ import torch
 
 from zo2core.devices import choose_device
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.lockstep import Lockstep
 from zo2core.perturbation import DensePerturbation
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine
-from zo2core.planning.policies import MemoryPolicy
+from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy
 from zo2core.planning.run_spec import RunNeeds, RunRequest, RunSpec, decoded_bytes, plan, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.profiling.timeline import Timeline
+from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Visitor
 from zo2core.schedulers import open_scheduler
-from zo2core.shared.lockstep import Lockstep
 from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import laid_out_as_on_disk

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from zo2core.factor_file import FactorFile, sum_elements
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
-from zo2core.perturbation.factor_file import FactorFile, sum_elements
-from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation
-from zo2core.perturbation.stacked_model import Factors, PerturbedParameter
+from zo2core.perturbation import DensePerturbation, Factors, LowRankPerturbation, Perturbation, PerturbedParameter
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, split_updates

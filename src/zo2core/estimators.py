@@ -1,0 +1,540 @@
+"""Zeroth-order gradient estimators: which evaluations a step has, and what update follows from their losses.
+
+``ESTIMATORS`` has the names by which users choose them. The ``name`` of each class is its name in journals.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from statistics import median
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.names import EstimatorName, Fitness
+from zo2core.protocols import CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.ranges import require_number, require_whole
+from zo2core.types import Distribution, Evaluation, RowGroup, Update
+
+
+def learning_rate(estimator: ZOEstimator, step: int) -> float:
+    """Return the learning rate of a step.
+
+    Raises:
+        OptionError: if it is not positive and finite. A schedule may also return 0, as a warm-up does at its first step.
+    """
+    if callable(estimator.lr):
+        value = estimator.lr(step)
+        require_number(f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule")
+    else:
+        value = estimator.lr
+        require_number("lr", value, above=0)
+    return float(value)
+
+
+def describe_lr(lr: float | Callable[[int], float]) -> float | str:
+    """Describe a learning rate by a JSON value, which is the same for equal learning rates."""
+    if not callable(lr):
+        return float(lr)
+    return repr(lr) if is_dataclass(lr) else "a function"
+
+
+def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int]:
+    """Yield seeds in [0, 1e9), as MeZO draws them, from a separate generator for each step.
+
+    Args:
+        run_seed: Seed of the run.
+        step: 0-based.
+        first: A first seed that the caller chose, from which the others follow; None draws all seeds.
+    """
+    if first is not None:
+        yield first
+    rng = random.Random(f"{run_seed}/{step}" if first is None else f"given/{first}")  # noqa: S311 - no secret
+    while True:
+        yield rng.randrange(1_000_000_000)
+
+
+def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
+    """Take ``count`` different seeds. A repeated seed is skipped, so that q directions are different."""
+    taken: dict[int, None] = {}
+    while len(taken) < count:
+        taken[next(seeds)] = None
+    return tuple(taken)
+
+
+def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
+    """Refuse noise of another distribution than the estimator needs."""
+    needed = estimator.distribution
+    if needed is None or (isinstance(noise, CounterNoise) and noise.distribution is needed):
+        return
+    raise OptionError(
+        "noise",
+        found=noise.name,
+        expected=f"{needed.value} noise, which the estimator {estimator.options.get('name')} needs",
+        remedy=f"pass noise=PhiloxNoise(Distribution.{needed.name})",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeZOSGD:
+    """The two-point estimator ``g = (l(theta + eps z) - l(theta - eps z)) / (2 eps)`` with plain SGD.
+
+    Args:
+        lr: Learning rate, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: Weight decay; MeZO adds ``weight_decay * theta`` to the gradient estimate of parameters that decay.
+        perturb_in_place: True is MeZO's arithmetic bit for bit: +eps, -2 eps and +eps are added to the weights, which keep
+            the rounding. False starts each evaluation from the unperturbed weights, so that evaluations leave no rounding.
+            None is True for dense perturbations, and False for low-rank ones, which change no weight.
+
+    Raises:
+        OptionError: if a number is not finite or has the wrong sign.
+    """
+
+    name: ClassVar[str] = "mezo-sgd"
+    distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
+    least_queries: ClassVar[int] = 1
+    is_two_sided: ClassVar[bool] = True  # losses come in pairs, of both sides of a direction
+
+    lr: float | Callable[[int], float]
+    zo_eps: float
+    weight_decay: float = 0.0
+    perturb_in_place: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            require_number("lr", self.lr, above=0)
+        require_number("zo_eps", self.zo_eps, above=0)
+        require_number("weight_decay", self.weight_decay, least=0)
+
+    @staticmethod
+    def forwards(queries: int) -> int:
+        """Number of evaluations along ``queries`` directions: both sides of each."""
+        return 2 * queries
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and numbers. A schedule is described by its ``repr`` if it is a dataclass, else as "a function"."""
+        return {
+            "name": self.name,
+            "lr": describe_lr(self.lr),
+            "zo_eps": self.zo_eps,
+            "weight_decay": self.weight_decay,
+            "perturb_in_place": self.perturb_in_place is not False,
+        }
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """List both sides of one direction."""
+        seed = next(rng)
+        return (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute the update. The losses are subtracted in their own dtype, as in MeZO."""
+        plus, minus = losses
+        projected_grad = float(((plus - minus) / (2 * self.zo_eps)).item())
+        return Update(
+            step=step,
+            evaluations=tuple(evaluations),
+            seeds=(evaluations[0].seed,),
+            projected_grads=(projected_grad,),
+            lr=lr,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=self.perturb_in_place is not False,
+            losses=(float(plus.item()), float(minus.item())),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiQueryRGE(MeZOSGD):
+    """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
+
+    All 2 q evaluations perturb the weights at the step's start, up to the rounding of in-place perturbations. Then q updates
+    follow in the order of the directions, each with ``lr / q``. Each update applies its weight decay to the current weights:
+    together ``lr * weight_decay``, to first order. With q = 1 this is ``MeZOSGD``, bit for bit.
+
+    Args:
+        lr: Learning rate of the whole step, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: As for ``MeZOSGD``.
+        perturb_in_place: As for ``MeZOSGD``; True adds +eps, -2 eps and +eps along one direction after the other.
+        q: Number of directions.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    name: ClassVar[str] = "multi-query-rge"
+
+    q: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("q", self.q, self.least_queries)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of ``MeZOSGD``, and q."""
+        return {**super().options, "q": self.q}
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """List both sides of each direction."""
+        return tuple(Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0))
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute one projected gradient for each direction, applied with ``lr / q``; q counts those with losses."""
+        pairs = range(0, len(evaluations), 2)
+        update_of_pair = super().update
+        probes = [update_of_pair(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
+        return replace(
+            probes[0],
+            evaluations=tuple(evaluations),
+            seeds=tuple(seed for probe in probes for seed in probe.seeds),
+            projected_grads=tuple(grad for probe in probes for grad in probe.projected_grads),
+            lr=lr / len(pairs),
+            losses=tuple(loss for probe in probes for loss in probe.losses),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerRowRGE(MultiQueryRGE):
+    """``MultiQueryRGE`` that divides the rows of a batch among its directions: each is evaluated on B / q of the B rows.
+
+    A step runs 2 B rows for any q; P-RGE (arXiv 2409.15520) keeps E = q B constant in the same way. With q = B each row has
+    its own direction. The projected gradient of a direction is that of the mean loss over its rows' labelled tokens, and
+    each direction is applied with ``lr / q``. With low-rank perturbations all rows run as one batch; with dense ones each
+    direction is a separate forward.
+
+    Args:
+        lr, zo_eps, weight_decay, perturb_in_place: As for ``MultiQueryRGE``.
+        q: Number of directions; the number of rows must be a multiple of it.
+    """
+
+    name: ClassVar[str] = "per-row-rge"
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """List both sides of each direction, for the direction's group of rows."""
+        sides = super().evaluations(step, rng)
+        return tuple(side._replace(rows=RowGroup(index // 2, self.q)) for index, side in enumerate(sides))
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute the update as ``MultiQueryRGE`` does; its record does not name the rows."""
+        return super().update(step, [evaluation._replace(rows=None) for evaluation in evaluations], losses, lr, past)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolutionStrategies(MultiQueryRGE):
+    """``theta <- theta - lr / q * sum_i (s_i+ - s_i-) / 2 * z_i``, with s the scores of the losses at ``theta +- zo_eps z``.
+
+    This is ``theta + lr / N sum_n F_n epsilon_n`` over a population of N = 2 q antithetic members, with fitness F = -s
+    (arXiv 1703.03864, 2509.24372). A score compares a loss with all losses of the step, so the length of a step depends on
+    neither the scale of the losses nor ``zo_eps``: a weight moves by at most about ``lr / sqrt(q)``.
+
+    - ``Fitness.SCALED``: the loss minus the mean, divided by the standard deviation, of all losses of the step.
+    - ``Fitness.RANKS``: the loss's rank among them, from -0.5 to 0.5; equal losses share their mean rank.
+
+    If all losses are equal, the step changes no weight. All members are evaluated on the same rows, so that subtracting the
+    mean of each row would subtract the same number from all losses: fitness is centred by row as it is.
+
+    Args:
+        lr, zo_eps, weight_decay, perturb_in_place, q: As for ``MultiQueryRGE``; the population has 2 q members.
+        fitness: How losses become scores.
+    """
+
+    name: ClassVar[str] = "evolution-strategies"
+
+    fitness: Fitness = Fitness.SCALED
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``MultiQueryRGE``, and the fitness."""
+        return {**super().options, "fitness": self.fitness.value}
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute half the difference of the scores of each pair, as doubles; q counts the directions with losses."""
+        scores = _SCORES[self.fitness]([float(loss.item()) for loss in losses])
+        grads = tuple((plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True))
+        return replace(super().update(step, evaluations, losses, lr, past), projected_grads=grads)
+
+
+def _scaled(losses: Sequence[float]) -> list[float]:
+    mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
+    return [(loss - mean) / deviation if deviation else 0.0 for loss in losses]
+
+
+def _ranks(losses: Sequence[float]) -> list[float]:
+    below = [sum(other < loss for other in losses) for loss in losses]
+    equal = [sum(other == loss for other in losses) for loss in losses]
+    return [(lower + (same - 1) / 2) / (len(losses) - 1) - 0.5 for lower, same in zip(below, equal, strict=True)]
+
+
+_SCORES: dict[Fitness, Callable[[Sequence[float]], list[float]]] = {Fitness.SCALED: _scaled, Fitness.RANKS: _ranks}
+
+
+# Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by zo_eps, as a gradient
+# estimate does, and computes the standard deviation with q - 1. Its authors' program (github.com/DKmiyan/FZOO, trainer.py)
+# does not divide by zo_eps, and uses q. This file follows the program, since the published learning rates (5e-5 at zo_eps
+# 1e-4, q = 8) are the program's. The two differ by a constant: the text's learning rate is this one's times
+# zo_eps * sqrt(q / (q - 1)). The program perturbs the weights in place, which leaves rounding in them; here each evaluation
+# starts from the unperturbed weights. The program computes losses and deviation in float32; here they are doubles, and the
+# deviation is rounded once.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FZOO:
+    """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
+
+    l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1
+    to l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma is proportional to the slope, all steps have about the same
+    length: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. The note 'Text and
+    code' says where the paper's text and program differ.
+
+    If l_1 to l_q are equal, as with 16-bit weights and a small zo_eps, then sigma is 0, and so are the step's projected
+    gradients.
+
+    Args:
+        lr: Learning rate of the whole step, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: As for ``MeZOSGD``, and not divided by sigma; the paper has none.
+        q: Number of directions, N in the paper; a step has q + 1 evaluations.
+
+    Raises:
+        OptionError: if a number is out of its range; q is at least 2.
+    """
+
+    name: ClassVar[str] = "fzoo"
+    perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
+    distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
+    least_queries: ClassVar[int] = 2  # one direction has no standard deviation
+    is_two_sided: ClassVar[bool] = False
+
+    lr: float | Callable[[int], float]
+    zo_eps: float
+    weight_decay: float = 0.0
+    q: int = 8
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            require_number("lr", self.lr, above=0)
+        require_number("zo_eps", self.zo_eps, above=0)
+        require_number("weight_decay", self.weight_decay, least=0)
+        require_whole("q", self.q, self.least_queries)
+
+    @staticmethod
+    def forwards(queries: int) -> int:
+        """Number of evaluations along ``queries`` directions: the unperturbed weights, and one side of each direction."""
+        return queries + 1
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and numbers; a schedule as for ``MeZOSGD``."""
+        return {
+            "name": self.name,
+            "lr": describe_lr(self.lr),
+            "zo_eps": self.zo_eps,
+            "weight_decay": self.weight_decay,
+            "q": self.q,
+        }
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """List the unperturbed weights, whose loss is the step's, and then one side of each direction."""
+        seeds = distinct(rng, self.q)
+        return (Evaluation(seeds[0], 0.0), *(Evaluation(seed, 1.0) for seed in seeds))
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute one projected gradient for each direction, applied with ``lr / q`` each."""
+        centre, *sides = values = [float(loss.item()) for loss in losses]
+        sigma = statistics.pstdev(sides)
+        return Update(
+            step=step,
+            evaluations=tuple(evaluations),
+            seeds=tuple(evaluation.seed for evaluation in evaluations[1:]),
+            projected_grads=tuple(0.0 if sigma == 0 else (side - centre) / sigma for side in sides),
+            lr=lr / self.q,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=False,
+            losses=tuple(values),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorWrapper:
+    """An estimator with the evaluations and updates of another one."""
+
+    estimator: ZOEstimator
+
+    @property
+    def lr(self) -> float | Callable[[int], float]:
+        """See the wrapped estimator."""
+        return self.estimator.lr
+
+    @property
+    def zo_eps(self) -> float:
+        """See the wrapped estimator."""
+        return self.estimator.zo_eps
+
+    @property
+    def perturb_in_place(self) -> bool | None:
+        """See the wrapped estimator."""
+        return self.estimator.perturb_in_place
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """See the wrapped estimator."""
+        return self.estimator.distribution
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See the wrapped estimator."""
+        return self.estimator.options
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """See the wrapped estimator."""
+        return self.estimator.evaluations(step, rng)
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """See the wrapped estimator."""
+        return self.estimator.update(step, evaluations, losses, lr, past)
+
+
+def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
+    """Return an estimator whose ``perturb_in_place`` is not None.
+
+    Args:
+        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this field, or wraps one.
+        default: Replaces None.
+    """
+    if estimator.perturb_in_place is not None:
+        return estimator
+    if isinstance(estimator, EstimatorWrapper):
+        return replace(estimator, estimator=with_perturb_in_place(estimator.estimator, default=default))
+    copy: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
+    return copy
+
+
+WINDOW = 50  # steps of the running median
+LEAST = 10  # steps without a median at the start of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped(EstimatorWrapper):
+    """An estimator whose projected gradients are clipped: ``g <- max(-c, min(g, c))``.
+
+    c is ``value``, or ``medians`` times the median of the absolute projected gradients that the last 50 steps applied, or
+    the smaller of both. Since ``medians`` is at least 1, clipping does not change the median. The first 10 steps have no
+    median, and steps that were not applied do not count.
+
+    Args:
+        estimator: The wrapped estimator.
+        value: Largest absolute projected gradient; None: no such bound.
+        medians: Largest multiple of the running median; None: no such bound.
+
+    Raises:
+        OptionError: if neither bound is given, or a number is out of its range.
+    """
+
+    value: float | None = None
+    medians: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is not None:
+            require_number("clip_grad", self.value, above=0)
+        if self.medians is not None:  # with a smaller one the median would shrink to 0
+            require_number("clip_median", self.medians, least=1, remedy="choose `clip_median` such as 3")
+        if self.value is None and self.medians is None:
+            raise OptionError("clipping", found="no bound", expected="value or medians", remedy="pass one of the two")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the wrapped estimator, and the bounds."""
+        bounds = {"clip_grad": self.value, "clip_median": self.medians}
+        return {**self.estimator.options, **{name: float(bound) for name, bound in bounds.items() if bound is not None}}
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute the update of the wrapped estimator, and clip its projected gradients."""
+        update = self.estimator.update(step, evaluations, losses, lr, past)
+        most = self._largest(past[max(0, step - WINDOW) : step])
+        if not all(math.isfinite(grad) for grad in update.projected_grads):
+            return update  # the engine refuses it; clipping would hide it
+        return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
+
+    def _largest(self, recent: Sequence[Update]) -> float:
+        most = math.inf if self.value is None else self.value
+        if self.medians is not None:
+            applied = [[abs(grad) for grad in update.projected_grads if grad != 0] for update in recent]
+            if sum(map(bool, applied)) >= LEAST:
+                most = min(most, self.medians * median(size for sizes in applied for size in sizes))
+        return most
+
+
+class EstimatorClasses(NamedTuple):
+    """The classes of one name: an estimator along several directions, and its special cases.
+
+    All have the fields ``lr``, ``zo_eps`` and ``weight_decay``; some have ``perturb_in_place``.
+    """
+
+    multi_query: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
+    single_query: type[MeZOSGD] | None = None  # one direction; None: ``multi_query`` with q = 1, if it allows that
+    per_row: type[PerRowRGE] | None = None  # q directions, each on its own rows; None: not supported
+
+
+ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
+    EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
+    EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
+    EstimatorName.ES: EstimatorClasses(multi_query=EvolutionStrategies),
+}

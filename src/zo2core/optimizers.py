@@ -1,0 +1,641 @@
+"""Optimizers that change one segment at a time, as soon as the gradients of that segment are computed.
+
+``OPTIMIZERS`` has the names by which users choose them, with what depends on the name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from zo2core.errors import OptionError
+from zo2core.names import OptimizerName
+from zo2core.protocols import BlockUpdate, UpdateInputs
+from zo2core.ranges import require_number, require_whole
+from zo2core.types import HALVES, MAX_SEED, BlockLayout, ParameterSpec, StateSpec, widened
+
+
+class EverySegment:
+    """Defaults of the ``BlockUpdate`` contract; an optimizer overrides what differs."""
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether 16-bit gradients are converted to float32 first: yes."""
+        return True
+
+    @property
+    def copies(self) -> int:
+        """None. See the contract."""
+        return 0
+
+    @property
+    def turn(self) -> int | None:
+        """Nothing is forgotten. See the contract."""
+        return None
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """All of them."""
+        return trained
+
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """None. See the contract."""
+        return ()
+
+    def settle(self) -> None:
+        """Do nothing: no work is left to other threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LOMO(EverySegment):
+    """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
+
+    16-bit weights are converted to float32 and rounded once, as in the authors' program.
+
+    Args:
+        weight_decay: Decoupled weight decay, for all parameters.
+
+    Raises:
+        OptionError: if ``weight_decay`` is out of its range.
+    """
+
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number("weight_decay", self.weight_decay, least=0)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and options. See the contract."""
+        return {"name": "lomo", **asdict(self)}
+
+    @property
+    def copies(self) -> int:
+        """A 16-bit weight. See the contract."""
+        return 1
+
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Change a segment's weights in place. See the contract."""
+        for name, gradient in inputs.gradients.items():
+            weight = inputs.weights[name]
+            theta = widened(weight)  # the weight itself, unless it has 16 bits
+            if self.weight_decay:
+                theta.mul_(1.0 - inputs.lr * self.weight_decay)
+            theta.add_(gradient, alpha=-inputs.lr)
+            if theta is not weight:
+                weight.copy_(theta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaLOMO(EverySegment):
+    """Gradient descent whose steps are normalised by the second moment of the gradients, kept for rows and columns only.
+
+    For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
+    ``1 - t ** decay_rate`` at the 1-based step t. The update ``u = g / sqrt(r c / mean(r))`` is divided by
+    ``max(1, rms(u) / clip_threshold)``, and ``theta <- (1 - a * weight_decay) * theta - a * u`` with
+    ``a = lr * max(eps[1], rms(theta))``. Vectors keep the second moment of each element. All arithmetic is float32.
+
+    Args:
+        weight_decay: Decoupled weight decay, for all parameters.
+        eps: Term added to squared gradients; and the least root mean square by which a parameter's rate is scaled.
+        clip_threshold: Largest root mean square of an update.
+        decay_rate: Exponent of the running means' decay.
+
+    Raises:
+        OptionError: if ``weight_decay``, ``eps`` or ``clip_threshold`` is out of its range.
+    """
+
+    weight_decay: float = 0.0
+    eps: tuple[float, float] = (1e-30, 1e-3)
+    clip_threshold: float = 1.0
+    decay_rate: float = -0.8
+
+    def __post_init__(self) -> None:
+        require_number("weight_decay", self.weight_decay, least=0)
+        for value in self.eps:
+            require_number("eps", value, least=0)
+        require_number("clip_threshold", self.clip_threshold, above=0)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and options. See the contract."""
+        return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
+
+    @property
+    def copies(self) -> int:
+        """A 16-bit weight, the squared gradient with and without its term, and then the update. See the contract."""
+        return 3
+
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
+        return [
+            StateSpec(f"{spec.name}.{side}", shape, torch.float32)
+            for spec in layout.parameters
+            for side, shape in _moment_shapes(spec.shape).items()
+        ]
+
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Change a segment's weights in place. See the contract."""
+        for name, gradient in inputs.gradients.items():
+            weight = inputs.weights[name]
+            theta = widened(weight)  # the weight itself, unless it has 16 bits
+            update = self._update(name, gradient, 1.0 - math.pow(inputs.step + 1, self.decay_rate), inputs.states)
+            update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
+            scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
+            rate = inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
+            if self.weight_decay:
+                theta.mul_(1.0 - rate * self.weight_decay)
+            theta.add_(update, alpha=-rate)
+            if theta is not weight:
+                weight.copy_(theta)
+
+    def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
+        squares = gradient**2 + self.eps[0]
+        means = {"squares": squares}
+        if gradient.dim() > 1:
+            means = {"rows": squares.mean(dim=-1), "columns": squares.mean(dim=-2)}
+        moments = {}
+        for side, mean in means.items():
+            kept = states[f"{name}.{side}"]
+            moments[side] = kept.to(mean.device).mul_(decay).add_(mean, alpha=1.0 - decay)
+            if moments[side] is not kept:
+                kept.copy_(moments[side])
+        if gradient.dim() < 2:
+            return moments["squares"].rsqrt().mul_(gradient)
+        rows, columns = moments["rows"], moments["columns"]
+        rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+        return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
+
+
+def _moment_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a parameter's moments, by their side."""
+    if len(shape) < 2:
+        return {"squares": shape}
+    return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
+
+
+def _rms(values: torch.Tensor) -> torch.Tensor:
+    root: torch.Tensor = torch.norm(values, 2.0) / (values.numel() ** 0.5)
+    return root
+
+
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
+
+_PROBED = 8192  # elements of the tensor on which an optimizer shows its states: some keep others for small tensors
+_HAS_STATE = "has_state"  # name of the flag that a parameter's states have been set
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
+    """Make the optimizer of these parameters."""
+    optimizer = factory(parameters) if callable(factory) else None
+    step = getattr(optimizer, "step", None)
+    if not callable(step):
+        raise OptionError(
+            "optimizer",
+            found=repr(factory)[:80],
+            expected="a factory that is called with the parameters, such as partial(torch.optim.AdamW, lr=2e-4)",
+            remedy="pass such a factory",
+        )
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            "optimizer",
+            found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
+            expected="an optimizer whose step only reads gradients",
+            remedy="use another optimizer, such as torch.optim.AdamW",
+        )
+    return optimizer
+
+
+class _State(NamedTuple):
+    """One entry of a parameter's state."""
+
+    key: str  # in the optimizer's state
+    number: type | None  # type of an entry that is a Python number; None: it is a tensor
+    spec: StateSpec
+
+
+class TorchOptimizer(EverySegment):
+    """The optimizer that a factory makes, for one segment at a time. Each step has the bits of one over all parameters.
+
+    The arithmetic is done by the host, where the states are: ZeRO-Offload's arrangement (arXiv 2101.06840). Weights that a
+    device holds are copied to the host and back. The optimizer is made anew for each segment and step, and given the
+    segment's states, which a first step on a small tensor has shown.
+
+    Args:
+        factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5, fused=True)``. The learning rate
+            of each step replaces the factory's.
+        options: Name and options of the optimizer, as JSON values, for the journal.
+        by_name: Whether the factory is called with pairs of a parameter's name and the parameter, from which it may make
+            groups.
+
+    Raises:
+        OptionError: if the factory returns no optimizer, the optimizer's step needs a closure, or its state does not belong
+            to single parameters.
+    """
+
+    def __init__(
+        self, factory: Callable[[Any], Any], *, options: Mapping[str, Any] | None = None, by_name: bool = False
+    ) -> None:
+        self._factory = factory
+        self._by_name = by_name
+        made = make_optimizer(self._made, [nn.Parameter(torch.empty(0))])
+        self._name = type(made).__name__
+        self._options = {"name": self._name} if options is None else options
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Sequence[_State]] = {}  # of a parameter's states
+        self._states: dict[str, Sequence[_State]] = {}  # by parameter
+        self._form((1, _PROBED), torch.float32)  # refuses an optimizer that cannot be taken apart
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and options. See the contract."""
+        return self._options
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether 16-bit gradients are converted to float32 first: no, as in a loop over the whole model."""
+        return False
+
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """What the optimizer keeps of each parameter, and whether it has begun to. See the contract."""
+        specs: list[StateSpec] = []
+        for parameter in layout.parameters:
+            if parameter.frozen:
+                continue
+            states = self._states_of(parameter)
+            if states:
+                specs.append(StateSpec(f"{parameter.name}.{_HAS_STATE}", (), torch.uint8))
+                specs += [state.spec for state in states]
+        return specs
+
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Change a segment's weights in place. See the contract."""
+        weights, states = inputs.weights, inputs.states
+        parameters = {name: nn.Parameter(weight.cpu()) for name, weight in weights.items()}
+        for name, gradient in inputs.gradients.items():
+            parameters[name].grad = gradient.cpu()
+        optimizer = self._factory(list(parameters.items() if self._by_name else parameters.values()))
+        for group in optimizer.param_groups:
+            group["lr"] = inputs.lr
+        for name, parameter in parameters.items():
+            if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
+                kept = {state.key: _value(state, states) for state in self._states[name]}
+                optimizer.state[parameter] = kept
+        optimizer.step()
+        for name, parameter in parameters.items():
+            self._keep(name, optimizer.state.get(parameter, {}), states)
+            if weights[name].device.type != "cpu":
+                weights[name].copy_(parameter.detach())
+
+    def _made(self, parameters: list[nn.Parameter]) -> Any:
+        """An optimizer of parameters without names."""
+        return self._factory([("", parameter) for parameter in parameters] if self._by_name else parameters)
+
+    def _keep(self, name: str, state: Mapping[str, Any], kept: dict[str, torch.Tensor]) -> None:
+        """Put a parameter's state where it is kept, unless the optimizer has changed it there.
+
+        A new state is taken over where there is none yet: copying it would take the memory of both.
+        """
+        for entry in self._states[name]:
+            if entry.key not in state:
+                continue
+            value, place = state[entry.key], entry.spec.name
+            if entry.number is not None:
+                kept[place].fill_(value)
+            elif place not in kept:
+                kept[place] = value
+            elif value is not kept[place]:
+                kept[place].copy_(value)
+            kept[f"{name}.{_HAS_STATE}"].fill_(1)
+
+    def _states_of(self, parameter: ParameterSpec) -> Sequence[_State]:
+        """The states of a parameter, under names of its own."""
+        form = self._form(parameter.shape, parameter.dtype)
+        self._states[parameter.name] = [
+            state._replace(spec=state.spec._replace(name=f"{parameter.name}.{state.key}")) for state in form
+        ]
+        return self._states[parameter.name]
+
+    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
+        """The states of a parameter of this shape, from those of a small one of as many dimensions.
+
+        A state whose dimensions are not all the parameter's is looked at in the parameter's own shape.
+        """
+        key = (shape, dtype)
+        if key not in self._forms:
+            probed = _probed_shape(len(shape))
+            form = self._shown(probed, dtype)
+            sides = dict(zip(probed, shape, strict=True))
+            if all(side in sides or side == 1 for state in form for side in state.spec.shape):
+                form = [
+                    state._replace(spec=state.spec._replace(shape=tuple(sides.get(side, 1) for side in state.spec.shape)))
+                    for state in form
+                ]
+            else:
+                form = self._shown(shape, dtype)
+            self._forms[key] = form
+        return self._forms[key]
+
+    def _shown(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
+        """The states that the optimizer has of a parameter of this shape after a step."""
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.zeros(shape, dtype=dtype)
+        optimizer = make_optimizer(self._made, [parameter])
+        before = [_shared(group) for group in optimizer.param_groups]
+        optimizer.step()
+        if before != [_shared(group) for group in optimizer.param_groups]:
+            raise self._refusal("a state of all parameters together", "a state of each parameter's own")
+        states = []
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
+                states.append(_State(key, None, StateSpec("", tuple(value.shape), value.dtype)))
+            elif type(value) in (int, float):
+                states.append(_State(key, type(value), StateSpec("", (), torch.float64)))
+            elif value is not None:
+                raise self._refusal(f"a {type(value).__name__} as {key}", "plain tensors and numbers in its state")
+        return states
+
+    def _refusal(self, found: str, expected: str) -> OptionError:
+        return OptionError(
+            "optimizer",
+            found=f"{self._name}, which keeps {found}",
+            expected=f"an optimizer with {expected}",
+            remedy="use another optimizer, such as torch.optim.AdamW",
+        )
+
+
+def _probed_shape(dimensions: int) -> tuple[int, ...]:
+    """A shape of different sides, none of which is 1."""
+    if dimensions < 2:
+        return (_PROBED,) * dimensions
+    others = [2 ** (exponent + 1) for exponent in range(dimensions - 1)]
+    return (*others, max(_PROBED, 2 ** (dimensions + 1)))
+
+
+def _shared(group: Mapping[str, Any]) -> str:
+    """What a group of parameters has in common, comparable."""
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _value(state: _State, states: Mapping[str, torch.Tensor]) -> Any:
+    kept = states[state.spec.name]
+    return kept if state.number is None else state.number(kept.item())
+
+
+_HAS_MASTERS = "begun"  # name of the flag that the float32 copies of a segment have been made
+
+
+class BAdam(EverySegment):
+    """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
+
+    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
+    changes the copy, which is rounded into the weights after each step.
+
+    Args:
+        factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The rate of each step
+            replaces the factory's.
+        every: Steps for which a segment is trained.
+        seed: Decides the order of segments.
+        options: Name and options of the optimizer, as JSON values, for the journal.
+
+    Raises:
+        OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer, or the optimizer's step
+            needs a closure.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        *,
+        every: int = 50,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_whole("every", every, 1)
+        require_whole("seed", seed, 0, MAX_SEED)
+        self._optimizer = TorchOptimizer(factory)
+        self._every = every
+        self._seed = seed
+        self._options = {"name": "badam", "optimizer": self._optimizer.options["name"]} if options is None else options
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and options. See the contract."""
+        return {**self._options, "switch_every": self._every, "switch_seed": self._seed}
+
+    @property
+    def turn(self) -> int:
+        """Steps for which a segment is trained. See the contract."""
+        return self._every
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """The one segment whose turn it is. See the contract."""
+        epoch, turn = divmod(step // self._every, len(trained))
+        generator = torch.Generator().manual_seed((self._seed + epoch) % (MAX_SEED + 1))
+        order = torch.randperm(len(trained), generator=generator)
+        return (trained[int(order[turn])],)
+
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight. See the contract."""
+        wide = [replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec for spec in layout.parameters]
+        masters = [
+            StateSpec(_master(spec.name), spec.shape, torch.float32) for spec in layout.parameters if spec.dtype in HALVES
+        ]
+        begun = [StateSpec(_HAS_MASTERS, (), torch.uint8)] if masters else []
+        return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
+
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Change a segment's weights in place. See the contract."""
+        weights, states = inputs.weights, inputs.states
+        masters = {name: states[_master(name)] for name, weight in weights.items() if weight.dtype in HALVES}
+        if masters and not states[_HAS_MASTERS]:
+            for name, master in masters.items():
+                master.copy_(weights[name])
+            states[_HAS_MASTERS].fill_(1)
+        self._optimizer.apply(inputs._replace(weights={**weights, **masters}))
+        for name, master in masters.items():
+            weights[name].copy_(master)
+
+
+def _master(name: str) -> str:
+    """Name of the float32 copy of a parameter."""
+    return f"{name}.master"
+
+
+_HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
+
+
+class Delayed:
+    """Another optimizer, whose update of a step reaches the weights in the next step.
+
+    The gradients of step t are computed with weights that have the updates of steps 0 to t - 2. So this is another run than
+    that of the optimizer alone. The update is computed by a thread of the host, in a copy of the weights, between a
+    segment's backward pass and that of the next step. Where a device computes forward and backward, the host works beside
+    it. After a step, the weights lack the step's own update.
+
+    Args:
+        update: The optimizer. It changes all segments at each step.
+
+    Raises:
+        OptionError: if the optimizer trains segments in turns.
+    """
+
+    def __init__(self, update: BlockUpdate) -> None:
+        if update.turn is not None:
+            raise OptionError(
+                "update",
+                found=f"{update.options['name']}, which trains segments in turns",
+                expected="an optimizer that changes all segments at each step",
+                remedy="delay another optimizer, such as TorchOptimizer(...)",
+            )
+        self._update = update
+        self._pending: dict[int, Future[None]] = {}  # by segment
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-update")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and options of the optimizer. See the contract."""
+        return {**self._update.options, "delayed": True}
+
+    @property
+    def widens_gradients(self) -> bool:
+        """As the optimizer says. See the contract."""
+        return self._update.widens_gradients
+
+    @property
+    def copies(self) -> int:
+        """As the optimizer says. See the contract."""
+        return self._update.copies
+
+    @property
+    def turn(self) -> int | None:
+        """Nothing is forgotten. See the contract."""
+        return None
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """As the optimizer says. See the contract."""
+        return self._update.segments(step, trained)
+
+    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
+        """The optimizer's states, the weights after the update that is due, and its gradients. See the contract."""
+        wide = self.widens_gradients
+        kept = [
+            state
+            for spec in layout.parameters
+            for state in (
+                StateSpec(_next(spec.name), spec.shape, spec.dtype),
+                StateSpec(_gradient(spec.name), spec.shape, torch.float32 if wide and spec.dtype in HALVES else spec.dtype),
+            )
+        ]
+        return [StateSpec(_HAS_NEXT, (), torch.uint8), *kept, *self._update.states(layout)]
+
+    def apply(self, inputs: UpdateInputs) -> None:
+        """Give a segment the weights of the update before, and start this one in another thread. See the contract."""
+        segment, weights, states = inputs.segment, inputs.weights, inputs.states
+        self._wait(segment)
+        following = {name: states[_next(name)] for name in weights}
+        for name, weight in weights.items():
+            if states[_HAS_NEXT]:
+                weight.copy_(following[name])
+            else:
+                following[name].copy_(weight)
+        states[_HAS_NEXT].fill_(1)
+        kept = {name: states[_gradient(name)].copy_(gradient) for name, gradient in inputs.gradients.items()}
+
+        late = inputs._replace(weights=following, gradients=kept)
+        self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)  # it holds for one thread
+
+    def settle(self) -> None:
+        """Wait for all updates that were started. See the contract."""
+        for segment in list(self._pending):
+            self._wait(segment)
+        self._update.settle()
+
+    def _wait(self, segment: int) -> None:
+        if segment in self._pending:
+            self._pending.pop(segment).result()
+
+
+def _next(name: str) -> str:
+    """Name of a parameter's weights after the update that is due."""
+    return f"{name}.next"
+
+
+def _gradient(name: str) -> str:
+    """Name of a parameter's gradient, of which the update is due."""
+    return f"{name}.gradient"
+
+
+SWITCH_EVERY = 50  # steps for which badam trains a block, as its authors' program does by default
+
+
+class _Arguments(NamedTuple):
+    """What an optimizer of all parameters is made from."""
+
+    rates: Mapping[str, Any]  # weight decay and further options, under the names that torch.optim has
+    switch_every: int
+    seed: int
+    options: Mapping[str, Any]  # the name with the rates, for the journal
+
+
+class OptimizerEntry(NamedTuple):
+    """An optimizer of the registry."""
+
+    title: str
+    learning_rates: Sequence[float]  # to try for all parameters of a pre-trained model, ascending
+    make: Callable[[_Arguments], BlockUpdate]  # for all parameters
+    options: tuple[str, ...] = ()  # further options, under the names that torch.optim has
+    of_adapter: Callable[..., torch.optim.Optimizer] | None = None  # for the parameters of an adapter; None: not supported
+
+
+def _adamw(rates: Mapping[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+    return partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+
+
+def _sgd(given: _Arguments) -> BlockUpdate:
+    return TorchOptimizer(partial(torch.optim.SGD, **given.rates), options=given.options)
+
+
+def _badam(given: _Arguments) -> BlockUpdate:
+    return BAdam(_adamw(given.rates), every=given.switch_every, seed=given.seed, options=given.options)
+
+
+_ADAM_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
+_SGD_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+
+OPTIMIZERS: dict[OptimizerName, OptimizerEntry] = {
+    "adamw": OptimizerEntry(
+        "AdamW",
+        _ADAM_RATES,
+        lambda given: TorchOptimizer(_adamw(given.rates), options=given.options),
+        options=("betas", "eps"),
+        of_adapter=torch.optim.AdamW,
+    ),
+    "sgd": OptimizerEntry("SGD", _SGD_RATES, _sgd, options=("momentum", "nesterov"), of_adapter=torch.optim.SGD),
+    "lomo": OptimizerEntry("LOMO", _SGD_RATES, lambda given: LOMO(**given.rates)),
+    "adalomo": OptimizerEntry("AdaLOMO", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), lambda given: AdaLOMO(**given.rates)),
+    "badam": OptimizerEntry("BAdam", _ADAM_RATES, _badam),
+}
+
+
+def make_block_update(
+    name: OptimizerName,
+    *,
+    weight_decay: float,
+    switch_every: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockUpdate:
+    """The optimizer of all parameters."""
+    rates = {"weight_decay": weight_decay, **options}
+    every = SWITCH_EVERY if switch_every is None else switch_every
+    return OPTIMIZERS[name].make(_Arguments(rates, every, seed, {"name": name, **rates}))
