@@ -18,7 +18,7 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_weights
 
 from zo2adapters import open_checkpoint
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, factor_store
 from zo2core.errors import JournalError, ZO2Warning
 from zo2core.factor_file import DATA, MANIFEST, sum_elements
 from zo2core.factor_store import kept_bytes_a_step
@@ -26,7 +26,6 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import factor_store
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program
 

@@ -54,10 +54,11 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
+    factor_store,
 )
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import Factors, PerturbedParameter, factor_store
+from zo2core.perturbation import Factors, PerturbedParameter
 from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 

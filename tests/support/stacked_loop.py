@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from zo2adapters.models.low_rank import LowRankModules
-from zo2core import Distribution
+from zo2core import Distribution, factor_store
 from zo2core.kernels import fill
-from zo2core.perturbation import Factors, PerturbedParameter, factor_store
+from zo2core.perturbation import Factors, PerturbedParameter
 
 EPS, LR = 1e-2, 1e-2
 
