@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from zo2adapters.edge.running import ProgramStep as ProgramStep
     from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
-    from zo2adapters.frameworks.backprop_grpo_mixin import BackpropGRPOMixin as BackpropGRPOMixin
-    from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
-    from zo2adapters.frameworks.full_trainer_mixin import FullBackpropTrainerMixin as FullBackpropTrainerMixin
     from zo2adapters.frameworks.lightning_modules import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.lightning_modules import FullBackpropLightningModule as FullBackpropLightningModule
     from zo2adapters.frameworks.lightning_modules import ZOLightningModule as ZOLightningModule
-    from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
+    from zo2adapters.frameworks.trainer_mixins import BackpropGRPOMixin as BackpropGRPOMixin
+    from zo2adapters.frameworks.trainer_mixins import BackpropTrainerMixin as BackpropTrainerMixin
+    from zo2adapters.frameworks.trainer_mixins import FullBackpropTrainerMixin as FullBackpropTrainerMixin
+    from zo2adapters.frameworks.trainer_mixins import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
     from zo2adapters.models.called_forward import CalledForward as CalledForward
     from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint

@@ -21,7 +21,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.frameworks.swept_batches import TrainerLoss
+from zo2adapters.frameworks.trainer_mixins import TrainerLoss
 from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError

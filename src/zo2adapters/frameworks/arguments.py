@@ -16,7 +16,6 @@ from zo2core import (
     Journal,
     MemoryPolicy,
     MeZOSGD,
-    NoiseGenerator,
     PhiloxNoise,
     WriteBackPolicy,
     ZerothOrder,
@@ -96,37 +95,18 @@ class ZOArguments:
         Raises:
             ZO2Error: as ``Engine`` says.
         """
+        estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
+        noise = None if self.distribution is None else PhiloxNoise(self.distribution)  # None: MeZO's, the engine's default
+        write_back = self.write_back
+        if write_back is not None:  # files of an earlier engine do not belong to this version of the run
+            write_back = replace(write_back, directory=Path(write_back.directory) / ".zo2-scratch")
+            shutil.rmtree(write_back.directory, ignore_errors=True)
         return Engine(
             model,
-            ZerothOrder(self.make_estimator(lr, weight_decay), noise=self.make_noise(), seed=seed),
+            ZerothOrder(Guarded(estimator=estimator) if self.guard else estimator, noise=noise, seed=seed),
             journal=journal,
             device=device if self.device is None else self.device,
             memory=self.memory,
-            write_back=self.fresh_write_back(),
+            write_back=write_back,
             micro_batch_size=self.micro_batch_size,
         )
-
-    def make_noise(self) -> NoiseGenerator | None:
-        """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
-        return None if self.distribution is None else PhiloxNoise(self.distribution)
-
-    def fresh_write_back(self) -> WriteBackPolicy | None:
-        """The policy with an emptied folder, since files of an earlier engine do not belong to this version of the run."""
-        if self.write_back is None:
-            return None
-        directory = Path(self.write_back.directory) / ".zo2-scratch"
-        shutil.rmtree(directory, ignore_errors=True)
-        return replace(self.write_back, directory=directory)
-
-    def make_estimator(self, lr: Callable[[int], float], weight_decay: float) -> ZOEstimator:
-        """The estimator of a run.
-
-        Args:
-            lr: Maps a 0-based step to its learning rate.
-            weight_decay: Weight decay of the trainer's arguments.
-
-        Raises:
-            OptionError: if a number is out of range.
-        """
-        estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
-        return Guarded(estimator=estimator) if self.guard else estimator

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,10 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Batch, BlockUpdate, Engine, FirstOrder, Forward, Journal, LossScaling, MemoryPolicy
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
-from zo2core.journal import copy_journal
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader
 
-WHOLE_STEPS = (None, 1)  # of accumulate_grad_batches: a loader gives lists of batches instead
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 
@@ -36,37 +33,38 @@ _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """A module whose model is no ``nn.Module`` in memory, but streamed by an engine."""
 
+    _engine: Engine | None = None
+    clipping_remedy: str | None = None  # what to do in place of Trainer(gradient_clip_val); None: it is supported
+
     def __init__(self) -> None:
         super().__init__()
         self._to_evaluate: list[Batch] = []
 
     @property
-    @abstractmethod
     def engine(self) -> Engine:
         """The engine that runs the model, at the present weights."""
+        assert self._engine is not None, "modules that open it later have their own property"
+        return self._engine
 
-    def require_whole_steps(self) -> None:
-        """Refuse gradient accumulation by Lightning, which would take each batch through all blocks by itself."""
-        asked = self.trainer.accumulate_grad_batches
-        if self.trainer.state.fn == "fit" and asked not in WHOLE_STEPS:
-            raise OptionError(
-                "Trainer(accumulate_grad_batches)",
-                found=str(asked),
-                expected="1",
-                remedy="leave it out, and have the loader give lists of batches: a step takes all batches of a list at once",
-            )
+    def configure_callbacks(self) -> list[Any]:
+        """Refuse options of Lightning's Trainer that concern gradients of a model that is whole in memory.
+
+        This hook runs before Lightning's own check of manual optimization, whose remedy is automatic optimization.
+        """
+        accumulated, clipping = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val or None
+        if self.trainer.state.fn == "fit":
+            remedy = "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once"
+            _refuse("accumulate_grad_batches", None if accumulated == 1 else accumulated, "1", remedy)
+            if self.clipping_remedy is not None:
+                _refuse("gradient_clip_val", clipping, "None", self.clipping_remedy)
+        return []
 
     def setup(self, stage: str) -> None:
         """Refuse what concerns weights that are whole in memory."""
         asked = {"precision": (str(self.trainer.precision), "32-true"), "devices": (str(self.trainer.world_size), "1")}
+        remedy = "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
         for name, (found, expected) in asked.items():
-            if found != expected:
-                raise OptionError(
-                    f"Trainer({name})",
-                    found=found,
-                    expected=expected,
-                    remedy="leave it out; open_checkpoint(precision=...) says in which precision the model runs",
-                )
+            _refuse(name, None if found == expected else found, expected, remedy)
 
     def on_train_start(self) -> None:
         """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot restore its position."""
@@ -106,30 +104,10 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
 class ManualStepsModule(StreamedLightningModule):
     """A module whose training step is a step of its engine."""
 
-    clipping_remedy: str  # what to do in place of Trainer(gradient_clip_val)
-
     def __init__(self, lr: float, lr_lambda: Callable[[int], float] | None) -> None:
         super().__init__()
         self.automatic_optimization = False
         self._lr, self._lr_lambda = lr, lr_lambda
-
-    @property
-    @abstractmethod
-    def engine(self) -> Engine:
-        """Engine that takes the steps, with the present weights."""
-
-    def configure_callbacks(self) -> list[Any]:
-        """Refuse options of Lightning's Trainer that need automatic optimization.
-
-        This hook runs before Lightning's own check, whose remedy is automatic optimization, which is not supported here.
-        """
-        self.require_whole_steps()
-        clipping = self.trainer.gradient_clip_val or None
-        if self.trainer.state.fn == "fit" and clipping is not None:
-            raise OptionError(
-                "Trainer(gradient_clip_val)", found=str(clipping), expected="None", remedy=self.clipping_remedy
-            )
-        return []
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
@@ -193,7 +171,6 @@ class ZOLightningModule(ManualStepsModule):
         self.zo = ZOArguments() if zo is None else zo
         self._model = model
         self._weight_decay, self._seed = weight_decay, seed
-        self._engine: Engine | None = None
         self._journal = Journal()
 
     @property
@@ -212,9 +189,7 @@ class ZOLightningModule(ManualStepsModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the journal and its number of steps to a checkpoint."""
-        with tempfile.TemporaryDirectory() as directory:
-            copy_journal(self.engine.journal, Path(directory) / JOURNAL)
-            checkpoint[JOURNAL] = (Path(directory) / JOURNAL).read_text()
+        checkpoint[JOURNAL] = self.engine.journal.excerpt(0).decode()
         checkpoint[_VERSION] = self.engine.version  # global_step counts from 0 again when another Trainer goes on
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -290,11 +265,6 @@ class FullBackpropLightningModule(ManualStepsModule):
             micro_batch_size=micro_batch_size,
         )
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that takes the steps, with the present weights."""
-        return self._engine
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add weights, optimizer states and the number of steps to a checkpoint."""
         checkpoint[_STATE] = self.engine.state_dict()
@@ -357,20 +327,6 @@ class BackpropLightningModule(StreamedLightningModule):
         # Names of modules have no dots.
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in self._engine.parameters.items()})
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that takes the gradients."""
-        return self._engine
-
-    def configure_callbacks(self) -> list[Any]:
-        """Refuse gradient accumulation by Lightning.
-
-        Raises:
-            OptionError: if it is asked for.
-        """
-        self.require_whole_steps()
-        return []
-
     def configure_optimizers(self) -> Any:
         """The optimizer and its schedule."""
         optimizer = self._optimizer(list(self.engine.parameters.values()))
@@ -381,15 +337,10 @@ class BackpropLightningModule(StreamedLightningModule):
     def training_step(self, batch: Batch | Sequence[Batch], batch_idx: int) -> torch.Tensor:
         """The loss of a batch. Its gradients are taken here, in one pass, and handed out when Lightning asks for them."""
         parameters = list(self.engine.parameters.values())
-        kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        try:
-            loss = self.engine.gradients(batch, self._forward)
-            gradients = [parameter.grad for parameter in parameters]
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+        loss = self.engine.gradients(batch, self._forward)
+        gradients = [parameter.grad for parameter in parameters]
         self.log("train_loss", loss, prog_bar=True)
         taken: Any = _Taken  # its apply is untyped
         differentiable: torch.Tensor = taken.apply(loss, gradients, *parameters)
@@ -409,3 +360,9 @@ class _Taken(torch.autograd.Function):
         [scale] = outer
         taken = [None if gradient is None else gradient * scale.to(gradient) for gradient in ctx.gradients]
         return None, None, *taken
+
+
+def _refuse(name: str, found: object, expected: str, remedy: str) -> None:
+    """Refuse an option of Lightning's Trainer, if there is one."""
+    if found is not None:
+        raise OptionError(f"Trainer({name})", found=str(found), expected=expected, remedy=remedy)

@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.head_model import HFHeadModel
-from zo2adapters.models.heads import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
 from zo2adapters.models.precision import Precision
 from zo2core.errors import CheckpointError, OptionError
 
-# Arguments for gradients and for models that are whole in memory. They must have their default values. Values are remedies.
-_AT_DEFAULT: Mapping[str, str] = {
-    "optim": "leave it out: the estimator of ZOArguments replaces the optimizer",
-    "optim_args": "leave it out: the estimator of ZOArguments replaces the optimizer",
+# Arguments for gradients and for models that are whole in memory, which must have their default values, and options of a
+# trainer's constructor, which must be absent. Values are remedies. This table is for zeroth-order steps.
+_ESTIMATOR = "leave it out: the estimator of ZOArguments replaces the optimizer"
+_STREAMED = "leave it out: the weights are streamed as {} says"
+_REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _ESTIMATOR),
     "optim_target_modules": "leave it out: all parameters are trained",
-    "adam_beta1": "leave it out: the estimator of ZOArguments replaces the optimizer",
-    "adam_beta2": "leave it out: the estimator of ZOArguments replaces the optimizer",
-    "adam_epsilon": "leave it out: the estimator of ZOArguments replaces the optimizer",
     "max_grad_norm": "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
     "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients",
     "neftune_noise_alpha": "leave it out: forwards must be deterministic",
@@ -40,29 +38,52 @@ _AT_DEFAULT: Mapping[str, str] = {
     "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
     "predict_with_generate": "save the model and generate with zo2adapters.generate, or zo2 generate",
     "model_init_kwargs": "pass a model from open_checkpoint, with its options",
-    "deepspeed": "leave it out: the weights are streamed as ZOArguments(memory=...) says",
-    "fsdp": "leave it out: the weights are streamed as ZOArguments(memory=...) says",
+    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
     "sync_ref_model": "leave it out: the reference is always the base checkpoint",
     "chat_template_path": "set the tokenizer's template instead: templates that add tokens need other weights",
-}
-_OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
-_ABSENT: Mapping[str, str] = {  # options of the trainer's constructor that must be absent, with remedies
     "model_init": "pass model",
-    "optimizers": "leave it out: the estimator of ZOArguments replaces the optimizer; lr_scheduler_type names the schedule",
-    "optimizer_cls_and_kwargs": "leave it out: the estimator of ZOArguments replaces the optimizer",
+    "optimizers": f"{_ESTIMATOR}; lr_scheduler_type names the schedule",
+    "optimizer_cls_and_kwargs": _ESTIMATOR,
     "peft_config": "pass model=open_checkpoint(model, adapter=Adapter(config=peft_config))",
     "quantization_config": "leave it out: weights are in 16 or 32 bits",
     "ref_model": "leave it out: the reference is the base checkpoint, streamed once",
 }
+_OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
 
 # The same for the mixins of first-order steps: what these support (None), and what to do about the rest.
-FIRST_ORDER: Mapping[str, str | None] = {
+_FIRST_ORDER: Mapping[str, str | None] = {
     **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
     "auto_find_batch_size": "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches",
     "disable_dropout": "leave it out: forwards run without dropout",
-    "deepspeed": "leave it out: the weights are streamed as memory=MemoryPolicy(...) says",
-    "fsdp": "leave it out: the weights are streamed as memory=MemoryPolicy(...) says",
+    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("memory=MemoryPolicy(...)")),
     "optimizers": "leave it out: optim names the optimizer, and lr_scheduler_type the schedule",
+}
+FULL: Mapping[str, str | None] = {
+    **_FIRST_ORDER,
+    "optimizer_cls_and_kwargs": _FIRST_ORDER["optimizers"],
+    "peft_config": "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter",
+}
+ADAPTER: Mapping[str, str | None] = {
+    **_FIRST_ORDER,
+    "optimizer_cls_and_kwargs": None,
+    "optim_target_modules": "leave it out: the adapter's config names the modules",
+    "ref_model": "leave it out: the reference is the model with the adapter that training starts from",
+    "sync_ref_model": "leave it out: the reference is always the model with the adapter that training starts from",
+    "model_init_kwargs": "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config",
+}
+_IN_MEMORY = "leave it out: it needs the whole model in memory"
+ONE_UPDATE = "leave it out: completions serve one update, whose own log-probabilities are the old ones"
+_SAMPLING = "leave it out: tokens are sampled by temperature and top_p alone"
+GRPO: Mapping[str, str | None] = {
+    **ADAPTER,
+    "use_vllm": f"{_IN_MEMORY}, in vLLM",
+    "use_transformers_continuous_batching": _IN_MEMORY,
+    "beta": "leave it out: a penalty for leaving the reference is not built",
+    "num_iterations": ONE_UPDATE,
+    "cast_lm_head_to_fp32": "open the model with precision='mixed' or in float32",
+    **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "generation_kwargs"), _SAMPLING),
+    "cache_implementation": "leave it out: keys and values are kept as they are",
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), "leave it out: only single answers are generated"),
 }
 
 # TRL's trainers whose steps are tested to equal those of the monolithic loop.
@@ -76,44 +97,42 @@ _TRL_UNSUPPORTED: Mapping[str, str] = {
 }
 
 
-def require_supported_trainer(kind: type, supported: Sequence[str] = TRL_SUPPORTED) -> None:
-    """Refuse a trainer of TRL's whose training step does more than call the model with one batch."""
-    for base in kind.__mro__:
-        is_of_trl = base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)
-        if is_of_trl and not base.__name__.startswith("_") and base.__name__ not in supported:
-            obstacle = _TRL_UNSUPPORTED.get(base.__name__, "has not been tested with streamed steps")
+def _trl_trainers(kind: type) -> list[str]:
+    """Names of TRL's trainers that a class is derived from."""
+    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)]
+    return [base.__name__ for base in classes if not base.__name__.startswith("_")]
+
+
+def require_supported(
+    kind: type, args: Any, options: Mapping[str, Any], *, trainers: Sequence[str], remedies: Mapping[str, str | None]
+) -> None:
+    """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments that are not supported."""
+    for name in _trl_trainers(kind):
+        if name not in trainers:
             raise OptionError(
-                base.__name__,
-                found=f"a trainer that {obstacle}",
-                expected=f"transformers' Trainer, or one of TRL's {', '.join(supported)}",
+                name,
+                found=f"a trainer that {_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}",
+                expected=f"transformers' Trainer, or one of TRL's {', '.join(trainers)}",
                 remedy="use one of these, or write the loss as a function for CalledForward and call the engine's step",
             )
-
-
-def head_for(kind: type) -> str:
-    """Name of the head that a trainer's class needs, for ``open_checkpoint``."""
-    is_reward = any(base.__module__.split(".")[0] == "trl" and base.__name__ == "RewardTrainer" for base in kind.__mro__)
-    return "sequence-classification" if is_reward else "causal-lm"
-
-
-def require_supported(args: Any, options: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
-    """Refuse arguments and options of a trainer that are not supported."""
-    for name, remedy in {**_ABSENT, **own}.items():
-        given = options.get(name)
-        if remedy is not None and given is not None and given != (None, None):
-            raise OptionError(name, found=f"a {type(given).__name__}", expected="no such option", remedy=remedy)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(args)}
-    for name, remedy in {**_AT_DEFAULT, **own}.items():
-        given = getattr(args, name, None)
-        if (
-            remedy is None
-            or name not in defaults
-            or given == defaults[name]
-            or not (given or defaults[name])
-            or given == _OFF.get(name)
-        ):
+    if not isinstance(args, TrainingArguments):
+        raise OptionError(
+            "args",
+            found=f"a {type(args).__name__}",
+            expected="TrainingArguments",
+            remedy="pass args=TrainingArguments(...)",
+        )
+    fields = {field.name: field for field in dataclasses.fields(args)}
+    for name, remedy in {**_REMEDIES, **remedies}.items():
+        option = options.get(name)
+        if remedy is None:
             continue
-        raise OptionError(name, found=repr(given), expected=f"the default, {defaults[name]!r}", remedy=remedy)
+        if option is not None and option != (None, None):
+            raise OptionError(name, found=f"a {type(option).__name__}", expected="no such option", remedy=remedy)
+        if name in fields:
+            value, default = getattr(args, name), _default(fields[name])
+            if value != default and (value or default) and value != _OFF.get(name):
+                raise OptionError(name, found=repr(value), expected=f"the default, {default!r}", remedy=remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         raise OptionError(
             "args",
@@ -123,56 +142,38 @@ def require_supported(args: Any, options: Mapping[str, Any], own: Mapping[str, s
         )
 
 
-def autocast_of(args: Any) -> torch.dtype | None:
-    """16-bit dtype that a trainer's arguments ask to compute in; None: the dtype of the weights."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else None
-
-
 def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 _REWARD_MODEL = (
     "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "
     "directory"
 )
-# For each dtype of autocast, or none: a trainer's arguments, and the options of open_checkpoint.
-_ARGUMENTS = {
-    None: "bf16=False, fp16=False",
-    torch.bfloat16: "bf16=True, fp16=False",
-    torch.float16: "bf16=False, fp16=True",
-}
-_OPTIONS = {
-    None: "precision='exact'",
-    torch.bfloat16: "precision='mixed', dtype='bfloat16'",
-    torch.float16: "precision='mixed', dtype='float16'",
-}
 
 
-def open_for(
-    model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str, *, adapter: Adapter | None = None
+def open_model(
+    model: HFBlockModel | Path | str, args: TrainingArguments, kind: type, adapter: Adapter | None
 ) -> HFBlockModel:
-    """Open a trainer's model, or check a model that is open already."""
+    """Open the model of a trainer, in the precision that the arguments ask for, or check one that is open already."""
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    is_reward = "RewardTrainer" in _trl_trainers(kind)
     if isinstance(model, (str, Path)):
+        head = "sequence-classification" if is_reward else "causal-lm"
         precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         try:
             model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
         except OptionError as error:
             if autocast is None or error.where != "precision":
                 raise
-            half = str(autocast).removeprefix("torch.")
-            remedy = f"pass {_ARGUMENTS[None]}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
+            half = _name(autocast)
+            remedy = f"pass {_arguments(None)}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
             raise OptionError("bf16, fp16", found=error.found, expected=error.expected, remedy=remedy) from error
         except CheckpointError as error:
-            if head == CAUSAL_LM.name:
+            if not is_reward:
                 raise
-            raise CheckpointError(
-                error.where, found=error.found, expected=error.expected, remedy=f"{error.remedy}. {_REWARD_MODEL}"
-            ) from error
+            remedy = f"{error.remedy}. {_REWARD_MODEL}"
+            raise CheckpointError(error.where, found=error.found, expected=error.expected, remedy=remedy) from error
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
@@ -180,23 +181,32 @@ def open_for(
             expected="a model directory, a hub id, or a model from open_checkpoint",
             remedy="pass the path, since the model is not loaded as a whole",
         )
-    if head != CAUSAL_LM.name and not (
-        isinstance(model, HFHeadModel) and model.kind.name == head and model.config.num_labels == 1
-    ):
+    has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
+    if is_reward and not (has_head and model.config.num_labels == 1):
         raise OptionError(
             "model",
             found=f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}",
-            expected=f"a reward model: opened with head={head!r}, with num_labels=1 in its config",
+            expected="a reward model: opened with head='sequence-classification', with num_labels=1 in its config",
             remedy=_REWARD_MODEL,
         )
     if model.autocast != autocast:
+        options = "precision='exact'" if autocast is None else f"precision='mixed', dtype={_name(autocast)!r}"
         raise OptionError(
             "bf16, fp16",
             found=f"a model that computes {_precision(model.autocast)}",
             expected=f"a model that computes {_precision(autocast)}, as the arguments say",
-            remedy=f"pass {_ARGUMENTS[model.autocast]}, or open the model with {_OPTIONS[autocast]}",
+            remedy=f"pass {_arguments(model.autocast)}, or open the model with {options}",
         )
     return model
+
+
+def _arguments(autocast: torch.dtype | None) -> str:
+    """A trainer's arguments for a dtype of autocast, or none."""
+    return f"bf16={autocast is torch.bfloat16}, fp16={autocast is torch.float16}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _precision(autocast: torch.dtype | None) -> str:
