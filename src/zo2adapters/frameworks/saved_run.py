@@ -1,4 +1,4 @@
-"""Saves a zeroth-order run in a trainer's checkpoint: the journal and, if wanted, the weights.
+"""Saves a model in a trainer's checkpoint, and reads the journal of one.
 
 Note: Saving into a directory again. The new files are written into a temporary directory inside it and renamed from there.
 So a kill at any moment leaves a whole model, the earlier or the new one, and a whole journal. One rename decides which
@@ -12,37 +12,20 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from zo2core import Engine, Journal
+from zo2core import Journal
 from zo2core.errors import JournalError, OutputError, reason
 from zo2core.io.durable import sync_path
-from zo2core.journal import copy_journal
 from zo2core.ranges import counted
 
 JOURNAL = "journal.jsonl"
 _SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # keys of a model's config
 _SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", "model*.safetensors"
 _PARTIAL = ".model.partial-"
-
-
-def save_run(engine: Engine, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
-    """Write a run's journal and, if wanted, its weights into a directory that may have other files.
-
-    The journal is written last. A kill between weights and journal leaves the earlier journal whole.
-    """
-
-    def write(written: Path) -> None:
-        if weights:
-            engine.export(written)
-        else:
-            written.mkdir()
-        write_others(written)
-
-    save_files(directory, write)
-    copy_journal(engine.journal, directory / JOURNAL)
 
 
 def save_files(directory: Path, write: Callable[[Path], None]) -> None:
@@ -145,33 +128,24 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:
     """Read the journal of a checkpoint into memory. It was written at once, so an incomplete journal is damaged."""
     where = path if name is None else name
-    remedy = "restore the checkpoint from a copy, or resume from another one"
+
+    def damaged(found: str, expected: str) -> JournalError:
+        remedy = "restore the checkpoint from a copy, or resume from another one"
+        return JournalError(where, found=found, expected=expected, remedy=remedy)
+
     if not path.is_file():
-        raise JournalError(
-            where,
-            found="no file",
-            expected="the journal of a zeroth-order run",
-            remedy="pass a checkpoint that this trainer saved",
-        )
+        expected, remedy = "the journal of a zeroth-order run", "pass a checkpoint that this trainer saved"
+        raise JournalError(where, found="no file", expected=expected, remedy=remedy)
     try:
         journal = Journal(path)
     except JournalError as error:
-        location = error.where.replace(str(path), str(where))
-        raise JournalError(location, found=error.found, expected=error.expected, remedy=remedy) from error
-    try:
+        where = error.where.replace(str(path), str(where))
+        raise damaged(error.found, error.expected) from error
+    with closing(journal):
         steps = len(journal.updates)
         if journal.torn or journal.header is None:
             last = "a last record that is cut or damaged" if journal.torn else "an empty file"
-            raise JournalError(
-                where, found=f"{last}, after {counted(steps, 'step')}", expected="whole records", remedy=remedy
-            )
+            raise damaged(f"{last}, after {counted(steps, 'step')}", "whole records")
         if version is not None and steps != version:
-            raise JournalError(
-                where,
-                found=counted(steps, "step"),
-                expected=f"{version}, as when the checkpoint was saved",
-                remedy=remedy,
-            )
+            raise damaged(counted(steps, "step"), f"{version}, as when the checkpoint was saved")
         return journal.until(steps)
-    finally:
-        journal.close()
