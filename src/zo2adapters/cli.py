@@ -15,12 +15,9 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 from zo2adapters.commands.signals import Phase, SignalHandling, interruption_behind, status_of
-
-if TYPE_CHECKING:
-    from zo2adapters.commands.parsing import Command
 
 REFUSED = 2  # exit status
 _DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
@@ -32,124 +29,23 @@ _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What 
 _RESERVE_BYTES = 8 << 20  # address space that is freed when an error has to be printed: printing takes memory, too
 
 
-@runtime_checkable
-class Interruptible(Protocol):
-    """A command that says how to continue once a signal has stopped it."""
-
-    def after_interruption(self) -> str:
-        """One line: what was written so far, or how to continue."""
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """A command whose options are checked before anything slow is imported."""
-
-    def check(self) -> None:
-        """Refuse options that depend on neither model nor data nor machine."""
-
-
-class CommandEntry(NamedTuple):
-    """Where a command is defined, and its summary, which is printed without importing it."""
-
-    module: str
-    name: str  # name of the dataclass
-    summary: str  # first line of the dataclass's docstring
-    needs: tuple[str, ...] = ()  # slow modules, imported after the command line is parsed and before the command starts
-
-
-_MODEL = "zo2adapters.models.checkpoint"
-_TRAINER = "zo2adapters.trainers.trainer"
-
-COMMANDS: dict[str, CommandEntry] = {
-    "demo": CommandEntry(
-        "zo2adapters.commands.demo",
-        "Demo",
-        "Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned.",
-    ),
-    "init": CommandEntry(
-        "zo2adapters.commands.init",
-        "Init",
-        "Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen.",
-        ("zo2adapters.trainers.initial_recipe",),
-    ),
-    "train": CommandEntry(
-        "zo2adapters.commands.train",
-        "Train",
-        "Fine-tune a model block by block, by gradients or zeroth-order steps.",
-        (_TRAINER,),
-    ),
-    "tune": CommandEntry(
-        "zo2adapters.commands.tune",
-        "Tune",
-        "Find the learning rate for a model and its data by short runs; the better half of them runs for longer.",
-        (_TRAINER, "zo2adapters.trainers.tuning"),
-    ),
-    "evaluate": CommandEntry(
-        "zo2adapters.commands.evaluate",
-        "Evaluate",
-        "Evaluate a model, or a run at any of its steps beside its base, on a data file.",
-        (_TRAINER, "zo2adapters.tasks.scoring"),
-    ),
-    "generate": CommandEntry(
-        "zo2adapters.commands.generate",
-        "Generate",
-        "Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks.",
-        (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
-    ),
-    "chat": CommandEntry(
-        "zo2adapters.commands.chat",
-        "Chat",
-        "Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks.",
-        (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
-    ),
-    "export": CommandEntry(
-        "zo2adapters.commands.export",
-        "Export",
-        "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file.",
-        (_MODEL,),
-    ),
-    "merge": CommandEntry(
-        "zo2adapters.commands.merge",
-        "Merge",
-        "Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time.",
-        (_MODEL,),
-    ),
-    "push": CommandEntry(
-        "zo2adapters.commands.push",
-        "Push",
-        "Upload an exported model or adapter, or the model of a run, to the Hugging Face hub.",
-    ),
-    "verify": CommandEntry(
-        "zo2adapters.commands.verify",
-        "Verify",
-        "Run a few steps block by block and on the whole model with your checkpoint, and compare every bit.",
-        ("zo2adapters.trainers.verification",),
-    ),
-    "journal": CommandEntry("zo2adapters.commands.journal", "ShowJournal", "Print what happened in a run, step by step."),
-    "report": CommandEntry(
-        "zo2adapters.commands.report",
-        "Report",
-        "Write a page with the curves, the cost and the options of one run, or of several side by side.",
-        ("zo2adapters.commands.report_page",),
-    ),
-    "rows": CommandEntry(
-        "zo2adapters.commands.rows",
-        "WriteRows",
-        "Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments.",
-        ("zo2adapters.tasks.benchmark_rows",),
-    ),
-    "plan": CommandEntry(
-        "zo2adapters.commands.plan",
-        "Plan",
-        "Print what a run would take in memory, disk and time, without loading the model.",
-        ("zo2adapters.trainers.planning",),
-    ),
-    "convert": CommandEntry(
-        "zo2adapters.commands.convert",
-        "Convert",
-        "Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model.",
-        ("zo2adapters.models.pickle_conversion",),
-    ),
+COMMANDS: dict[str, tuple[str, str]] = {  # modules of zo2adapters.commands, and the dataclasses in them
+    "demo": ("demo", "Demo"),
+    "init": ("init", "Init"),
+    "train": ("train", "Train"),
+    "tune": ("tune", "Tune"),
+    "evaluate": ("evaluate", "Evaluate"),
+    "generate": ("generate", "Generate"),
+    "chat": ("chat", "Chat"),
+    "export": ("export", "Export"),
+    "merge": ("merge", "Merge"),
+    "push": ("push", "Push"),
+    "verify": ("verify", "Verify"),
+    "journal": ("journal", "ShowJournal"),
+    "report": ("report", "Report"),
+    "rows": ("rows", "WriteRows"),
+    "plan": ("plan", "Plan"),
+    "convert": ("convert", "Convert"),
 }
 
 
@@ -184,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     """Run a command line; return the exit status."""
     if "COMP_LINE" in os.environ:  # set by the shell for ``complete -C zo2 zo2``
-        from zo2adapters.commands.completion import completions
+        from zo2adapters.commands.help_text import completions
 
         line = os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))]
-        sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, _options_of))
+        sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, command_class))
         return 0
     name, *rest = arguments or [""]
     if name not in COMMANDS:
@@ -199,10 +95,17 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         print(_NO_MEMORY, file=sys.stderr)
         return REFUSED
     try:
-        command = _parse_command(name, rest)
-        if isinstance(command, Checked):
-            command.check()
-        for module in COMMANDS[name].needs:
+        options = command_class(name)
+        if {"-h", "--help", "--help-all"} & set(rest):
+            from zo2adapters.commands.help_text import command_help
+
+            print(command_help(name, options, lists_all="--help-all" in rest))
+            return 0
+        from zo2adapters.commands.options import parse_command
+
+        command = parse_command(name, options, options.with_recipe(rest))
+        command.check()
+        for module in options.needs:
             importlib.import_module(module)
         _quieten_libraries()
         warnings.formatwarning, warnings.showwarning = format_warning, show_warning
@@ -222,7 +125,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_output(sys.stdout)
-        message = "interrupted" if refusal is None else error_line(refusal, command or COMMANDS[name])
+        message = "interrupted" if refusal is None else error_line(refusal, command)
         if interruption is None:
             print(f"{_program_name()}: {message}", file=sys.stderr)
             return REFUSED
@@ -234,8 +137,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
 
 def _interrupted(interruption: KeyboardInterrupt, command: Any, *message: str) -> int:
     """Print how to continue; return the exit status."""
-    if isinstance(command, Interruptible) and _program_name() == "zo2":
-        message = (*message, command.after_interruption())
+    if command is not None and _program_name() == "zo2" and (how := command.after_interruption()) is not None:
+        message = (*message, how)
     try:
         print(*message, sep="\n", end="\n" if message else "", file=sys.stderr, flush=True)
     except OSError:  # the terminal was closed, which is what SIGHUP reports
@@ -252,12 +155,12 @@ def _program_name() -> str:
 def _main_help(arguments: list[str]) -> int:
     if arguments and arguments[0] in {"-V", "--version"}:
         print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
-        raise SystemExit(0)
+        return 0
     if arguments and arguments[0] in {"-h", "--help", "--help-all", "help"}:
         from zo2adapters.commands.help_text import program_help
 
-        print(program_help(_DESCRIPTION, {name: entry.summary for name, entry in COMMANDS.items()}))
-        raise SystemExit(0)
+        print(program_help(_DESCRIPTION, {name: command_class(name) for name in COMMANDS}))
+        return 0
     if not arguments:
         from zo2adapters.commands.help_text import first_steps
 
@@ -272,23 +175,10 @@ def _main_help(arguments: list[str]) -> int:
     return REFUSED
 
 
-def _options_of(name: str) -> Any:
-    """The dataclass of a command."""
-    return getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].name)
-
-
-def _parse_command(name: str, arguments: list[str]) -> Command:
-    """Import a command and fill in its options."""
-    options = _options_of(name)
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        help_text = importlib.import_module("zo2adapters.commands.help_text")
-        print(help_text.command_help(name, options, lists_all="--help-all" in arguments))
-        raise SystemExit(0)
-    parsing = importlib.import_module("zo2adapters.commands.parsing")
-    if issubclass(options, parsing.TakesRecipe):
-        arguments = options.with_recipe(arguments)
-    command: Command = parsing.parse_command(name, options, arguments)
-    return command
+def command_class(name: str) -> Any:
+    """The dataclass of a command, which imports its module."""
+    module, options = COMMANDS[name]
+    return getattr(importlib.import_module(f"zo2adapters.commands.{module}"), options)
 
 
 def _quieten_libraries() -> None:

@@ -17,7 +17,7 @@ from models import WORDS, save_model, small_config
 from transformers import Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.commands.option_fields import option_names
+from zo2adapters.commands.options import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_survey import Survey, survey

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from command_lines import make_place, refusal, run_here
 
-from zo2adapters.commands.option_fields import option_names
-from zo2adapters.commands.parsing import parse_command
+from zo2adapters.commands.options import option_names, parse_command
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers import option_table
 from zo2adapters.trainers.optimization import Noise

@@ -620,14 +620,6 @@ def test_no_more_memory_is_told() -> None:
 # What a command costs before it begins
 
 
-def test_what_is_said_of_a_command_is_its_docstring() -> None:
-    import importlib
-
-    for place in COMMANDS.values():
-        docstring = getattr(importlib.import_module(place.module), place.name).__doc__
-        assert " ".join(docstring.split()) == place.summary
-
-
 IMPORTS = """
 import sys
 from zo2adapters.cli import main

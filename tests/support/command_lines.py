@@ -24,7 +24,7 @@ import psutil
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
-from zo2adapters.cli import COMMANDS, main
+from zo2adapters.cli import COMMANDS, command_class, main
 from zo2core.planning import speeds
 
 SECONDS = 120  # a command takes a fraction of them
@@ -199,8 +199,8 @@ def serve() -> None:
     """Fork a process for each command of standard input, and wait for those that are asked for; answer with a number."""
     torch.set_num_threads(1)
     speeds._BYTES = PROBED_BYTES
-    for place in COMMANDS.values():
-        for module in (place.module, *place.needs, *NEEDS):
+    for name in COMMANDS:
+        for module in (*command_class(name).needs, *NEEDS):
             importlib.import_module(module)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     gc.freeze()  # a child that looks through all of these objects would copy their memory first

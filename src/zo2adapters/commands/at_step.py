@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from zo2adapters.commands.option_fields import NO_OPTION, Written
+from zo2adapters.commands.options import NO_OPTION, Command, Written
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.evaluations import best_step, criteria_of
@@ -30,8 +30,10 @@ _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no 
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtStep:
+class AtStep(Command):
     """A base model, or a run at any of its steps."""
+
+    needs: ClassVar = ("zo2adapters.models.checkpoint",)
 
     model: str | None = None
     """The base model: a directory with safetensors weights, a GGUF file, or a hub id. By default the base that --adapter

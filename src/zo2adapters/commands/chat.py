@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.commands.option_fields import POSITIONAL, Written
+from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
@@ -37,9 +37,10 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last characte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class Chat(Command):
     """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
 
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check")
     first_options: ClassVar = (
         "run_directory",
         "model",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
+
+from zo2adapters.commands.options import Command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(Command):
     """Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model."""
+
+    needs: ClassVar = ("zo2adapters.models.pickle_conversion",)
 
     model: Path
     """Model directory with pytorch_model*.bin or, with --quantize, with safetensors."""

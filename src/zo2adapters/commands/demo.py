@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.options import Command
 from zo2adapters.tasks.demo_task import LABELS, read_rows
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, Recipe, prepare
 from zo2adapters.trainers.options import TrainOptions
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
+class Demo(Command):
     """Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned."""
 
     keep: Path | None = None

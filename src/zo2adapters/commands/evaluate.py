@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep, names_of, run_together
-from zo2adapters.commands.option_fields import Written
+from zo2adapters.commands.options import Written
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.option_table import require_valid
@@ -34,6 +34,7 @@ BATCHES = 8  # batches of the longest rows that memory is reserved for by defaul
 class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
+    needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.scoring")
     first_options: ClassVar = (
         "run_directory",
         "model",

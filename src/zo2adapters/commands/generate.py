@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check")
     first_options: ClassVar = (
         "run_directory",
         "model",

@@ -1,4 +1,4 @@
-"""Help texts: of the program, and of each command from the docstrings of its options. All have one layout."""
+"""Help texts of the program and of each command, from docstrings, in one layout; and completions of command lines."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import itertools
 import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from typing import Any
 
-from zo2adapters.commands.option_fields import OptionField, option_fields
+from zo2adapters.commands.options import OptionField, option_fields
 
 _WIDEST = 125  # columns of a line
 _INDENT = 6  # columns before an option's text
 
 
-def program_help(description: str, summaries: Mapping[str, str]) -> str:
+def program_help(description: str, commands: Mapping[str, type]) -> str:
     """The help of the program: its commands, and how to get the help of each."""
     lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(description, 0), "", "Commands"]
-    for name, summary in summaries.items():
-        lines += [f"  {name}", *_wrapped(summary, _INDENT)]
+    for name, options in commands.items():
+        lines += [f"  {name}", *_wrapped(inspect.getdoc(options) or "", _INDENT)]
     return "\n".join([*lines, "", "zo2 COMMAND --help lists the options of a command."])
 
 
@@ -44,12 +44,11 @@ def first_steps(description: str) -> str:
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """The help of a command."""
     listed = list(option_fields(options))
-    first = getattr(options, "first_options", None)
-    order = {field: index for index, field in enumerate(first or ())}
+    order = {field: index for index, field in enumerate(options.first_options)}
     # The command's own options come first, and of these the ones that most people need.
     shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
-    if first is not None and not lists_all:
-        shown = [option for field in first for option in listed if option.field == field]
+    if order and not lists_all:
+        shown = [option for field in order for option in listed if option.field == field]
     lines = [f"usage: {_usage(name, options, listed)}", "", *_wrapped(inspect.getdoc(options) or "", 0)]
     for owner, group in itertools.groupby(shown, key=lambda option: option.owner if lists_all else options):
         heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
@@ -62,7 +61,7 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
 
 
 def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
-    words = [f"zo2 {name}", *(["[RECIPE.yaml]"] if hasattr(options, "with_recipe") else [])]
+    words = [f"zo2 {name}", *(["[RECIPE.yaml]"] if options.takes_recipe else [])]
     for option in listed:
         if option.default is MISSING:
             words.append(option._replace(aliases=()).written)
@@ -108,3 +107,25 @@ def _docstrings(options: type) -> Iterator[tuple[str, str]]:
         match field, docstring:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 yield name, inspect.cleandoc(text)
+
+
+def completions(line: str, commands: Iterable[str], options_of: Callable[[str], Any]) -> list[str]:
+    """What the last word of a command line can become; nothing where it can be any text, such as a path.
+
+    Args:
+        line: The command line up to the cursor, the program's name first.
+        commands: The names of the commands.
+        options_of: Returns the options of a command.
+    """
+    *words, last = f"{line}.".split()  # the dot keeps an empty last word
+    last = last[:-1]
+    if len(words) == 1:
+        return [name for name in commands if name.startswith(last)]
+    if not words or words[1] not in commands:
+        return []
+    listed = list(option_fields(options_of(words[1])))
+    if last.startswith("-"):
+        offered = [flag for option in listed for flag in option.flags]
+    else:
+        offered = [name for option in listed if words[-1] in option.flags for name in option.named]
+    return [text for text in offered if text.startswith(last)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from zo2adapters.commands.option_fields import Written
+from zo2adapters.commands.options import Command, Written
 from zo2adapters.tasks.registry import AUTO, function_file
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import require_there
@@ -18,9 +18,10 @@ from zo2core.io.durable import create_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Init:
+class Init(Command):
     """Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen."""
 
+    needs: ClassVar = ("zo2adapters.trainers.initial_recipe",)
     first_options: ClassVar = ("model", "data", "output", "evaluation", "prompt_template", "label_column", "memory")
 
     model: str

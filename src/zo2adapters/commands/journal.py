@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from zo2adapters.commands.option_fields import POSITIONAL
+from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL
@@ -24,7 +24,7 @@ _WIDTH = 110  # columns of a value
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowJournal:
+class ShowJournal(Command):
     """Print what happened in a run, step by step."""
 
     run_directory: Annotated[Path, POSITIONAL]

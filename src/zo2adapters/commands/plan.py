@@ -14,7 +14,8 @@ from zo2adapters.commands.train import Train, arguments_of_recipe
 class Plan(Train):
     """Print what a run would take in memory, disk and time, without loading the model."""
 
-    first_options: ClassVar[tuple[str, ...]] = (
+    needs: ClassVar = ("zo2adapters.trainers.planning",)
+    first_options: ClassVar = (
         "model",
         "data",
         "method",

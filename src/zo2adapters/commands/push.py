@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from zo2adapters.commands.option_fields import POSITIONAL
+from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.errors import OptionError
 
@@ -17,7 +17,7 @@ _UPLOADED = ("*.safetensors", "*.gguf", "Modelfile", "*.json", "*.txt", "*.model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push:
+class Push(Command):
     """Upload an exported model or adapter, or the model of a run, to the Hugging Face hub."""
 
     directory: Annotated[Path, POSITIONAL]

@@ -7,7 +7,7 @@ import re
 from dataclasses import is_dataclass
 from typing import Any
 
-from zo2adapters.commands.option_fields import option_names
+from zo2adapters.commands.options import option_names
 from zo2core.errors import DeviceError, MemoryBudgetError, OutputError, ZO2Error, reason
 
 # The library's name of an option, to its name on the command line.

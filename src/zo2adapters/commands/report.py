@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from zo2adapters.commands.option_fields import POSITIONAL, Written
+from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core.errors import OptionError, OutputError, reason
 from zo2core.io.durable import create_file, open_regular, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Command):
     """Write a page with the curves, the cost and the options of one run, or of several side by side."""
+
+    needs: ClassVar = ("zo2adapters.commands.report_page",)
 
     runs: Annotated[tuple[Path, ...], POSITIONAL]
     """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""

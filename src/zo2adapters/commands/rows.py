@@ -6,16 +6,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from zo2adapters.commands.options import Command
 from zo2core.ranges import LARGEST, counted, require_whole
 
 NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteRows:
+class WriteRows(Command):
     """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments."""
+
+    needs: ClassVar = ("zo2adapters.tasks.benchmark_rows",)
 
     task: str
     """Name of the benchmark: boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande,

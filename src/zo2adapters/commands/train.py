@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
-from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
+from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
@@ -43,10 +43,12 @@ _NOT_NAMED = ""  # objective of a run with a function of the user's own, which t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(RunOptions):
+class Train(RunOptions, Command):
     """Fine-tune a model block by block, by gradients or zeroth-order steps."""
 
-    first_options: ClassVar[tuple[str, ...]] = (
+    needs: ClassVar = ("zo2adapters.trainers.trainer",)
+    takes_recipe: ClassVar = True
+    first_options: ClassVar = (
         "model",
         "data",
         "output",

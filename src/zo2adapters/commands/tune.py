@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from zo2adapters.commands.options import Command
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(RunOptions):
+class Tune(RunOptions, Command):
     """Find the learning rate for a model and its data by short runs; the better half of them runs for longer."""
 
+    needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.trainers.tuning")
     first_options: ClassVar = (
         "model",
         "data",

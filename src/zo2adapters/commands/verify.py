@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from zo2adapters.commands.options import Command
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.first_order import require_method
 from zo2adapters.trainers.model_options import ModelOptions
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(Command):
     """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
 
+    needs: ClassVar = ("zo2adapters.trainers.verification",)
     first_options: ClassVar = ("model", "method", "lora_rank", "steps", "batch_size", "tokens", "lr")
 
     model: str

@@ -1,0 +1,366 @@
+"""The options of commands: fields of dataclasses, which command lines and recipes fill in.
+
+An error is one typed line, which names the option that was probably meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
+from zo2core.errors import OptionError
+
+_KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+_NUMBERS = {int: "a whole number", float: "a number"}
+_WHERE = "command line"
+_SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
+_MOST_LISTED = 20  # options that a message lists
+_ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
+
+# Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
+_OTHER_NAMES: dict[str, str | None] = {  # None: nothing here does the same
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": None,
+    "bf16": "dtype",
+    "cutoff_len": "sequence_length",
+    "epochs": "steps",
+    "eval_steps": "evaluate_every",
+    "fp16": "dtype",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "lora_r": "lora_rank",
+    "lr_scheduler_kwargs": None,
+    "lr_scheduler_type": "decay",
+    "max_completion_length": "max_new_tokens",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "load_best_model_at_end": "keep_best",
+    "num_epochs": "steps",
+    "num_train_epochs": "steps",
+    "optim": "method",
+    "packing": "pack",
+    "save_steps": "snapshot_every",
+    "target_modules": "lora_targets",
+    "warmup_ratio": "warmup_steps",
+}
+_QUALIFIERS = {"", "per", "device", "train", "eval", "max", "total", "num", "global", "gpu", "model", "output", "input"}
+
+
+class Command:
+    """A subcommand: a dataclass whose fields are its options."""
+
+    first_options: ClassVar[tuple[str, ...]] = ()  # fields that its help lists, or lists first; by default all
+    needs: ClassVar[tuple[str, ...]] = ()  # slow modules, imported after its options were checked and before it starts
+
+    takes_recipe: ClassVar[bool] = False  # whether its first argument may be a recipe
+
+    @classmethod
+    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
+        """Replace a recipe at the start of the arguments by the options in it."""
+        return list(arguments)
+
+    def saved_command(self) -> Self | None:
+        """The command with the options of the run to continue, which are then its defaults; None for a new run."""
+        return None
+
+    def check(self) -> None:
+        """Refuse options that depend on neither model nor data nor machine, before anything slow is imported."""
+
+    def run(self) -> None:
+        """Run the command."""
+        raise NotImplementedError
+
+    def after_interruption(self) -> str | None:
+        """One line once a signal has stopped it: what was written so far, or how to continue."""
+        return None
+
+
+class Written(NamedTuple):
+    """How an option is written, where that is not its field's name with hyphens: a mark in the annotation of the field."""
+
+    name: str | None = None
+    aliases: tuple[str, ...] = ()  # further names, with hyphens
+    is_positional: bool = False
+
+
+POSITIONAL = Written(is_positional=True)
+NO_OPTION = "no option"  # mark of a field that is set by programs only
+
+
+class OptionField(NamedTuple):
+    """A field of a command's dataclass, or of a group of options in it."""
+
+    owner: type  # the dataclass that has the field
+    field: str
+    name: str  # on the command line, with underscores
+    aliases: tuple[str, ...]  # further names, with hyphens
+    type: Any  # without marks
+    default: Any  # MISSING: the option is required
+    is_positional: bool
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line, such as ``--batch-size``."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it can be called by on the command line, if it is no positional argument."""
+        return self.flag, *self.aliases
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its names, and for a switch the one that turns it off."""
+        negation = (f"--no-{self.flag.removeprefix('--')}",) if self.type is bool else ()
+        return () if self.is_positional else (*self.names, *negation)
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of which a value is one."""
+        return get_args(self.type) if get_origin(self.type) in {Union, UnionType} else (self.type,)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The values that have a name, such as those of an enumeration."""
+        literals = [value for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        members = [member for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+        return {str(value): value for value in literals} | {str(member.value): member for member in members}
+
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """The types of the items, if a value is several texts; the last one is an ellipsis if there may be any number."""
+        return next((get_args(kind) for kind in self.kinds if get_origin(kind) is tuple), ())
+
+    @property
+    def written(self) -> str:
+        """How the option is written, with the kind of its value, such as ``--steps INT``."""
+        if self.is_positional:
+            return self.field.upper() + (" ..." if get_origin(self.type) is tuple else "")
+        return ", ".join(self.flags) + ("" if self.type is bool else f" {_kind(self.type)}")
+
+
+def option_fields(command: Any) -> Iterator[OptionField]:
+    """Yield the options of a command, and where it has groups of options, those of each."""
+    owner = command if isinstance(command, type) else type(command)
+    hints = get_type_hints(owner, include_extras=True)
+    for option in fields(command):
+        if option.default_factory is not MISSING:
+            yield from option_fields(option.default_factory())
+            continue
+        hint = hints[option.name]
+        marks: list[Any] = []
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+        if NO_OPTION in marks:
+            continue
+        written = next((mark for mark in marks if isinstance(mark, Written)), Written())
+        default = getattr(command, option.name, MISSING)
+        name = written.name or option.name
+        yield OptionField(owner, option.name, name, written.aliases, hint, default, written.is_positional)
+
+
+def _kind(hint: Any) -> str:
+    """The kind of value of an option's type, such as ``INT`` or ``auto|FLOAT``."""
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        return f"{_kind(kinds[0])} ..." if kinds[-1] is Ellipsis else " ".join(map(_kind, kinds))
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(str(member.value) for member in hint)
+    return _KINDS.get(hint) or "|".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType)
+
+
+def option_names(command: Any) -> list[str]:
+    """The names of a command's options, with underscores; no positional arguments."""
+    return [option.name for option in option_fields(command) if not option.is_positional]
+
+
+def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
+    """Fill in a command's options; those of a run to continue are their defaults."""
+    command = parse_options(name, options, arguments)
+    saved = command.saved_command()
+    return command if saved is None else parse_options(name, options, arguments, default=saved)
+
+
+def parse_options(name: str, options: Any, arguments: Sequence[str], *, default: Any = None) -> Any:
+    """Fill in a command's options. Those that are not given are a default's, where there is one."""
+    listed, see = list(option_fields(options)), f"see zo2 {name} --help"
+    known = [option.name for option in listed if not option.is_positional]
+    try:
+        parsed, stray = _parser(listed, see).parse_known_args([_with_hyphens(argument) for argument in arguments])
+    except argparse.ArgumentError as error:
+        if isinstance(error.__context__, OptionError):  # of a value
+            raise error.__context__ from None
+        flag = str(error.argument_name).partition("/")[0]
+        no_value = error.message.startswith("expected")
+        found, expected = (f"no value after {flag}", "a value") if no_value else (f"a value after {flag}", "none")
+        raise OptionError(_WHERE, found=found, expected=expected, remedy=see) from None
+    for word in stray:
+        flag = word.partition("=")[0]
+        if flag.startswith("--"):
+            raise unknown_option(_WHERE, f"the unknown option {flag[:80]}", flag, known, f"zo2 {name}")
+    if stray:
+        expected, remedy = f"options of zo2 {name}, which begin with --", see
+        if "run" in known and (Path(stray[0]) / "journal.jsonl").is_file():
+            expected, remedy = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
+        raise OptionError(_WHERE, found=f"the word {stray[0][:80]} without an option", expected=expected, remedy=remedy)
+    values = vars(parsed)
+    for option in listed:
+        if isinstance(given := values.get(option.field), list):
+            values[option.field] = None if given == [None] else tuple(given)
+            if Ellipsis not in option.items and given != [None] and len(given) != len(option.items):
+                found, expected = f"{len(given)} values after {option.flag}", f"{len(option.items)} values"
+                raise OptionError(_WHERE, found=found, expected=expected, remedy=see)
+    missing = [
+        option._replace(aliases=()).written for option in listed if option.default is MISSING if option.field not in values
+    ]
+    if missing and default is None:
+        found = ", ".join(f"no {written.partition(' ')[0]}" for written in missing)
+        raise OptionError(_WHERE, found=found, expected=" and ".join(missing), remedy=see)
+    return _filled(options if default is None else default, values)
+
+
+def _with_hyphens(argument: str) -> str:
+    """An argument with its option as it is called, such as ``--weight-decay=0`` for ``--method.weight_decay=0``."""
+    flag, equals, value = argument.partition("=")
+    return _SECTION.sub("--", flag).replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+
+def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
+    """A parser of a command line; ``see`` is what an error advises."""
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for option in listed:
+        convert, count = partial(_converted, option, see), "*" if option.items else None
+        if option.is_positional:
+            parser.add_argument(option.field, type=convert, nargs=count or "?")
+        elif option.type is bool:
+            parser.add_argument(*option.names, dest=option.field, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(*option.names, dest=option.field, type=convert, nargs=count)
+    return parser
+
+
+def _converted(option: OptionField, see: str, text: str) -> Any:
+    """A text as a value of one of an option's kinds: a name, a number, a path or a text."""
+    if text is argparse.SUPPRESS:  # argparse converts the default of a missing positional argument, too
+        return text
+    kinds, named = {*option.kinds, *option.items}, option.named
+    if text in named:
+        return named[text]
+    if text == "None" and NoneType in kinds:
+        return None
+    for kind in (kind for kind in (int, float, str, Path) if kind in kinds):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    found = f"{text!r:.80} as {option.name.upper() if option.is_positional else option.flag}"
+    if numbers := [words for kind, words in _NUMBERS.items() if kind in kinds]:
+        remedy = f"write it in digits, such as {'1000' if int in kinds else '1e-3'}"
+        raise OptionError(_WHERE, found=found, expected=" or ".join([*numbers, *named]), remedy=remedy)
+    choices = sorted(named)
+    near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(text, choices)
+    expected = f"one of {', '.join(choices)}" + ("" if near is None else f"; did you mean {near}")
+    raise OptionError(
+        _WHERE, found=found, expected=expected, remedy=see if near is None else f"write {near} if that is meant"
+    )
+
+
+def _filled(options: Any, values: Mapping[str, Any]) -> Any:
+    """Options with values in them and in their groups; a class is made with them."""
+    is_new, given = isinstance(options, type), dict[str, Any]()
+    for option in fields(options):
+        if option.default_factory is not MISSING:
+            group = option.default_factory() if is_new else getattr(options, option.name)
+            given[option.name] = _filled(group, values)
+        elif option.name in values:
+            given[option.name] = values[option.name]
+    return options(**given) if is_new else replace(options, **given)
+
+
+def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
+    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
+    known, arguments, seen = option_names(options), list[str](), set[str]()
+    for key, value in _flat(values, where):
+        name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
+        if name not in known:
+            raise unknown_option(where, found, name, known, "zo2 train")
+        if name in seen:
+            raise OptionError(where, found=f"{found} twice", expected="each option once", remedy="remove one of the two")
+        seen.add(name)
+        flag, is_list = name.replace("_", "-"), isinstance(value, (list, tuple))
+        items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
+        if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
+            found, expected = f"a {type(value).__name__} as {key}", "a single value, or a list of single values"
+            raise OptionError(where, found=found, expected=expected, remedy="see zo2 train --help-all")
+        if is_list and any(item is None or isinstance(item, bool) for item in items):
+            found = f"{value!r} as {key}"
+            raise OptionError(where, found=found, expected="texts or numbers", remedy="write each text between quotes")
+        if any("\0" in text for text in texts):
+            expected = "text without NUL, which no path can have"
+            raise OptionError(where, found=f"NUL in the value of {key}", expected=expected, remedy="correct the value")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", *texts] if is_list else [f"--{flag}={texts[0]}"]
+    return arguments
+
+
+def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
+    """Keys and values of a recipe, which may have them in sections."""
+    for key, value in values.items():
+        if key not in SECTIONS or not isinstance(value, Mapping):
+            yield key, value
+            continue
+        for name, of_section in value.items():
+            option = OPTIONS.get(str(name).replace("-", "_"))
+            if option is not None and option.section != key:
+                found, expected = f"{name} in the section {key}", f"it in the section {option.section}"
+                raise OptionError(where, found=found, expected=expected, remedy="move it there")
+            yield name, of_section
+
+
+def unknown_option(where: str, found: str, name: str, known: Sequence[str], command: str) -> OptionError:
+    """The error about an unknown option, which names the nearest option, or all of them; as flags if ``name`` is one."""
+    written = {option: f"--{option.replace('_', '-')}" if name.startswith("--") else option for option in known}
+    nearest = nearest_name(name.removeprefix("--").replace("-", "_"), known)
+    if nearest is None:
+        listed, every = ("", "-all") if len(known) > _MOST_LISTED else (f": {', '.join(written.values())}", "")
+        expected, remedy = f"an option of {command}{listed}", f"see {command} --help{every}"
+    else:
+        expected = f"an option of {command}; did you mean {written[nearest]}"
+        remedy = f"write {written[nearest]}, or leave it out"
+    return OptionError(where, found=found, expected=expected, remedy=remedy)
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The known name that a user who wrote another one most likely meant; None if there is no similar one.
+
+    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or stands after words that only
+    qualify it (``batch_size`` in ``per_device_train_batch_size``).
+    """
+    known = list(names)
+    if name in _OTHER_NAMES and _OTHER_NAMES[name] in (None, *known):
+        return _OTHER_NAMES[name]
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+    if alike:
+        return alike[0]
+    words = name.split("_")
+    initials = "".join(word[:1] for word in words)
+    if len(words) > 1 and initials in known:
+        return initials
+    contained = [other for other in known if name.endswith(f"_{other}")]
+    contained = [other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS]
+    return max(contained, key=len, default=None)
