@@ -151,10 +151,10 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
-    "zo2adapters": 519,
-    "zo2adapters/commands": 3208,
+    "zo2adapters": 426,
+    "zo2adapters/commands": 3210,
     "zo2adapters/edge": 541,
-    "zo2adapters/frameworks": 1248,
+    "zo2adapters/frameworks": 1022,
     "zo2adapters/models": 5397,
     "zo2adapters/tasks": 3521,
     "zo2adapters/trainers": 5165,

@@ -33,7 +33,7 @@ _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no 
 class AtStep(Command):
     """A base model, or a run at any of its steps."""
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint",)
+    needs: ClassVar[tuple[str, ...]] = ("zo2adapters.models.checkpoint",)
 
     model: str | None = None
     """The base model: a directory with safetensors weights, a GGUF file, or a hub id. By default the base that --adapter

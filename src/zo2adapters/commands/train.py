@@ -48,7 +48,7 @@ class Train(RunOptions, Command):
 
     needs: ClassVar = ("zo2adapters.trainers.trainer",)
     takes_recipe: ClassVar = True
-    first_options: ClassVar = (
+    first_options: ClassVar[tuple[str, ...]] = (
         "model",
         "data",
         "output",
