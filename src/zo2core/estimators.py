@@ -37,13 +37,6 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
     return float(value)
 
 
-def describe_lr(lr: float | Callable[[int], float]) -> float | str:
-    """Describe a learning rate by a JSON value, which is the same for equal learning rates."""
-    if not callable(lr):
-        return float(lr)
-    return repr(lr) if is_dataclass(lr) else "a function"
-
-
 def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int]:
     """Yield seeds in [0, 1e9), as MeZO draws them, from a separate generator for each step.
 
@@ -81,8 +74,68 @@ def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeZOSGD:
+class _Estimator:
+    """The numbers that all estimators have, and the record of a step; a subclass computes the projected gradients."""
+
+    name: ClassVar[str]
+    distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
+    least_queries: ClassVar[int] = 1
+    is_two_sided: ClassVar[bool] = True  # losses come in pairs, of both sides of a direction
+
+    lr: float | Callable[[int], float]
+    zo_eps: float
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            require_number("lr", self.lr, above=0)
+        require_number("zo_eps", self.zo_eps, above=0)
+        require_number("weight_decay", self.weight_decay, least=0)
+
+    @classmethod
+    def forwards(cls, queries: int) -> int:
+        """Number of evaluations: both sides of each direction, or one side of each and the unperturbed weights."""
+        return 2 * queries if cls.is_two_sided else queries + 1
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and numbers. A schedule is described by its ``repr`` if it is a dataclass, else as "a function"."""
+        lr = self.lr
+        described = (repr(lr) if is_dataclass(lr) else "a function") if callable(lr) else float(lr)
+        return {"name": self.name, "lr": described, "zo_eps": self.zo_eps, "weight_decay": self.weight_decay}
+
+    def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """Compute the projected gradient of each direction from the losses of all evaluations."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Compute the update: of q directions, each is applied with ``lr / q``. Its record does not name rows."""
+        seeds = tuple(dict.fromkeys(evaluation.seed for evaluation in evaluations))
+        return Update(
+            step=step,
+            evaluations=tuple(evaluation._replace(rows=None) for evaluation in evaluations),
+            seeds=seeds,
+            projected_grads=self.projected_grads(losses),
+            lr=lr / len(seeds),
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=self.options.get("perturb_in_place", False),
+            losses=tuple(float(loss.item()) for loss in losses),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeZOSGD(_Estimator):
     """The two-point estimator ``g = (l(theta + eps z) - l(theta - eps z)) / (2 eps)`` with plain SGD.
+
+    This is MeZO (arXiv 2305.17333, Algorithm 1): two evaluations along one direction.
 
     Args:
         lr: Learning rate, or a function from the 0-based step to it.
@@ -97,69 +150,30 @@ class MeZOSGD:
     """
 
     name: ClassVar[str] = "mezo-sgd"
-    distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
-    least_queries: ClassVar[int] = 1
-    is_two_sided: ClassVar[bool] = True  # losses come in pairs, of both sides of a direction
 
-    lr: float | Callable[[int], float]
-    zo_eps: float
-    weight_decay: float = 0.0
     perturb_in_place: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not callable(self.lr):
-            require_number("lr", self.lr, above=0)
-        require_number("zo_eps", self.zo_eps, above=0)
-        require_number("weight_decay", self.weight_decay, least=0)
-
-    @staticmethod
-    def forwards(queries: int) -> int:
-        """Number of evaluations along ``queries`` directions: both sides of each."""
-        return 2 * queries
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers. A schedule is described by its ``repr`` if it is a dataclass, else as "a function"."""
-        return {
-            "name": self.name,
-            "lr": describe_lr(self.lr),
-            "zo_eps": self.zo_eps,
-            "weight_decay": self.weight_decay,
-            "perturb_in_place": self.perturb_in_place is not False,
-        }
+        """The numbers, and ``perturb_in_place``."""
+        return {**super().options, "perturb_in_place": self.perturb_in_place is not False}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List both sides of one direction."""
         seed = next(rng)
         return (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute the update. The losses are subtracted in their own dtype, as in MeZO."""
-        plus, minus = losses
-        projected_grad = float(((plus - minus) / (2 * self.zo_eps)).item())
-        return Update(
-            step=step,
-            evaluations=tuple(evaluations),
-            seeds=(evaluations[0].seed,),
-            projected_grads=(projected_grad,),
-            lr=lr,
-            zo_eps=self.zo_eps,
-            weight_decay=self.weight_decay,
-            perturb_in_place=self.perturb_in_place is not False,
-            losses=(float(plus.item()), float(minus.item())),
-        )
+    def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """Subtract the losses of each pair in their own dtype, as MeZO does."""
+        pairs = zip(losses[::2], losses[1::2], strict=True)
+        return tuple(float(((plus - minus) / (2 * self.zo_eps)).item()) for plus, minus in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiQueryRGE(MeZOSGD):
     """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
+
+    This is multi-query randomized gradient estimation (P-RGE, arXiv 2409.15520, equation 1).
 
     All 2 q evaluations perturb the weights at the step's start, up to the rounding of in-place perturbations. Then q updates
     follow in the order of the directions, each with ``lr / q``. Each update applies its weight decay to the current weights:
@@ -193,27 +207,6 @@ class MultiQueryRGE(MeZOSGD):
         """List both sides of each direction."""
         return tuple(Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0))
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute one projected gradient for each direction, applied with ``lr / q``; q counts those with losses."""
-        pairs = range(0, len(evaluations), 2)
-        update_of_pair = super().update
-        probes = [update_of_pair(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
-        return replace(
-            probes[0],
-            evaluations=tuple(evaluations),
-            seeds=tuple(seed for probe in probes for seed in probe.seeds),
-            projected_grads=tuple(grad for probe in probes for grad in probe.projected_grads),
-            lr=lr / len(pairs),
-            losses=tuple(loss for probe in probes for loss in probe.losses),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerRowRGE(MultiQueryRGE):
@@ -235,17 +228,6 @@ class PerRowRGE(MultiQueryRGE):
         """List both sides of each direction, for the direction's group of rows."""
         sides = super().evaluations(step, rng)
         return tuple(side._replace(rows=RowGroup(index // 2, self.q)) for index, side in enumerate(sides))
-
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute the update as ``MultiQueryRGE`` does; its record does not name the rows."""
-        return super().update(step, [evaluation._replace(rows=None) for evaluation in evaluations], losses, lr, past)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,22 +254,14 @@ class EvolutionStrategies(MultiQueryRGE):
     fitness: Fitness = Fitness.SCALED
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:
         """The options of ``MultiQueryRGE``, and the fitness."""
         return {**super().options, "fitness": self.fitness.value}
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute half the difference of the scores of each pair, as doubles; q counts the directions with losses."""
+    def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """Compute half the difference of the scores of each pair, as doubles."""
         scores = _SCORES[self.fitness]([float(loss.item()) for loss in losses])
-        grads = tuple((plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True))
-        return replace(super().update(step, evaluations, losses, lr, past), projected_grads=grads)
+        return tuple((plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True))
 
 
 def _scaled(losses: Sequence[float]) -> list[float]:
@@ -314,7 +288,7 @@ _SCORES: dict[Fitness, Callable[[Sequence[float]], list[float]]] = {Fitness.SCAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class FZOO:
+class FZOO(_Estimator):
     """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
 
     l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1
@@ -341,61 +315,27 @@ class FZOO:
     least_queries: ClassVar[int] = 2  # one direction has no standard deviation
     is_two_sided: ClassVar[bool] = False
 
-    lr: float | Callable[[int], float]
-    zo_eps: float
-    weight_decay: float = 0.0
     q: int = 8
 
     def __post_init__(self) -> None:
-        if not callable(self.lr):
-            require_number("lr", self.lr, above=0)
-        require_number("zo_eps", self.zo_eps, above=0)
-        require_number("weight_decay", self.weight_decay, least=0)
+        super().__post_init__()
         require_whole("q", self.q, self.least_queries)
-
-    @staticmethod
-    def forwards(queries: int) -> int:
-        """Number of evaluations along ``queries`` directions: the unperturbed weights, and one side of each direction."""
-        return queries + 1
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers; a schedule as for ``MeZOSGD``."""
-        return {
-            "name": self.name,
-            "lr": describe_lr(self.lr),
-            "zo_eps": self.zo_eps,
-            "weight_decay": self.weight_decay,
-            "q": self.q,
-        }
+        """The numbers, and q."""
+        return {**super().options, "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List the unperturbed weights, whose loss is the step's, and then one side of each direction."""
         seeds = distinct(rng, self.q)
         return (Evaluation(seeds[0], 0.0), *(Evaluation(seed, 1.0) for seed in seeds))
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute one projected gradient for each direction, applied with ``lr / q`` each."""
-        centre, *sides = values = [float(loss.item()) for loss in losses]
+    def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        """Divide the change of each direction's loss by the standard deviation, as doubles."""
+        centre, *sides = [float(loss.item()) for loss in losses]
         sigma = statistics.pstdev(sides)
-        return Update(
-            step=step,
-            evaluations=tuple(evaluations),
-            seeds=tuple(evaluation.seed for evaluation in evaluations[1:]),
-            projected_grads=tuple(0.0 if sigma == 0 else (side - centre) / sigma for side in sides),
-            lr=lr / self.q,
-            zo_eps=self.zo_eps,
-            weight_decay=self.weight_decay,
-            perturb_in_place=False,
-            losses=tuple(values),
-        )
+        return tuple(0.0 if sigma == 0 else (side - centre) / sigma for side in sides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +373,10 @@ class EstimatorWrapper:
         """See the wrapped estimator."""
         return self.estimator.evaluations(step, rng)
 
+    def changed(self, update: Update, past: Sequence[Update]) -> Update:
+        """Change the wrapped estimator's update of a step, given the run's updates before it."""
+        raise NotImplementedError
+
     def update(
         self,
         step: int,
@@ -441,8 +385,8 @@ class EstimatorWrapper:
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """See the wrapped estimator."""
-        return self.estimator.update(step, evaluations, losses, lr, past)
+        """Compute the update of the wrapped estimator, and change it."""
+        return self.changed(self.estimator.update(step, evaluations, losses, lr, past), past[:step])
 
 
 def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
@@ -498,19 +442,11 @@ class Clipped(EstimatorWrapper):
         bounds = {"clip_grad": self.value, "clip_median": self.medians}
         return {**self.estimator.options, **{name: float(bound) for name, bound in bounds.items() if bound is not None}}
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute the update of the wrapped estimator, and clip its projected gradients."""
-        update = self.estimator.update(step, evaluations, losses, lr, past)
-        most = self._largest(past[max(0, step - WINDOW) : step])
+    def changed(self, update: Update, past: Sequence[Update]) -> Update:
+        """Clip the projected gradients."""
         if not all(math.isfinite(grad) for grad in update.projected_grads):
             return update  # the engine refuses it; clipping would hide it
+        most = self._largest(past[-WINDOW:])
         return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
 
     def _largest(self, recent: Sequence[Update]) -> float:

@@ -17,12 +17,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from zo2core.errors import DivergenceError, ZO2Warning
 from zo2core.estimators import EstimatorWrapper
 from zo2core.ranges import require_number, require_whole
-from zo2core.types import Evaluation, Update
+from zo2core.types import Update
 
 RECENT = 10  # the last steps, of which refused ones do not count
 LEAST = 20  # steps at the start of a run, none of which is refused
@@ -212,24 +210,16 @@ class Guarded(EstimatorWrapper):
         limits = {"window": policy.window, "factor": float(policy.factor), "refusals": policy.refusals}
         return {**self.estimator.options, "guard": limits}
 
-    def update(
-        self,
-        step: int,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        lr: float,
-        past: Sequence[Update],
-    ) -> Update:
-        """Compute the update of the wrapped estimator, or one that changes no weight.
+    def changed(self, update: Update, past: Sequence[Update]) -> Update:
+        """Leave the update as it is, or make it one that changes no weight.
 
         Raises:
             DivergenceError: if the run has diverged.
         """
-        past, policy = past[:step], self.policy
+        step, policy = update.step, self.policy
         drifted = drift(self._health(past), past, window=policy.window)
         if drifted is not None:
             raise _diverged(step, past, *drifted)
-        update = self.estimator.update(step, evaluations, losses, lr, past)
         moves = math.sqrt(squared_move(update))
         reason = outlier(update, past, window=policy.window, factor=policy.factor)
         if reason is None and not moves > MOST_MOVED:
