@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +13,6 @@ from zo2core.errors import CheckpointError
 from zo2core.optimizers import OptimizerFactory
 from zo2core.protocols import BlockUpdate, Store
 from zo2core.types import BlockLayout, StateSpec
-
-
-class OptimizerStates(Protocol):
-    """Gives an optimizer the states of a segment."""
-
-    def begin(self, step: int) -> None:
-        """Forget the states that do not outlive the turn before this 0-based step."""
-
-    def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
-        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``."""
 
 
 class _Zeros(dict[str, torch.Tensor]):
@@ -47,12 +37,12 @@ class StateMemory:
         self._states: dict[int, _Zeros] = {}  # by segment
 
     def begin(self, step: int) -> None:
-        """Free all states at the beginning of a turn. See the contract."""
+        """Forget the states that do not outlive the turn before this 0-based step."""
         if self._turn is not None and step % self._turn == 0:
             self._states.clear()
 
     def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
-        """The states in memory. See the contract."""
+        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``."""
         return self._states.setdefault(segment, _Zeros(self._specs[segment]))
 
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -85,10 +75,10 @@ class StatesInStores:
         self._read = read
 
     def begin(self, step: int) -> None:
-        """Do nothing: all states are kept. See the contract."""
+        """Do nothing: all states are kept."""
 
     def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
-        """Views of the store. See the contract."""
+        """Views of the store by name, which the optimizer changes in place."""
         self._read(segment)
         layout = self._layouts[segment]
         stored = store[len(layout.parameters) :]

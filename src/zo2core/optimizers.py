@@ -21,41 +21,11 @@ from zo2core.errors import OptionError
 from zo2core.names import OptimizerName
 from zo2core.protocols import BlockUpdate, UpdateInputs
 from zo2core.ranges import require_number, require_whole
-from zo2core.types import HALVES, MAX_SEED, BlockLayout, ParameterSpec, StateSpec, widened
-
-
-class EverySegment:
-    """Defaults of the ``BlockUpdate`` contract; an optimizer overrides what differs."""
-
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether 16-bit gradients are converted to float32 first: yes."""
-        return True
-
-    @property
-    def copies(self) -> int:
-        """None. See the contract."""
-        return 0
-
-    @property
-    def turn(self) -> int | None:
-        """Nothing is forgotten. See the contract."""
-        return None
-
-    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """All of them."""
-        return trained
-
-    def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """None. See the contract."""
-        return ()
-
-    def settle(self) -> None:
-        """Do nothing: no work is left to other threads."""
+from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec, widened
 
 
 @dataclass(frozen=True, kw_only=True)
-class LOMO(EverySegment):
+class LOMO(BlockUpdate):
     """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
 
     16-bit weights are converted to float32 and rounded once, as in the authors' program.
@@ -86,16 +56,11 @@ class LOMO(EverySegment):
         """Change a segment's weights in place. See the contract."""
         for name, gradient in inputs.gradients.items():
             weight = inputs.weights[name]
-            theta = widened(weight)  # the weight itself, unless it has 16 bits
-            if self.weight_decay:
-                theta.mul_(1.0 - inputs.lr * self.weight_decay)
-            theta.add_(gradient, alpha=-inputs.lr)
-            if theta is not weight:
-                weight.copy_(theta)
+            _descend(weight, widened(weight), gradient, inputs.lr, self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaLOMO(EverySegment):
+class AdaLOMO(BlockUpdate):
     """Gradient descent whose steps are normalised by the second moment of the gradients, kept for rows and columns only.
 
     For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
@@ -151,11 +116,7 @@ class AdaLOMO(EverySegment):
             update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
             scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
             rate = inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
-            if self.weight_decay:
-                theta.mul_(1.0 - rate * self.weight_decay)
-            theta.add_(update, alpha=-rate)
-            if theta is not weight:
-                weight.copy_(theta)
+            _descend(weight, theta, update, rate, self.weight_decay)
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
@@ -174,6 +135,15 @@ class AdaLOMO(EverySegment):
         rows, columns = moments["rows"], moments["columns"]
         rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
+
+
+def _descend(weight: torch.Tensor, theta: torch.Tensor, update: torch.Tensor, rate: Any, weight_decay: float) -> None:
+    """Change a weight by ``theta``, which is the weight itself, or its float32 copy if it has 16 bits."""
+    if weight_decay:
+        theta.mul_(1.0 - rate * weight_decay)
+    theta.add_(update, alpha=-rate)
+    if theta is not weight:
+        weight.copy_(theta)
 
 
 def _moment_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -224,7 +194,7 @@ class _State(NamedTuple):
     spec: StateSpec
 
 
-class TorchOptimizer(EverySegment):
+class TorchOptimizer(BlockUpdate):
     """The optimizer that a factory makes, for one segment at a time. Each step has the bits of one over all parameters.
 
     The arithmetic is done by the host, where the states are: ZeRO-Offload's arrangement (arXiv 2101.06840). Weights that a
@@ -271,7 +241,10 @@ class TorchOptimizer(EverySegment):
         for parameter in layout.parameters:
             if parameter.frozen:
                 continue
-            states = self._states_of(parameter)
+            form = self._form(parameter.shape, parameter.dtype)
+            states = self._states[parameter.name] = [
+                state._replace(spec=state.spec._replace(name=f"{parameter.name}.{state.key}")) for state in form
+            ]
             if states:
                 specs.append(StateSpec(f"{parameter.name}.{_HAS_STATE}", (), torch.uint8))
                 specs += [state.spec for state in states]
@@ -316,14 +289,6 @@ class TorchOptimizer(EverySegment):
             elif value is not kept[place]:
                 kept[place].copy_(value)
             kept[f"{name}.{_HAS_STATE}"].fill_(1)
-
-    def _states_of(self, parameter: ParameterSpec) -> Sequence[_State]:
-        """The states of a parameter, under names of its own."""
-        form = self._form(parameter.shape, parameter.dtype)
-        self._states[parameter.name] = [
-            state._replace(spec=state.spec._replace(name=f"{parameter.name}.{state.key}")) for state in form
-        ]
-        return self._states[parameter.name]
 
     def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
@@ -394,7 +359,7 @@ def _value(state: _State, states: Mapping[str, torch.Tensor]) -> Any:
 _HAS_MASTERS = "begun"  # name of the flag that the float32 copies of a segment have been made
 
 
-class BAdam(EverySegment):
+class BAdam(BlockUpdate):
     """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
     A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
@@ -474,7 +439,7 @@ def _master(name: str) -> str:
 _HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
 
 
-class Delayed:
+class Delayed(BlockUpdate):
     """Another optimizer, whose update of a step reaches the weights in the next step.
 
     The gradients of step t are computed with weights that have the updates of steps 0 to t - 2. So this is another run than
@@ -515,11 +480,6 @@ class Delayed:
     def copies(self) -> int:
         """As the optimizer says. See the contract."""
         return self._update.copies
-
-    @property
-    def turn(self) -> int | None:
-        """Nothing is forgotten. See the contract."""
-        return None
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
         """As the optimizer says. See the contract."""
@@ -578,52 +538,24 @@ def _gradient(name: str) -> str:
 SWITCH_EVERY = 50  # steps for which badam trains a block, as its authors' program does by default
 
 
-class _Arguments(NamedTuple):
-    """What an optimizer of all parameters is made from."""
-
-    rates: Mapping[str, Any]  # weight decay and further options, under the names that torch.optim has
-    switch_every: int
-    seed: int
-    options: Mapping[str, Any]  # the name with the rates, for the journal
-
-
 class OptimizerEntry(NamedTuple):
     """An optimizer of the registry."""
 
     title: str
     learning_rates: Sequence[float]  # to try for all parameters of a pre-trained model, ascending
-    make: Callable[[_Arguments], BlockUpdate]  # for all parameters
     options: tuple[str, ...] = ()  # further options, under the names that torch.optim has
     of_adapter: Callable[..., torch.optim.Optimizer] | None = None  # for the parameters of an adapter; None: not supported
-
-
-def _adamw(rates: Mapping[str, Any]) -> Callable[..., torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
-
-
-def _sgd(given: _Arguments) -> BlockUpdate:
-    return TorchOptimizer(partial(torch.optim.SGD, **given.rates), options=given.options)
-
-
-def _badam(given: _Arguments) -> BlockUpdate:
-    return BAdam(_adamw(given.rates), every=given.switch_every, seed=given.seed, options=given.options)
 
 
 _ADAM_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 _SGD_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 OPTIMIZERS: dict[OptimizerName, OptimizerEntry] = {
-    "adamw": OptimizerEntry(
-        "AdamW",
-        _ADAM_RATES,
-        lambda given: TorchOptimizer(_adamw(given.rates), options=given.options),
-        options=("betas", "eps"),
-        of_adapter=torch.optim.AdamW,
-    ),
-    "sgd": OptimizerEntry("SGD", _SGD_RATES, _sgd, options=("momentum", "nesterov"), of_adapter=torch.optim.SGD),
-    "lomo": OptimizerEntry("LOMO", _SGD_RATES, lambda given: LOMO(**given.rates)),
-    "adalomo": OptimizerEntry("AdaLOMO", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), lambda given: AdaLOMO(**given.rates)),
-    "badam": OptimizerEntry("BAdam", _ADAM_RATES, _badam),
+    "adamw": OptimizerEntry("AdamW", _ADAM_RATES, options=("betas", "eps"), of_adapter=torch.optim.AdamW),
+    "sgd": OptimizerEntry("SGD", _SGD_RATES, options=("momentum", "nesterov"), of_adapter=torch.optim.SGD),
+    "lomo": OptimizerEntry("LOMO", _SGD_RATES),
+    "adalomo": OptimizerEntry("AdaLOMO", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)),
+    "badam": OptimizerEntry("BAdam", _ADAM_RATES),
 }
 
 
@@ -637,5 +569,17 @@ def make_block_update(
 ) -> BlockUpdate:
     """The optimizer of all parameters."""
     rates = {"weight_decay": weight_decay, **options}
-    every = SWITCH_EVERY if switch_every is None else switch_every
-    return OPTIMIZERS[name].make(_Arguments(rates, every, seed, {"name": name, **rates}))
+    recorded = {"name": name, **rates}
+    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+    match name:
+        case "adamw":
+            return TorchOptimizer(adamw, options=recorded)
+        case "sgd":
+            return TorchOptimizer(partial(torch.optim.SGD, **rates), options=recorded)
+        case "lomo":
+            return LOMO(**rates)
+        case "adalomo":
+            return AdaLOMO(**rates)
+        case "badam":
+            every = SWITCH_EVERY if switch_every is None else switch_every
+            return BAdam(adamw, every=every, seed=seed, options=recorded)

@@ -209,7 +209,8 @@ class UpdateInputs(NamedTuple):
 class BlockUpdate(Protocol):
     """An optimizer that changes one segment at a time: its weights as soon as their gradients are there.
 
-    What it keeps from step to step belongs to single parameters or segments, never to all parameters together.
+    What it keeps from step to step belongs to single parameters or segments, never to all parameters together. A class that
+    inherits from this one need only define what differs from the bodies here: no state, and all segments at each step.
     """
 
     @property
@@ -219,14 +220,17 @@ class BlockUpdate(Protocol):
     @property
     def widens_gradients(self) -> bool:
         """Whether 16-bit gradients are converted to float32 before they are measured, clipped and applied."""
+        return True
 
     @property
     def copies(self) -> int:
         """Most float32 tensors of the size of one parameter that ``apply`` has at a time, by which memory is planned."""
+        return 0
 
     @property
     def turn(self) -> int | None:
         """Steps after each multiple of which all states are forgotten; None: never."""
+        return None
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
         """Choose the segments that a step changes.
@@ -235,15 +239,18 @@ class BlockUpdate(Protocol):
             step: 0-based.
             trained: All segments that own trained parameters.
         """
+        return trained
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """List the tensors that it keeps from step to step beside a segment's weights. They are zero at first."""
+        return ()
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place."""
 
     def settle(self) -> None:
         """Finish work on weights and states that ``apply`` has left to another thread."""
+        return
 
 
 class NoiseGenerator(Protocol):

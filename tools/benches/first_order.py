@@ -40,7 +40,6 @@ from zo2adapters.trainers.verification import random_batch
 from zo2core import LOMO, AdaLOMO, BAdam, BlockLayout, BlockUpdate, Delayed, Engine, FirstOrder, TorchOptimizer
 from zo2core.methods.first_order import gradient_bytes as bytes_of_gradients
 from zo2core.optimizer_states import state_bytes
-from zo2core.optimizers import EverySegment
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.types import Batch, StateSpec
@@ -178,7 +177,7 @@ def bytes_by_part(directory: Path, name: str) -> dict[str, int]:
     return {"weights_bytes": weights, "gradients_bytes": gradients, "states_bytes": states}
 
 
-class SlowHost(EverySegment):
+class SlowHost(BlockUpdate):
     """AdamW on a host that takes a given time for each byte of weights."""
 
     def __init__(self) -> None:
