@@ -55,19 +55,16 @@ class Lockstep(Generic[RequestT]):
         self._local = threading.local()  # the turn of the present thread
         self._is_running = False
 
-    def request(self, request: RequestT) -> None:
-        """Wait until a request is served: with those of the other functions, or alone outside of ``run``."""
-        turn = self._turn
-        if turn is None:
-            self._serve([request])
-        else:
-            self._pause(turn, request)
+    def request(self, request: RequestT | None) -> None:
+        """Wait until a request is served: with those of the other functions, or alone outside of ``run``.
 
-    def wait(self) -> None:
-        """Wait until each other function has ended or made a request that is served, without a request of one's own."""
-        turn = self._turn
+        None waits until each other function has ended or made a request that is served.
+        """
+        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
         if turn is not None:
-            self._pause(turn, None)
+            self._pause(turn, request)
+        elif request is not None:
+            self._serve([request])
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
         """Run functions to their ends."""
@@ -96,12 +93,6 @@ class Lockstep(Generic[RequestT]):
                 if turn.has_ended:
                     thread.join()
         return [turn.result for turn in turns]
-
-    @property
-    def _turn(self) -> _Turn[RequestT] | None:
-        """The turn of the present thread, if it runs one of the functions."""
-        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
-        return turn
 
     def _pause(self, turn: _Turn[RequestT], request: RequestT | None) -> None:
         """Let the other functions run, until the requests of all are served."""

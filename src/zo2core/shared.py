@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -20,7 +20,7 @@ from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.lockstep import Lockstep
 from zo2core.perturbation import DensePerturbation
 from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy
-from zo2core.planning.run_spec import RunNeeds, RunRequest, RunSpec, decoded_bytes, plan, shared_request
+from zo2core.planning.run_spec import RunRequest, RunSpec, decoded_bytes, plan, shared_request
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Visitor
@@ -103,7 +103,7 @@ class SharedBase:
         overlap: bool = True,
     ) -> None:
         self._model, self._memory, self._overlap = model, memory, overlap
-        self._runs: dict[SharedRun, RunNeeds] = {}
+        self._runs: dict[SharedRun, RunRequest] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
             opened.callback(SoleUse(model).end)
@@ -184,26 +184,26 @@ class SharedBase:
         run = SharedRun(self, segments, timeline)
         with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
-        needs = RunNeeds.of(request, in_place=self.device.in_place)
         try:
-            self._spec = self._planned([*self._runs.values(), needs])
+            self._spec = self._planned([*self._runs.values(), request])
         except MemoryBudgetError:
-            if needs.least == needs.activations:
+            least = request.with_least_activations(in_place=self.device.in_place)
+            if least is request:
                 raise
-            needs = needs.with_least()
-            self._spec = self._planned([*self._runs.values(), needs])
-        self._runs[run] = needs
+            request = least
+            self._spec = self._planned([*self._runs.values(), request])
+        self._runs[run] = request
         try:
             # Sweeps that other runs wait for have memory that was planned without this run, which uses none meanwhile.
-            self._lockstep.wait()
+            self._lockstep.request(None)
         except BaseException:
             run.leave()
             raise
-        run.activation_bytes = needs.activations
+        run.activation_bytes = request.memory.activation_bytes
         return run
 
     def leave(self, run: SharedRun) -> None:
-        """Remove a run. Its engine calls it when it is closed."""
+        """Remove a run."""
         self._runs.pop(run, None)
 
     def close(self) -> None:
@@ -239,9 +239,9 @@ class SharedBase:
             self._work = self.device.empty(nbytes)
         return self._work[:nbytes]
 
-    def _planned(self, needs: Sequence[RunNeeds]) -> RunSpec:
+    def _planned(self, runs: Sequence[RunRequest]) -> RunSpec:
         """Plan the memory of the base and of runs."""
-        request = shared_request(self._model.layouts, self._on_disk, self._memory, needs, overlap=self._overlap)
+        request = shared_request(self._model.layouts, self._on_disk, self._memory, runs, overlap=self._overlap)
         return plan(request, Machine.of(self.device), MeasuredSpeeds(self._model.weights))
 
     def _segments(self) -> _Opened:
@@ -303,11 +303,9 @@ class SharedRun:
         if sweep.error is not None:
             raise sweep.error
 
-    @contextmanager
-    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Replaying, index: int) -> AbstractContextManager[Bucket]:
         """Bring one segment to the present version, with its bytes on the host. See the contract."""
-        with self._base.replayed(self._segments, visitor, index) as bucket:
-            yield bucket
+        return self._base.replayed(self._segments, visitor, index)
 
     def release_all(self) -> None:
         """Do nothing: nothing newer is on a device than the run's own memory. See the contract."""

@@ -33,7 +33,7 @@ from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.methods.states import read_bytes
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.memory import Machine, MemoryPart
-from zo2core.planning.run_spec import MOST_RUNS, RunNeeds, RunRequest, RunSpec, plan, shared_request
+from zo2core.planning.run_spec import MOST_RUNS, RunRequest, RunSpec, plan, shared_request
 from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
@@ -382,20 +382,20 @@ def _together(
     options: TrainOptions, run: RunPlan, model: HFBlockModel, shapes: RowShapes, request: RunRequest, runs: int
 ) -> RunPlan:
     """The plan of equal runs on the CPU that share their base."""
-    needs, base = RunNeeds.of(request, in_place=True), shared_base_model(options)
+    base, least = shared_base_model(options), request.with_least_activations(in_place=True).memory.activation_bytes
     has_gradient = options.first_order.method is not None
     graph = measured_graph_bytes(model, shapes.step) if has_gradient else 0
     speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
     blocks = sum(not layout.resident for layout in base.layouts)
 
     def planned(count: int) -> HostPlan:
-        asked = shared_request(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [needs] * count)
+        asked = shared_request(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
         host_plan = plan(asked, Machine(), speeds).host_plan
         if not graph:
             return host_plan
         kept = min(max(host_plan.spare, 0) // count // graph, blocks)
         # One run at a time computes, so that graphs have the others' room for computing.
-        beyond = max(count * kept * graph - (count - 1) * needs.least, 0)
+        beyond = max(count * kept * graph - (count - 1) * least, 0)
         graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
         return replace(host_plan, parts=(*host_plan.parts, graphs))
 
@@ -412,7 +412,7 @@ def _together(
     together = Together(
         runs=runs,
         most_runs=most,
-        memory_a_run=needs.activations + needs.kept,
+        memory_a_run=request.memory.activation_bytes + request.factor_bytes + request.trained_bytes,
         seconds_a_run=own,
         decoding_seconds=decoding,
         seconds_apart=runs * run.seconds,

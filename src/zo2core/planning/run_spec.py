@@ -123,6 +123,18 @@ class RunRequest:
         return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
 
     @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of low-rank perturbations."""
+        return factor_bytes(self.perturbation, self.layouts, self.updates)
+
+    def with_least_activations(self, *, in_place: bool) -> Self:
+        """The request of a run of a shared base, with as little memory for activations as it can do with."""
+        least = self.memory.least_activations
+        if least is None or not (in_place and self.spills):
+            return self
+        return replace(self, memory=replace(self.memory, activations=least))
+
+    @property
     def spills(self) -> bool:
         """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
         return self.trained_copies > 0 or self.stays_in_memory or self.changing > 0
@@ -179,7 +191,7 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
     """
     memory, layouts, noise = request.memory, request.layouts, request.noise
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
-    factors = MemoryPart("factors of directions", factor_bytes(request.perturbation, layouts, request.updates))
+    factors = MemoryPart("factors of directions", request.factor_bytes)
     copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
     on_device = [copies] if machine.on_host else [factors, copies, *request.further]
     device_plan = _device_plan(request, machine, on_device, is_low_bit=low_bit is not None)
@@ -338,40 +350,16 @@ def plan_device_memory(
 MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunNeeds:
-    """The memory that a run needs beside the base that it shares."""
-
-    activations: int
-    least: int
-    kept: int
-
-    @classmethod
-    def of(cls, request: RunRequest, *, in_place: bool) -> Self:
-        """What a run asks for."""
-        activations, least = request.memory.activation_bytes, request.memory.least_activation_bytes
-        can_spill = in_place and request.spills
-        return cls(
-            activations=activations,
-            least=least if can_spill and least is not None else activations,
-            kept=factor_bytes(request.perturbation, request.layouts, request.updates) + request.trained_bytes,
-        )
-
-    def with_least(self) -> Self:
-        """The same with the least activations."""
-        return replace(self, activations=self.least)
-
-
 def shared_request(
     layouts: Sequence[BlockLayout],
     on_disk: Sequence[BlockLayout],
     memory: MemoryPolicy,
-    needs: Sequence[RunNeeds],
+    runs: Sequence[RunRequest],
     *,
     overlap: bool = True,
 ) -> RunRequest:
-    """The request of a base for several runs."""
-    activations = max(1, sum(need.activations for need in needs))
+    """The request of a base for several runs, with what each needs beside it."""
+    activations = max(1, sum(run.memory.activation_bytes for run in runs))
     return RunRequest(
         layouts=layouts,
         on_disk=on_disk,
@@ -380,7 +368,10 @@ def shared_request(
         is_read_only=True,
         further=[
             MemoryPart("a decoded block", decoded_bytes(layouts)),
-            MemoryPart(f"factors, parameters, optimizers of {len(needs)} runs", sum(need.kept for need in needs)),
+            MemoryPart(
+                f"factors, parameters, optimizers of {len(runs)} runs",
+                sum(run.factor_bytes + run.trained_bytes for run in runs),
+            ),
         ],
     )
 
