@@ -28,8 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters import HFBlockModel
-from zo2adapters.models.architecture import parameter_names
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES, parameter_names
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.protocols import TensorReader
 from zo2core.ranges import parse_size

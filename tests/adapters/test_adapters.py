@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
-from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.architectures import ARCHITECTURES, TEXT_MODELS
+from zo2adapters.models.architecture import ARCHITECTURES, TEXT_MODELS, segment_layouts
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning

@@ -13,9 +13,8 @@ from models import CONFIGS, make_batch, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters import open_checkpoint, score
-from zo2adapters.models.branch_cache import BranchCache
+from zo2adapters.models.batches import BranchCache, PreparedBatch
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.packing import PreparedBatch
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.errors import UnsupportedModelError
 

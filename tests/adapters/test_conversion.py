@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from zo2adapters import generate, open_checkpoint
-from zo2adapters.models import conversion
+from zo2adapters.models import matching
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MemoryPolicy, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
@@ -134,7 +134,7 @@ def test_a_rule_that_moves_more_than_rows_is_refused(
     rule: WeightConverter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = saved("llama", tmp_path / "base")
-    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [rule])
+    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [rule])
     with pytest.raises(CheckpointError, match=r"tensor\(s\), the first of shape"):
         open_checkpoint(base)
 
@@ -144,7 +144,7 @@ def test_a_rule_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: py
         """Not one of those that are known to move rows only."""
 
     rule = WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()])
-    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [rule])
+    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [rule])
     with pytest.raises(UnsupportedModelError, match=r"Doubled.*up_proj"):
         open_checkpoint(saved("llama", tmp_path / "base"))
 
@@ -276,7 +276,7 @@ def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, mon
     name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
     halves = {name.replace("e_score_correction_bias", half): torch.zeros(2) for half in ("half_a", "half_b")}
     changed(base, {name: None, **halves})
-    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [*rules, joined])
+    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [*rules, joined])
     with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):
         open_checkpoint(base)
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.trainers.verification import random_batch

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import Sampling, generate
 from zo2adapters.tasks.next_token import STREAM, NextToken
 from zo2adapters.tasks.reward_task import RewardTask

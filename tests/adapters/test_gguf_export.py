@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.companions import end_token_ids
-from zo2adapters.models.gguf.export import _quoted, export_gguf
-from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
+from zo2adapters.models.gguf_export import _quoted, export_gguf
+from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.checkpoint import read_gguf

@@ -21,9 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf import vocabulary
-from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES
-from zo2adapters.models.gguf.model import GGUFModel
+from zo2adapters.models import gguf_vocabulary
+from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES, GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -383,4 +382,4 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_text_is_split_as_transformers_splits_it_by_the_same_name() -> None:
     mapping: Any = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     theirs = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", {})  # since transformers 5.2x
-    assert {name: vocabulary._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}
+    assert {name: gguf_vocabulary._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}

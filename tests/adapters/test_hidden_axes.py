@@ -14,7 +14,7 @@ from models import small_config as declared_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.models.export import export_merged
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError, UnsupportedModelError
 

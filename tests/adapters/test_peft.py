@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.peft_model import peft_config
+from zo2adapters.models.peft_adapter import peft_config
 from zo2core import (
     Distribution,
     Engine,

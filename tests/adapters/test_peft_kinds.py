@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.packing import pack
-from zo2adapters.models.peft_kinds.prefix import LayerPrefix
+from zo2adapters.models.batches import pack
+from zo2adapters.models.peft_prefix import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
 from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
@@ -131,7 +131,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
     """An adapter's first values, as the model has them."""
-    values = {name: torch.empty(shape) for name, shape in model.adapter.shapes.items()}
+    values = {name: torch.empty(tensor.shape) for name, tensor in model.adapter.tensors.items()}
     for name, value in values.items():
         model.weights.read_into(name, value.view(-1))
     return values

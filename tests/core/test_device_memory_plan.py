@@ -14,8 +14,7 @@ from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, Engine, MemoryPolicy, MeZOSGD, MultiQueryRGE, OverlappedScheduler, PhiloxNoise, ZerothOrder

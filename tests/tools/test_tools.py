@@ -21,8 +21,7 @@ from paper import prge
 from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine
 from zo2core.encodings import GGUFRows, MatrixStack, MXFP4Stack

@@ -44,8 +44,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from paper.zo2 import batch_of
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
-from zo2adapters.models.architecture import segment_layouts
-from zo2adapters.models.architectures import ARCHITECTURES
+from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton

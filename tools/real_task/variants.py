@@ -14,8 +14,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, Precision, open_checkpoint
+from zo2adapters.models.batches import predictions
 from zo2adapters.models.hf import Activations
-from zo2adapters.models.packing import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import read_choices
 from zo2adapters.tasks.rows import TokenizedRow

@@ -133,7 +133,7 @@ class AtStep(Command):
         adapter = self.model_options.adapter
         if adapter is None or not adapter.is_dir():
             return None
-        from zo2adapters.models.peft_model import Adapter, peft_config
+        from zo2adapters.models.peft_adapter import Adapter, peft_config
 
         base: str | None = peft_config(Adapter(config=adapter, is_trained=False)).config.base_model_name_or_path
         return base

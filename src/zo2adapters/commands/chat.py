@@ -317,7 +317,7 @@ class _Conversation(_Session):
         self._messages = [*messages, {"role": "assistant", "content": answer}] if is_chat else []
 
     def _generated(self, ids: Sequence[int], most: int) -> str:
-        from zo2adapters.models.companions import end_token_ids
+        from zo2adapters.models.model_directory import end_token_ids
         from zo2adapters.tasks.generation import generate
         from zo2adapters.tasks.tokenizer import pad_token_id
         from zo2adapters.trainers.base_check import require_finite_base

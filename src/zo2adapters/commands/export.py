@@ -77,7 +77,7 @@ class Export(WritesDirectory):
             base, head = str(at.model), opening.head
             files = files_of_run(journal, version=engine.version, base=base, options=options, head=head, **kind)
             if is_gguf_file:
-                from zo2adapters.models.gguf.export import export_gguf
+                from zo2adapters.models.gguf_export import export_gguf
                 from zo2adapters.tasks.ollama_template import template_of_chats, template_of_rows
                 from zo2adapters.tasks.tokenizer import load_tokenizer
 

@@ -88,8 +88,8 @@ class Generate(AtStep):
         shared: SharedBase | None,
     ) -> list[list[int]]:
         """The tokens with which one model continues each prompt."""
-        from zo2adapters.models.companions import end_token_ids
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
+        from zo2adapters.models.model_directory import end_token_ids
         from zo2adapters.tasks.generation import generate
         from zo2adapters.tasks.tokenizer import pad_token_id
         from zo2adapters.trainers.base_check import require_finite_base

@@ -21,8 +21,8 @@ class Merge(WritesDirectory):
     def run(self) -> None:
         """Merge, and write the model."""
         from zo2adapters.models.export import export_merged, merging_bytes
-        from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-        from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
+        from zo2adapters.models.peft_kinds import PeftBlockModel
+        from zo2adapters.models.peft_layers import WEIGHTS_FILE
         from zo2adapters.trainers.model_card import CARD, files_of_run, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256

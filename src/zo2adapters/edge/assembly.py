@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from zo2adapters.edge.dual_forward import STREAMS, AdapterState, DualForwardLinear, TrainingStep
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.lora import LoRAKind
-from zo2adapters.models.peft_kinds.wrapped_layers import read_weight
+from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel
+from zo2adapters.models.peft_layers import read_weight
 from zo2adapters.models.skeleton import Stub
 from zo2core import ParameterSpec
 from zo2core.errors import OptionError, UnsupportedModelError

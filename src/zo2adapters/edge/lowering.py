@@ -27,8 +27,8 @@ from zo2adapters.edge.description import ProgramDescription
 from zo2adapters.edge.digest import append_digest
 from zo2adapters.edge.dual_forward import StateReader, StateWriter, TrainingStep
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.files import plain_config
+from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_layers import plain_config
 from zo2adapters.optional_package import executorch
 from zo2core import ZO2Error
 from zo2core.errors import OutputError, UnsupportedModelError, reason

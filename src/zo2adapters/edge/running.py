@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from zo2adapters.edge.description import ProgramDescription
 from zo2adapters.edge.digest import require_digest
-from zo2adapters.models.packing import check_batch
-from zo2adapters.models.peft_kinds.files import write_adapter
+from zo2adapters.models.batches import check_batch
+from zo2adapters.models.peft_layers import write_adapter
 from zo2adapters.optional_package import executorch
 from zo2core import Batch
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError, reason

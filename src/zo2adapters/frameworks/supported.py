@@ -14,9 +14,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.head_model import HFHeadModel
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import Adapter
+from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.precision import Precision
 from zo2core.errors import CheckpointError, OptionError
 

@@ -31,10 +31,9 @@ from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, 
 from zo2adapters.frameworks.supported import ADAPTER, FULL, GRPO, ONE_UPDATE, TRL_SUPPORTED, open_model, require_supported
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
-from zo2adapters.models.peft_kinds.reader import read_values
-from zo2adapters.models.peft_model import Adapter
+from zo2adapters.models.peft_adapter import Adapter, read_values
+from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_layers import WEIGHTS_FILE
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
 from zo2core.checkpoint import Snapshot, Snapshots
@@ -533,8 +532,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         """Load the adapter of a checkpoint."""
         model, engine = self.block_model, self.engine
         assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
-        shapes = {name: torch.Size(shape) for name, shape in model.adapter.shapes.items()}
-        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted, shapes, model.adapter.dtypes)
+        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted.parameters, model.adapter.tensors)
         engine.load_parameters({name: values[name] for name in engine.parameters})
 
 

@@ -1,6 +1,8 @@
 """The declaration of an architecture, and the segment that each parameter of a decoder belongs to.
 
-Reading an ``Architecture`` from a JSON file.
+Known architectures are declared here, by the config's model type; other models' parts are derived by a dry run, which a
+declaration saves. Models that read images need one, since the dry run has no images. Their vision tower and its projector
+run before the first layer, so they belong to the embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.precision import autocast_dtype
+from zo2adapters.models.precision import Precision, autocast_dtype
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
 from zo2core.encodings import Encoding
 from zo2core.errors import OptionError, UnsupportedModelError, reason
@@ -42,9 +44,7 @@ class Architecture:
 class ParameterFormats:
     """How a model's parameters are stored, transferred and computed."""
 
-    autocast: torch.dtype | None = None
-    transfer_dtype: torch.dtype | None = None
-    transfer_back: bool = False
+    precision: Precision = Precision(stored=torch.float32)  # noqa: RUF009 - frozen; of parameters that are not encoded
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
     trained: Collection[str] | None = None
     resident: Collection[str] = ()
@@ -55,7 +55,7 @@ def segment_layouts(
     model: PreTrainedModel, architecture: Architecture, formats: ParameterFormats = ParameterFormats()
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment."""
-    blocks = len(_layers(model, architecture))
+    blocks, precision = len(_layers(model, architecture)), formats.precision
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
@@ -70,11 +70,11 @@ def segment_layouts(
                 remedy="use the unquantised checkpoint",
             )
         is_resident = is_common or (name in formats.resident and in_layers)
-        if formats.transfer_dtype is not None and len(spec.shape) > 1 and in_layers and not is_resident:
-            spec = replace(spec, transfer_dtype=formats.transfer_dtype, transfer_back=formats.transfer_back)
+        if precision.carried is not None and len(spec.shape) > 1 and in_layers and not is_resident:
+            spec = replace(spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back)
         for order, user in enumerate([0, *users] if is_resident else users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, formats.autocast))
+            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, precision.autocast))
             if spec.frozen and name in formats.frozen_dtypes and in_layers and not is_resident:
                 forward_dtype = user_spec.forward_dtype or spec.dtype
                 user_spec = replace(user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype)
@@ -213,3 +213,50 @@ def _is_valid(name: str, value: Any) -> bool:
 
 def _refused(where: object, found: str, expected: str) -> OptionError:
     return OptionError(str(where), found=found, expected=expected, remedy="see the example in docs/models.md")
+
+
+def _decoder(model_type: str, ignored: tuple[str, ...] = ()) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        embedding=("model.embed_tokens",),
+        blocks="model.layers",
+        head=("model.norm", "lm_head"),
+        ignored=ignored,
+    )
+
+
+def _vision(model_type: str, *vision: str) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        embedding=(*vision, "model.language_model.embed_tokens"),
+        blocks="model.language_model.layers",
+        head=("model.language_model.norm", "lm_head"),
+    )
+
+
+_TEXT_MODELS = (
+    # ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered before the layers, so MeZO
+    # draws its noise before theirs although it runs after them. 350m has a narrower embedding with two projections.
+    Architecture(
+        model_type="opt",
+        embedding=("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in"),
+        blocks="model.decoder.layers",
+        head=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+        ignored=("decoder.version",),
+    ),
+    _decoder("llama", ignored=("rotary_emb.inv_freq",)),
+    _decoder("qwen2", ignored=("rotary_emb.inv_freq",)),  # small sizes tie the head to the embedding
+    _decoder("qwen3"),
+)
+_VISION_MODELS = (
+    _vision("gemma3", "model.vision_tower", "model.multi_modal_projector"),
+    _vision("llava", "model.vision_tower", "model.multi_modal_projector"),
+    _vision("mistral3", "model.vision_tower", "model.multi_modal_projector"),
+    _vision("qwen2_5_vl", "model.visual"),
+)
+
+TEXT_MODELS: Mapping[str, Architecture] = {declared.model_type: declared for declared in _TEXT_MODELS}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **TEXT_MODELS,
+    **{declared.model_type: declared for declared in _VISION_MODELS},
+}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from zo2adapters.models.batches import branches_of
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.packing import branches_of
 from zo2core import Batch
 from zo2core.errors import BatchError, UnsupportedModelError
 

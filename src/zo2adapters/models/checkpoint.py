@@ -4,58 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, ParameterFormats, read_architecture
-from zo2adapters.models.architectures import ARCHITECTURES
-from zo2adapters.models.companions import (
-    SUFFIXES,
-    companion_files,
-    portable_companions,
-    refuse_hub_kernels,
-    remote_code_note,
-    without_remote_code,
-)
-from zo2adapters.models.configs import refuse_oversized
+from zo2adapters.models.architecture import ARCHITECTURES, Architecture, ParameterFormats, read_architecture
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.gguf.model import GGUFModel
-from zo2adapters.models.head_model import HFHeadModel
+from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.matching import Matched, load_buffers, match_tensors, require_dtype
-from zo2adapters.models.peft_kinds.kind import OpenedAdapter
-from zo2adapters.models.peft_kinds.reader import AdapterReader
-from zo2adapters.models.peft_model import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
+from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.losses import without_router_losses
+from zo2adapters.models.matching import OverlaidReader, match_tensors, require_dtype
+from zo2adapters.models.model_directory import SUFFIXES, ModelDirectory, first_line
+from zo2adapters.models.peft_adapter import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
+from zo2adapters.models.peft_kinds import WITH_ADAPTER
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
-from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
-from zo2adapters.models.router_losses import without_router_losses
+from zo2adapters.models.quantized import encodings_of
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
-from zo2adapters.models.vision import HFVisionModel
 from zo2core import ZO2Error
-from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, is_gguf
+from zo2core.checkpoint import check_float, is_gguf
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from zo2core.encodings import Encoding
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
-from zo2core.types import SavedForm
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 
 _LOGIT_BYTES = 24 << 20  # bytes of a chunk's float32 logits, which fit in a last-level cache
 _MIN_CHUNK = 16  # labelled tokens; the head's weights are read once a chunk
@@ -109,72 +90,62 @@ def open_checkpoint(
     kind = head_of(head)
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
-    if adapter is not None:
+    if adapter_config is not None:
         _require_adapter_options(precision, transfer_dtype, export_dtype)
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
-    files: ModelFiles = GGUFModel(directory) if is_gguf(directory) else _DirectoryFiles(directory)
-    checkpoint_dtype = files.dtype  # building the model sets the config's dtype
+    files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
+    exported = files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
-    model_class = _model_class(files.config, kind)
     if adapter_config is not None:
-        where = f"model type {files.config.model_type}, head {head}"
-        _require_adapter_fits(adapter_config, model_class, where=where)
+        _require_adapter_fits(adapter_config, files.config, kind)
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
         require_dtype(matched.parameters, skeleton, chosen.stored)
-    saved_form = _saved_form(matched, skeleton)
+    saved_form = matched.saved_form(skeleton)
     pieces, encodings = encodings_of(matched.parameters, encoded)
-    opened: OpenedAdapter | None = None
-    if adapter is not None and adapter_config is not None:
-        base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
-        base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
-        opened = inject(skeleton, adapter, adapter_config, base)
-        if chosen.autocast is not None:
-            _require_mixes(opened)
-        pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
-        architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
-    if export_dtype != "auto":
-        exported = _dtype(export_dtype, files)
-    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
-    options: dict[str, Any] = {
-        "formats": _formats(chosen, encodings, pieces, opened),
-        "saved_form": saved_form,
-        "export_dtype": exported if rounds else None,
-    }
+    model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any]()
     if kind is CAUSAL_LM:
         automatic = None if without_router_losses(skeleton) else _loss_chunk(files.config, chosen)
         options["loss_chunk"] = automatic if loss_chunk == "auto" else loss_chunk
-    make, reader = _factory(model_class, kind, opened), files.reader(pieces)
-    reader = reader if opened is None else AdapterReader(reader, opened)
-    return make(skeleton, architecture, reader, files.companions(skeleton, exported), **options)
-
-
-def _model_class(config: PretrainedConfig, kind: Head) -> type[HFBlockModel]:
-    """The class of models with this config and this head, without an adapter."""
-    if kind is not CAUSAL_LM:
-        return HFHeadModel
-    return HFVisionModel if reads_images(config) else HFBlockModel
-
-
-def _factory(model_class: type[HFBlockModel], kind: Head, opened: OpenedAdapter | None) -> Callable[..., HFBlockModel]:
-    """The function that makes the model, from the arguments of ``HFBlockModel``."""
-    make: Callable[..., HFBlockModel] = model_class if opened is None else opened.kind.model_classes[model_class]
-    leading = [*([] if opened is None else [opened]), *([] if kind is CAUSAL_LM else [kind])]
-    return partial(make, *leading)
-
-
-def _saved_form(matched: Matched, skeleton: PreTrainedModel) -> SavedForm:
-    """How the checkpoint stores parameters that have other names or parts in the model, and its buffers."""
-    stored = matched.stored_differently(skeleton.base_model_prefix)
-    parts = {name: tuple(piece.saved_part for piece in pieces) for name, pieces in stored.items()}
-    return SavedForm(parts, load_buffers(matched.buffers, skeleton))
+    else:
+        options["head"] = kind
+    formats, opened = ParameterFormats(precision=chosen), None
+    if adapter is not None and adapter_config is not None:
+        base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
+        base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
+        options["adapter"] = opened = inject(skeleton, adapter, adapter_config, base)
+        model_class = opened.kind.model_class or WITH_ADAPTER[model_class]
+        pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
+        architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
+        formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
+        if chosen.autocast is not None:
+            opened.require_mixed()
+            kept = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
+            formats = replace(formats, frozen_dtypes=kept)  # frozen weights keep the checkpoint's dtype
+    if export_dtype != "auto":
+        exported = _dtype(export_dtype, files)
+    elif chosen.autocast is None:
+        exported = chosen.stored
+    reader: TensorReader = files.reader(pieces)
+    if opened is not None:
+        reader = OverlaidReader(reader, opened.values, opened.dtypes, opened.where)
+    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
+    return model_class(
+        skeleton,
+        architecture,
+        reader,
+        files.companions(skeleton, exported),
+        formats=replace(formats, encodings=encodings),
+        saved_form=saved_form,
+        export_dtype=exported if rounds else None,
+        **options,
+    )
 
 
 def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
@@ -198,24 +169,12 @@ def _require_adapter_options(precision: Precision | str, transfer_dtype: str, ex
         raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
 
 
-def _require_mixes(adapter: OpenedAdapter) -> None:
-    """Refuse mixed precision where an adapter would not compute what it computes in the whole model."""
-    why_not = adapter.kind.why_not_mixed(adapter.config)
-    if why_not is not None:
-        raise OptionError(
-            "precision",
-            found=f"mixed with {why_not}",
-            expected="exact precision",
-            remedy="leave it out, or use LoRA of linear layers",
-        )
-
-
-def _require_adapter_fits(adapter: ChosenConfig, model_class: type[HFBlockModel], *, where: str) -> None:
+def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head: Head) -> None:
     """Refuse a kind of adapter that cannot be trained in this kind of model."""
-    if model_class not in adapter.kind.model_classes:
-        model = "a model that reads images" if model_class is HFVisionModel else "a model that has this head"
+    if adapter.kind.model_class is not None and (head is not CAUSAL_LM or reads_images(config)):
+        model = "a model that reads images" if head is CAUSAL_LM else "a model that has this head"
         raise UnsupportedModelError(
-            where,
+            f"model type {config.model_type}, head {head.name}",
             found=f"{adapter.kind.title} on {model}",
             expected="a causal language model of text alone",
             remedy="use LoRA, or train all parameters",
@@ -237,28 +196,6 @@ def _architecture(declared: Architecture | Path | None, skeleton: PreTrainedMode
             remedy="pass the declaration of this model, or leave it out",
         )
     return architecture
-
-
-def _formats(
-    precision: Precision,
-    encodings: Mapping[str, Encoding],
-    pieces: Mapping[str, Sequence[Piece]],
-    opened: OpenedAdapter | None,
-) -> ParameterFormats:
-    """How parameters are stored, transferred and computed; those of an adapter's base are frozen."""
-    formats = ParameterFormats(
-        autocast=precision.autocast,
-        transfer_dtype=None if precision.transfer_dtype is precision.stored else precision.transfer_dtype,
-        transfer_back=precision.transfer_back,
-        encodings=encodings,
-    )
-    if opened is None:
-        return formats
-    frozen_dtypes: dict[str, torch.dtype] = {}
-    if precision.autocast is not None:  # frozen weights keep the checkpoint's dtype
-        dtypes = ((name, those[0].entry.torch_dtype) for name, those in pieces.items() if name not in opened.shapes)
-        frozen_dtypes = {name: dtype for name, dtype in dtypes if dtype is not None}
-    return replace(formats, trained=opened.trained, resident=frozenset(opened.shapes), frozen_dtypes=frozen_dtypes)
 
 
 def resolve_directory(path: Path | str) -> Path:
@@ -297,35 +234,7 @@ def _shards(directory: Path) -> list[str]:
     return [SINGLE_FILE]
 
 
-def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None]:
-    """Read the config, and split off its quantization."""
-    if not (directory / "config.json").exists():
-        raise CheckpointError(
-            directory,
-            found="no config.json",
-            expected="a model directory",
-            remedy="pass the directory that holds config.json",
-        )
-    companion_files(directory)  # refuses unsafe files before transformers reads them
-    refuse_oversized(directory / "config.json")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # any: a malformed config leads transformers to validation errors, AttributeError, ...
-        raise UnsupportedModelError(
-            directory / "config.json",
-            found=f"a config that transformers cannot load without remote code ({_first_line(error)})",
-            expected="a model that transformers supports without remote code",
-            remedy="use a checkpoint of such an architecture; remote code is never run",
-        ) from error
-    refuse_hub_kernels(config, directory / "config.json")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return config, None
-    del config.quantization_config
-    return config, Quantization.of(directory / "config.json", quantization)
-
-
-def _build(files: ModelFiles, dtype: torch.dtype, head: Head) -> PreTrainedModel:
+def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
         return build_skeleton(files.config, dtype, head, bounds=Bounds.of(files.shapes))
     except ZO2Error:
@@ -340,28 +249,13 @@ def _build(files: ModelFiles, dtype: torch.dtype, head: Head) -> PreTrainedModel
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             files.described_in,
-            found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
+            found=f"a config that transformers cannot build a model from ({type(error).__name__}: {first_line(error)})",
             expected=f"the config of a model with a head for {head.name}",
             remedy="use the config that belongs to these weights, or another head",
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def _refuse_pickled(directory: Path) -> None:
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if pickled and not list(directory.glob("*.safetensors")):
-        raise UnsupportedModelError(
-            pickled[0],
-            found="pickled weights",
-            expected="safetensors",
-            remedy=f"convert it once: zo2 convert --model {directory} --output NEW",
-        )
-
-
-def _dtype(dtype: torch.dtype | str, files: ModelFiles) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch.dtype:
     if dtype == "auto":
         return files.dtype
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -376,84 +270,3 @@ def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
     if precision.autocast is None:
         return None
     return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _MIN_CHUNK)
-
-
-class ModelFiles(Protocol):
-    """A model's config and tensors, before the model is built."""
-
-    config: PretrainedConfig
-    described_in: Path  # the file that has the config
-    converts: bool  # whether tensors may have another dtype than the model's, to which they are converted
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The checkpoint's dtype."""
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Shapes of all tensors."""
-
-    @property
-    def is_encoded(self) -> bool:
-        """Whether there are tensors that have to be decoded."""
-
-    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-        """All tensors as if none were encoded, and the encoded ones, by name."""
-
-    def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
-        """A reader of the parameters that consist of these pieces."""
-
-    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
-        """Files to write beside exported weights of this dtype."""
-
-
-class _DirectoryFiles:
-    """A directory in the Hugging Face layout."""
-
-    converts = False
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self.described_in = directory, directory / "config.json"
-        self.config, quantization = _read_config(directory)
-        _refuse_pickled(directory)
-        self._entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
-        self.is_encoded = quantization is not None
-        if quantization is not None:
-            self._entries, self._encoded = without_encodings(self._entries, quantization, self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The config's dtype, else that of the first tensor."""
-        found = (entry.torch_dtype for entry in self._entries.values() if entry.torch_dtype is not None)
-        in_config = getattr(self.config, "dtype", None)
-        return in_config if isinstance(in_config, torch.dtype) else next(found, torch.float32)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of all tensors."""
-        return [entry.shape for entry in self._entries.values()]
-
-    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-        """All tensors as if none were encoded, and the encoded ones, by name."""
-        return self._entries, self._encoded
-
-    def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
-        """A reader of the parameters that consist of these pieces."""
-        return SafetensorsReader(pieces)
-
-    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
-        """The files beside the weights."""
-        return _companions(self._directory, skeleton, dtype)
-
-
-def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
-    files, changed = portable_companions(directory)
-    if changed:
-        warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
-    config = without_remote_code(json.loads((directory / "config.json").read_bytes()))
-    config.pop("torch_dtype", None)
-    config.pop("quantization_config", None)  # exported weights are decoded
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config["architectures"] = [type(skeleton).__name__]
-    files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
-    return files

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
 from zo2adapters.models.heads import CAUSAL_LM, Head
-from zo2adapters.models.router_losses import without_router_losses
+from zo2adapters.models.losses import without_router_losses
 from zo2adapters.models.skeleton import StandIn
 from zo2core.errors import UnsupportedModelError
 

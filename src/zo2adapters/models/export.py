@@ -22,12 +22,17 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from zo2adapters.models.head_model import HFHeadModel
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
-from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
-from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value
+from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_layers import (
+    ADAPTER_NAME,
+    FILE_PREFIX,
+    SAVED,
+    base_form,
+    plain_config,
+    put_value,
+    write_adapter,
+)
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import require_unused, write_checkpoint
@@ -189,11 +194,11 @@ def merged_parameter(
 ) -> torch.Tensor:
     """Merge the adapter into one parameter of a layer, by peft's own code."""
     path, _, leaf = name.rpartition(_BASE)
-    while getattr(model.module_at(path), "parameter_name", leaf) != leaf:  # peft nests modules that adapt one parameter each
+    while getattr(model.modules[path], "parameter_name", leaf) != leaf:  # peft nests modules that adapt one parameter each
         if not path.endswith(_BASE[:-1]):
             return tensor
         path = path.removesuffix(_BASE[:-1])
-    original = model.module_at(path)
+    original = model.modules[path]
     shared = {id(parameter): parameter for parameter in original.parameters()}  # which are replaced below, not copied
     layer: Any = deepcopy(original, shared)
     for own, _ in original.named_parameters():

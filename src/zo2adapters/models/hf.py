@@ -11,6 +11,9 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,29 +32,36 @@ from zo2adapters.models.architecture import (
     segment_aliases,
     segment_layouts,
 )
-from zo2adapters.models.branch_cache import BranchCache
-from zo2adapters.models.configs import decisive_config
-from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.losses import chunked_loss, stacked_losses, whole_losses
-from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
-from zo2adapters.models.packing import (
+from zo2adapters.models.batches import (
+    BranchCache,
     PreparedBatch,
     branches_of,
     check_batch,
     check_inputs,
     is_padded,
     longest_row,
-    predictions,
     require_separating_masks,
     stack_rows,
 )
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, vision_bytes
+from zo2adapters.models.heads import CAUSAL_LM, Head
+from zo2adapters.models.losses import RouterLogits, stacked_losses, whole_losses
+from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
-from zo2adapters.models.router_losses import RouterLogits
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCalls, Stub
-from zo2core import Batch
+from zo2core import Batch, ZO2Error
+from zo2core.errors import BatchError, UnsupportedModelError
 from zo2core.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
 from zo2core.types import SavedForm
+
+_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
+_OF_IMAGES = (*_IMAGES, "token_type_ids", "mm_token_type_ids")  # the latter mark the tokens of images
+_NEUTRAL = {  # keys that do not affect a causal language model's forward
+    *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
+    *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
+    *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
 
 
 class Activations(NamedTuple):
@@ -96,9 +107,8 @@ class HFBlockModel:
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(skeleton, architecture, formats)
-        self.autocast = formats.autocast
-        self._transfer_dtype = formats.transfer_dtype
-        self._transfer_back = formats.transfer_back
+        self._precision = formats.precision
+        self.autocast = formats.precision.autocast
         self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
@@ -108,7 +118,7 @@ class HFBlockModel:
         self.longest_row = longest_row(skeleton)
         self._axes = architecture.axes
         self._aliases = segment_aliases(skeleton, architecture)
-        self._modules = dict(skeleton.named_modules())
+        self.modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
         self._device = torch.device("cpu")  # where the modules' buffers are
         self._skeleton = skeleton
@@ -130,9 +140,15 @@ class HFBlockModel:
     @property
     def description(self) -> Mapping[str, Any]:
         """The config's values that determine the forward, with transformers' defaults, and the attention implementation."""
-        dtypes = {"autocast": self.autocast, "carried": self._transfer_dtype}  # keys of journals
-        dtypes["carried_back"] = self._transfer_dtype if self._transfer_back else None
-        return decisive_config(self.config, dtypes, self.saved_form.constants)
+        values = json.loads(self.config.to_json_string(use_diff=False))
+        decisive = {key: _finite(value) for key, value in values.items() if key not in _NEUTRAL and value is not None}
+        constants = self.saved_form.constants
+        buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
+        carried = self._precision.carried
+        dtypes = {"autocast": self.autocast, "carried": carried}  # keys of journals
+        dtypes["carried_back"] = carried if self._precision.transfer_back else None
+        named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
+        return {**decisive, "attention": self.config._attn_implementation, **named, **buffers}
 
     @property
     def tokenizer_files(self) -> dict[str, Path | bytes]:
@@ -150,7 +166,7 @@ class HFBlockModel:
     def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
         """The modules that have a parameter, several if it is tied: their paths, the modules, and its name in them."""
         places = (alias.rpartition(".") for some in self._aliases[name].values() for alias in some)
-        return [(path, self._modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
+        return [(path, self.modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set these views as a segment's parameters, under all their names in it. See the contract."""
@@ -160,11 +176,11 @@ class HFBlockModel:
             parameter = nn.Parameter(view, view.dtype == self._stored.get(name))
             for alias in self._aliases[name].get(index, ()):
                 path, _, leaf = alias.rpartition(".")
-                self._modules[path]._parameters[leaf] = parameter
+                self.modules[path]._parameters[leaf] = parameter
         device = next(iter(parameters.values())).device
         if device != self._device:
             self._device = device
-            for module in self._modules.values():
+            for module in self.modules.values():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
@@ -182,9 +198,9 @@ class HFBlockModel:
         """
         specs = {spec.name: spec for layout in self.layouts if not layout.resident for spec in layout.parameters}
         places = {name: self.places_of(name) for name in specs}
-        stacks = {*routed_stacks([*self._modules.values()])}
+        stacks = {*routed_stacks([*self.modules.values()])}
         found = [(specs[name], module, leaf) for name, [(_, module, leaf), *_] in places.items() if (module, leaf) in stacks]
-        is_wrapped = any(hasattr(module, "parameter_name") for module in self._modules.values())  # as ``wraps_parameter``
+        is_wrapped = any(hasattr(module, "parameter_name") for module in self.modules.values())  # as ``wraps_parameter``
         per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
         if not found or is_wrapped or per_token is None:
             return None
@@ -209,7 +225,7 @@ class HFBlockModel:
         for name, aliases in self._aliases.items():
             if index in aliases:
                 path, _, leaf = aliases[index][0].rpartition(".")
-                parameter = self._modules[path]._parameters[leaf]
+                parameter = self.modules[path]._parameters[leaf]
                 assert parameter is not None, "the segment is not bound"
                 leaves[name] = parameter
         return leaves
@@ -246,7 +262,7 @@ class HFBlockModel:
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
         self.routers.require_none("perturbation", "directions of low rank")
-        self._low_rank = self._low_rank or LowRankModules(self._modules)
+        self._low_rank = self._low_rank or LowRankModules(self.modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes. See the contract."""
@@ -268,8 +284,21 @@ class HFBlockModel:
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
-        with branches_of(batch):
-            return self.prologue(**{key: value for key, value in batch.items() if key not in self.targets}, use_cache=False)
+        inputs = {key: value for key, value in batch.items() if key not in self.targets}
+        try:
+            with branches_of(batch):
+                return self.prologue(**inputs, use_cache=False)
+        except (ZO2Error, torch.OutOfMemoryError):
+            raise
+        except (ValueError, IndexError, RuntimeError) as error:
+            if not any(name in batch for name in _IMAGES) or "alloc" in str(error) or "CUDA" in str(error):
+                raise
+            raise BatchError(
+                "batch['pixel_values']",
+                found=f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
+                expected="the output of the model's processor for these rows, images in the order of rows",
+                remedy="pass such batches; if a row has not exactly one image, use no micro-batches and do not split rows",
+            ) from error
 
     def prologue(self, **inputs: Any) -> Activations:
         """Run HF's forward with these arguments up to the first layer."""
@@ -293,11 +322,11 @@ class HFBlockModel:
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
-        if self.loss_chunk is None:
-            with branches_of(batch):
-                return self._epilogue(activations, "loss", **batch)
-        hidden, options = self.by_token(activations.hidden), self._loss_options
-        return chunked_loss(hidden, batch["labels"], predictions(batch), self.loss_chunk, logits=self.logits, **options)
+        if self.loss_chunk is not None:
+            return self.heads([batch], activations)[0]
+        text = {name: value for name, value in batch.items() if "pixel_values" not in batch or name not in _OF_IMAGES}
+        with branches_of(batch) if len(text) == len(batch) else BranchCache():  # without the vision tower, other reads
+            return self._epilogue(activations, "loss", **text)
 
     @property
     def _loss_options(self) -> dict[str, Any]:
@@ -337,18 +366,103 @@ class HFBlockModel:
         return torch.autocast(self._device.type, dtype=self.autocast, cache_enabled=False)
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula. See the contract."""
-        return forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk)
+        """Estimate the bytes by formula, those of the vision tower included. See the contract."""
+        images = batch.get("pixel_values")
+        tower = 0 if images is None else vision_bytes(self.config, images)
+        return max(forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk), tower)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula. See the contract."""
+        """Estimate the bytes by formula; images need masks and positions. See the contract."""
         rows, tokens = batch["input_ids"].shape
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        positions, rope = batch.get("position_ids"), getattr(self.config.get_text_config(), "rope_parameters", None)
+        has_own_positions = "mrope_section" in (rope or {})
         return expected_held_bytes(
             self.config,
             rows,
             tokens,
-            keys=None if mask is None else mask.shape[1],
-            is_padded=is_padded(batch),
-            position_rows=None if positions is None else len(positions),
+            is_padded="pixel_values" in batch or is_padded(batch),
+            position_rows=rows if has_own_positions else None if positions is None else len(positions),
         )
+
+
+class HFHeadModel(HFBlockModel):
+    """A Hugging Face model with another head than a causal language model's, and its own ``Objective``."""
+
+    takes_single_tokens: ClassVar[bool] = False  # these heads take all hidden states
+
+    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
+        """Return None: losses of these heads are computed one stream at a time. See the contract."""
+        return None
+
+    def __init__(self, *arguments: Any, head: Head, **options: Any) -> None:
+        super().__init__(*arguments, targets=head.targets, **options)
+        assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
+        assert self.loss_chunk is None, "chunks are for next-token losses"
+        self.kind = head
+        config = self.config
+        labels = {"labels": config.num_labels, "problem": config.problem_type}
+        self._decisive = {"head": head.name, **labels, "pad": getattr(config, "pad_token_id", None)}
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """The settings that determine the forward, including the head."""
+        return {**super().description, **self._decisive}
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Check a batch and its labels. See the contract."""
+        for name in self.kind.targets:
+            if name not in batch:
+                raise BatchError(
+                    f"batch[{name!r}]", found=f"no {name}", expected=f"the targets of {self.kind.name}", remedy="add it"
+                )
+        inputs = {name: value for name, value in batch.items() if name not in self.kind.targets}
+        check_inputs(inputs, self.config, self.longest_row)
+        self.kind.check(batch, self.config)
+        return self._prepared(batch)
+
+    def split(self, batch: Batch, rows: int | None) -> list[Batch]:
+        """Split a batch into micro-batches of at most ``rows`` rows, without those that have no counted label."""
+        if not {"input_ids", *self.kind.targets} <= batch.keys():
+            return [batch]  # ``prepared`` refuses it
+        total = len(batch["input_ids"])
+        rows = total if rows is None else rows
+        micro_batches = [
+            {
+                name: value[start : start + rows] if value.dim() and len(value) == total else value
+                for name, value in batch.items()
+            }
+            for start in range(0, total, rows)
+        ]
+        return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
+
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Return the mean over all labels, computed in float64 unless there is one micro-batch. See the contract."""
+        if len(outputs) == 1:
+            return outputs[0]
+        counts = [self.kind.count(micro_batch) for micro_batch in micro_batches]
+        summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
+        return (summed / sum(counts)).to(outputs[0].dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Refuse to predict next tokens."""
+        raise UnsupportedModelError(
+            f"model type {self.config.model_type}",
+            found=f"a head for {self.kind.name}",
+            expected="a causal language model, to generate or to score",
+            remedy="open the checkpoint without head",
+        )
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        has_vocabulary = self.kind.name == "masked-lm"
+        return forward_bytes(self.config, rows, tokens, loss_chunk=None if has_vocabulary else 0)
+
+
+def _finite(value: Any) -> Any:
+    """Replace infinity and NaN, which JSON lacks, by strings."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,45 +1,33 @@
-"""A causal language model's loss over chunks of tokens, so that its logits are never in memory whole.
+"""Losses of causal language models: over chunks of tokens, of several streams that ran as one batch, and of routers.
 
-Losses of several streams that ran as one batch: logits are computed together, and a loss for each stream.
+Logits of several streams are computed together, and over chunks of tokens they are never in memory whole.
+
+Of the logits of a mixture's routers transformers computes a loss that keeps the experts' loads even. It records the outputs
+of modules of a class that the model declares, and computes the loss at the end of its forward. Here blocks run one at a
+time, so the logits travel with the hidden state, and the stub of the last layer has a module of that class, which returns
+them to transformers' own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
-from zo2adapters.models.packing import predictions, stack_rows
+from zo2adapters.models.batches import predictions, stack_rows
 from zo2core import Batch
+from zo2core.errors import OptionError, UnsupportedModelError
 
 # Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar. If that scalar were kept,
 # it would lie behind the freed memory, and glibc, which aligns torch's allocations, could not reuse all of it for the next
 # loss: 32 losses would take 32 times as much. So each scalar is copied into one tensor and freed.
-
-
-def chunked_loss(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    predictions: tuple[torch.Tensor, torch.Tensor],
-    chunk: int,
-    *,
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    loss_function: Callable[..., torch.Tensor],
-    vocab_size: int,
-) -> torch.Tensor:
-    """Compute the mean loss over labelled tokens; logits of unlabelled tokens are not computed."""
-    targets = labels[:, 1:]
-    rows, columns = predictions
-    count = len(rows)
-    terms = KeptLosses(-(-count // chunk))
-    for start in range(0, count, chunk):
-        at = rows[start : start + chunk], columns[start : start + chunk]
-        terms.keep(  # a sum, divided by the labelled tokens of all chunks
-            loss_function(
-                logits(hidden[at]), None, vocab_size=vocab_size, shift_labels=targets[at], num_items_in_batch=count
-            )
-        )
-    return terms.losses.sum()
 
 
 class KeptLosses:
@@ -92,7 +80,7 @@ def stacked_losses(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> list[torch.Tensor]:
-    """``chunked_loss`` of several streams, whose logits are made together."""
+    """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not computed."""
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
     counts = [len(rows) for rows, _ in predicted]
@@ -107,9 +95,109 @@ def stacked_losses(
         selected = torch.cat([state[at] for state, at in zip(states, positions, strict=True)])
         for stream, chunk_logits in enumerate(torch.split(logits(selected), length)):
             count = max(0, min(length, counts[stream] - start))
-            if count:
+            if count:  # a sum, divided by the labelled tokens of all chunks
                 rows, columns = (index[:count] for index in positions[stream])
                 targets = batches[stream]["labels"][:, 1:][rows, columns]
                 options = {"shift_labels": targets, "num_items_in_batch": counts[stream]}
                 terms[stream].keep(loss_function(chunk_logits[:count], None, vocab_size=vocab_size, **options))
     return [losses.losses.sum() for losses in terms]
+
+
+_OPTION = "output_router_logits"  # of configs and forwards
+_OUTPUT = "router_logits"
+
+
+def without_router_losses(model: PreTrainedModel) -> Mapping[str, bool]:
+    """The arguments with which a forward computes no router loss; none where the config does not ask for it."""
+    asks = getattr(model.config.get_text_config(), _OPTION, False)
+    return {_OPTION: False} if asks and _OPTION in inspect.signature(model.forward).parameters else {}
+
+
+class RouterLogits:
+    """The logits of all routers of a model whose config asks for their loss.
+
+    Args:
+        model: The skeleton, before its layers are replaced by stubs.
+        layers: Its layers.
+
+    Raises:
+        UnsupportedModelError: if transformers does not record the routers of this model.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self.off = without_router_losses(model)
+        self._routed: list[torch.Tensor | None] = []
+        self.none: tuple[torch.Tensor | None, ...] = ()  # before the first block
+        self._stand_in: nn.Module | None = None
+        if self.off:
+            self._recorder = recorder = _recorder(model)
+            routers = [m for layer in layers for m in layer.modules() if isinstance(m, recorder.target_class)]
+            for number, router in enumerate(routers):
+                router.register_forward_hook(partial(self._record, number))
+            self.none = (None,) * len(routers)
+            self._stand_in = _stand_in(recorder)
+
+    def require_asked(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a call of the model that asks for router logits which the config does not ask for."""
+        if arguments.get(_OPTION) and not self.none:
+            raise UnsupportedModelError(
+                f"the model's argument {_OPTION}",
+                found="true, for a model whose blocks do not keep them",
+                expected=f"{_OPTION}: true in a mixture's config.json",
+                remedy="set it there, or leave the argument out",
+            )
+
+    def require_none(self, where: str, found: str) -> None:
+        """Refuse what computes the loss from logits alone."""
+        if self.none:
+            expected = f"the model's own loss as a whole, since {_OPTION} is true in config.json"
+            raise OptionError(where, found=found, expected=expected, remedy="leave it out, or set it to false there")
+
+    @contextmanager
+    def recorded(self, routed: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
+        """A context in which a layer runs, whose routers' logits are added to those of the layers before."""
+        self._routed = added = list(routed)
+        try:
+            yield added
+        finally:
+            self._routed = []
+
+    def join(self, stub: nn.Module) -> None:
+        """Give the last layer's stub a router, where transformers looks for one."""
+        if self._stand_in is not None:
+            *path, name = (self._recorder.layer_name or "router").split(".")
+            for part in path:  # a stub has the attributes of its layer, which ``add_module`` would not hide
+                stub._modules[part] = stub = nn.Module()
+            stub._modules[name] = self._stand_in
+
+    def replay(self, routed: Sequence[torch.Tensor | None]) -> None:
+        """Return the logits of all layers to transformers, in order, within its forward."""
+        for logits in routed:
+            assert self._stand_in is not None, "only recorded routers have logits"
+            self._stand_in(logits)
+
+    def _record(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
+        if self._routed:
+            self._routed[number] = output[self._recorder.index] if isinstance(output, tuple) else output
+
+
+def _stand_in(recorder: OutputRecorder) -> nn.Module:
+    """A router without weights, which returns what it is given."""
+    router: nn.Module = recorder.target_class.__new__(recorder.target_class)
+    nn.Module.__init__(router)
+    router.forward = lambda logits: (*[None] * recorder.index, logits)
+    return router
+
+
+def _recorder(model: PreTrainedModel) -> OutputRecorder:
+    """The declaration by which transformers records the routers."""
+    for module in model.modules():
+        declared = getattr(module, "_can_record_outputs", None) or {}
+        if isinstance(module, PreTrainedModel) and isinstance(recorder := declared.get(_OUTPUT), OutputRecorder):
+            return recorder
+    raise UnsupportedModelError(
+        f"model type {model.config.model_type}",
+        found=f"{_OPTION}: true, and no routers that transformers records",
+        expected="routers whose outputs the model's class declares",
+        remedy=f"set {_OPTION} to false in config.json: the loss is then without that of the routers",
+    )

@@ -1,22 +1,42 @@
-"""A checkpoint's tensors, matched with the parameters and buffers of the model that its config describes."""
+"""A checkpoint's tensors, matched with the parameters and buffers of the model that its config describes.
+
+Transformers renames and joins tensors as it loads a model. Its own rules run on row numbers in place of rows, and their
+result says where each row of a parameter is stored. A parameter is read from there straight into its memory, and written
+back. Rules that compute with values, or move values within a row, are refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load
-from transformers import PreTrainedModel
+from safetensors.torch import load, save
+from transformers import PreTrainedModel, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from zo2adapters.models.architecture import Architecture, parameter_names
-from zo2adapters.models.conversion import parameter_pieces
+from zo2core import ParameterSpec
 from zo2core.checkpoint import Piece, TensorEntry, check_float, same_samples
 from zo2core.errors import CheckpointError, UnsupportedModelError
+from zo2core.protocols import TensorReader
+from zo2core.types import SavedForm, SavedPart
+
+_ROW_OPERATIONS = {  # operations that only move whole rows; old versions of transformers have no Split
+    getattr(core_model_loading, name, None)
+    for name in ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Transpose")
+}
+_MAX_ROWS = 1 << 26  # rows of one conversion; their int64 numbers take half a GiB
 
 
 class Matched(NamedTuple):
@@ -25,15 +45,14 @@ class Matched(NamedTuple):
     parameters: dict[str, tuple[Piece, ...]]  # by names of named_parameters()
     buffers: dict[str, TensorEntry]  # persistent ones
 
-    def stored_differently(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
-        """The parameters that are not one tensor of the same name, with or without the base model's prefix."""
-        return {
-            name: pieces
-            for name, pieces in self.parameters.items()
-            if len(pieces) > 1
-            or pieces[0] != Piece.whole(pieces[0].entry)
-            or pieces[0].entry.name not in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        }
+    def saved_form(self, skeleton: PreTrainedModel) -> SavedForm:
+        """How the checkpoint stores parameters that have other names or parts in the model, and its buffers, now loaded."""
+        prefix, parts = skeleton.base_model_prefix, dict[str, tuple[SavedPart, ...]]()
+        for name, pieces in self.parameters.items():
+            names = {name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"}
+            if len(pieces) > 1 or pieces[0] != Piece.whole(pieces[0].entry) or pieces[0].entry.name not in names:
+                parts[name] = tuple(piece.saved_part for piece in pieces)
+        return SavedForm(parts, _load_buffers(self.buffers, skeleton))
 
 
 def match_tensors(
@@ -81,7 +100,7 @@ def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTraine
             )
 
 
-def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Load a model's persistent buffers, which are few and small."""
     constants: dict[str, torch.Tensor] = {}
     for name, entry in buffers.items():
@@ -145,3 +164,180 @@ def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
                     expected=f"equal values: config.json ties both to {name}",
                     remedy="set tie_word_embeddings to false in config.json",
                 )
+
+
+def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    """Apply transformers' rules to the names of a checkpoint's tensors."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, state = model.base_model_prefix, model.state_dict()
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    joined: dict[str, list[tuple[str, TensorEntry]]] = {}  # target to pattern and tensor
+    for name in sorted(entries, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        entry = entries[name]
+        if pattern is not None and target in state:
+            joined.setdefault(target, []).append((pattern, entry))
+            continue
+        if target in state and entry.shape != tuple(state[target].shape):
+            raise CheckpointError(
+                f"{entry.path}: {target}",
+                found=f"shape {list(entry.shape)}",
+                expected=f"{list(state[target].shape)}, as config.json says",
+                remedy="use the config.json that belongs to these shards",
+            )
+        if target in pieces:
+            raise _duplicate(entry, target, pieces[target][0].entry)
+        pieces[target] = (Piece.whole(entry),)
+    for target, sources in joined.items():
+        for name, converted_pieces in _converted(model, state, target, sources, deepcopy(by_pattern[sources[0][0]])).items():
+            if name in pieces:
+                raise _duplicate(converted_pieces[0].entry, name, pieces[name][0].entry)
+            pieces[name] = converted_pieces
+    return pieces
+
+
+def _converted(
+    model: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    target: str,
+    sources: Sequence[tuple[str, TensorEntry]],
+    rule: WeightConverter,
+) -> dict[str, tuple[Piece, ...]]:
+    """Run one rule on row numbers, and return the pieces of every tensor of the model that it makes."""
+    entries = [entry for _, entry in sources]
+    where = f"{entries[0].path}: {entries[0].name}"
+    for operation in rule.operations:
+        if type(operation) not in _ROW_OPERATIONS:
+            raise UnsupportedModelError(
+                where,
+                found=f"{operation!r}, by which transformers makes {target}",
+                expected="conversions that move whole rows",
+                remedy="load the model with transformers, save it with save_original_format=False, and use that",
+            )
+    by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
+    sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
+    counts = [math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)]
+    offsets = [0, *accumulate(counts)]
+    if offsets[-1] > _MAX_ROWS:
+        raise UnsupportedModelError(
+            where,
+            found=f"{offsets[-1]} rows for {target}",
+            expected=f"at most {_MAX_ROWS} in one conversion",
+            remedy="save the model by transformers with save_original_format=False, and use that",
+        )
+    for (pattern, entry), first, count in zip(sources, offsets, counts, strict=False):
+        shape = entry.shape if by_elements else (*entry.shape[:-1], 1)
+        rule.add_tensor(target, entry.name, pattern, torch.arange(first, first + count).view(shape))  # type: ignore[arg-type]
+    try:
+        converted: dict[str, Any] = rule.convert(target, model=model, config=model.config)
+    except Exception as error:  # any: tensors that do not fit together surface inside the operations
+        raise _mismatch(where, target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
+    tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+    numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
+    if not torch.equal(numbers.sort().values, torch.arange(offsets[-1])):
+        raise _mismatch(where, target, "rows that no parameter takes")
+    result = {}
+    for name, value in tensors.items():
+        shape = tuple(state[name].shape) if name in state else ()
+        if tuple(value.shape) != (shape if by_elements else (*shape[:-1], 1)) or (
+            not by_elements and any(size != shape[-1] for size in sizes)
+        ):
+            raise _mismatch(where, name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
+        result[name] = tuple(_pieces(value.reshape(-1), entries, offsets, sizes[0]))
+    return result
+
+
+def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequence[int], size: int) -> list[Piece]:
+    """Join consecutive rows of one tensor into pieces."""
+    begins_tensor = torch.isin(numbers, torch.tensor(offsets))
+    begins_tensor[1:] |= numbers[1:] != numbers[:-1] + 1
+    begins_tensor[:1] = True
+    starts = [*begins_tensor.nonzero().flatten().tolist(), len(numbers)]
+    pieces = []
+    for start, stop in pairwise(starts):
+        row = int(numbers[start])
+        index = bisect_right(offsets, row) - 1
+        pieces.append(Piece(entries[index], (row - offsets[index]) * size, (stop - start) * size))
+    return pieces
+
+
+def _duplicate(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.path}: {entry.name}",
+        found=f"a second tensor for {target}, beside {first.name}",
+        expected="one tensor for each parameter",
+        remedy="remove one of them",
+    )
+
+
+def _mismatch(where: str, name: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        where,
+        found=found,
+        expected=f"the tensors from which transformers makes {name}, as config.json says",
+        remedy="use the config.json that belongs to these shards",
+    )
+
+
+class OverlaidReader:
+    """Reads a checkpoint, of which some parameters have values of their own, made at the first read and kept in memory.
+
+    Args:
+        base: Reads the other parameters.
+        values: Makes the values by parameter, each with a dtype of its own.
+        dtypes: The dtypes of these values.
+        where: Their origin; None: that of the parameters in the base.
+    """
+
+    def __init__(
+        self,
+        base: TensorReader,
+        values: Callable[[], Mapping[str, torch.Tensor]],
+        dtypes: Mapping[str, torch.dtype],
+        where: str | None = None,
+    ) -> None:
+        self._base = base
+        self._make = values
+        self._dtypes = dtypes
+        self._where = where
+        self._values: Mapping[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()  # several threads may read first
+        self.close = base.close
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the base and, where they are not the base's, of all values."""
+        if self._where is None:
+            return self._base.fingerprint
+        values = save({name: value.contiguous() for name, value in sorted(self._flat_values().items())})
+        return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """None for values in memory. See the contract."""
+        return None if spec.name in self._dtypes else self._base.page_offset(spec)
+
+    def itemsize(self, parameter: str) -> int:
+        """Bytes of an element."""
+        return self._dtypes[parameter].itemsize if parameter in self._dtypes else self._base.itemsize(parameter)
+
+    def origin(self, parameter: str) -> str:
+        """The file of a parameter, or the name of the values' origin."""
+        return self._where if self._where and parameter in self._dtypes else self._base.origin(parameter)
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of one parameter. See the contract."""
+        if parameter in self._dtypes:
+            out.copy_(self._flat_values()[parameter][start : start + out.numel()])
+        else:
+            self._base.read_into(parameter, out, start)
+
+    def _flat_values(self) -> Mapping[str, torch.Tensor]:
+        with self._lock:
+            if self._values is None:
+                self._values = {name: value.view(-1) for name, value in self._make().items()}
+            return self._values

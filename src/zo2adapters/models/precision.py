@@ -64,16 +64,14 @@ class Precision:
                 remedy="store torch.float32 to compute in 16 bits",
             )
         transfer_dtypes = tuple(_TRANSFER_DTYPES.values())
-        if self.transfer_dtype not in (None, self.stored) and (
-            self.stored is not torch.float32 or self.transfer_dtype not in transfer_dtypes
-        ):
+        if self.carried is not None and (self.stored is not torch.float32 or self.carried not in transfer_dtypes):
             raise OptionError(
                 "precision.transfer_dtype",
                 found=f"{self.transfer_dtype} where {self.stored} is stored",
                 expected=f"{self.stored}, or one of {', '.join(map(str, transfer_dtypes))} where torch.float32 is stored",
                 remedy="leave it out, to transfer blocks in the stored dtype",
             )
-        if self.transfer_back and self.transfer_dtype in (None, self.stored):
+        if self.transfer_back and self.carried is None:
             raise OptionError(
                 "precision.transfer_back",
                 found="True without a transfer dtype",
@@ -85,6 +83,11 @@ class Precision:
     def autocast(self) -> torch.dtype | None:
         """The dtype of ``torch.autocast`` in the forward; None disables it."""
         return None if self.computed in (None, self.stored) else self.computed
+
+    @property
+    def carried(self) -> torch.dtype | None:
+        """The dtype of transfer, if it is another one than the stored one."""
+        return None if self.transfer_dtype in (None, self.stored) else self.transfer_dtype
 
 
 def choose_precision(

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import location

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from zo2adapters.models.batches import pack
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate, evaluation_batches
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.task import Task, TaskOptions, gather_in_order, is_own_shard

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.generated_task import Continued, GeneratedTask
 from zo2adapters.tasks.next_token import Sampling, sampling_of

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from zo2adapters.models.batches import predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.packing import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import gather_in_order, is_own_shard

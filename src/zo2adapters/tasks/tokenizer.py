@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from zo2adapters.models.companions import companion_files
-from zo2adapters.models.gguf.model import gguf_tokenizer
+from zo2adapters.models.gguf_model import gguf_tokenizer
+from zo2adapters.models.model_directory import companion_files
 from zo2core import ZO2Error
 from zo2core.checkpoint import is_gguf
 from zo2core.errors import DataError

@@ -10,7 +10,7 @@ from zo2adapters.trainers.option_table import require_valid
 from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
-    from zo2adapters.models.peft_model import Adapter  # a command line is read without transformers
+    from zo2adapters.models.peft_adapter import Adapter  # a command line is read without transformers
 
 AUTO, EXPERTS = "auto", "experts"  # every linear layer before the head and outside experts, and a mixture's experts
 ALL_LINEAR = "all-linear"  # what peft makes of this name
@@ -73,7 +73,7 @@ class AdapterOptions:
         """The adapter to open the model with; None: the weights are trained."""
         if not self.trains_adapter:
             return None
-        from zo2adapters.models.peft_model import Adapter
+        from zo2adapters.models.peft_adapter import Adapter
 
         config = self.adapter if self.lora_rank is None else self._lora_config(head)
         if base is not None and Path(base).is_dir():

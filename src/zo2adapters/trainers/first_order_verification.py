@@ -12,7 +12,7 @@ from torch import nn
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import Adapter
+from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.verification import (

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.answers import Question
 from zo2adapters.tasks.candidates import Choice
 from zo2adapters.tasks.generation import generate

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.optimization import Optimization

@@ -14,13 +14,12 @@ from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.gguf.model import load_whole
-from zo2adapters.models.head_model import HFHeadModel
+from zo2adapters.models.gguf_model import load_whole
 from zo2adapters.models.heads import head_of
-from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_model import Adapter
+from zo2adapters.models.peft_adapter import Adapter
+from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base

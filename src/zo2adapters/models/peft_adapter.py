@@ -22,20 +22,33 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.peft_kinds.files import CONFIG_FILE, WEIGHTS_FILE
-from zo2adapters.models.peft_kinds.injected import INJECTED
-from zo2adapters.models.peft_kinds.kind import DROPOUT, NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
-from zo2adapters.models.peft_kinds.lora import LoRAKind
-from zo2adapters.models.peft_kinds.prefix import PrefixKind
-from zo2adapters.models.peft_kinds.reader import read_values
-from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value, read_weight
+from zo2adapters.models.peft_kinds import AdapterKind, FirstValues, LoRAKind, OpenBase, OpenedAdapter
+from zo2adapters.models.peft_layers import CONFIG_FILE, SAVED, WEIGHTS_FILE, base_form, base_values, put_value
+from zo2adapters.models.peft_prefix import PrefixKind
 from zo2adapters.optional_package import optional_package
-from zo2core.checkpoint import require_own_file
+from zo2core.checkpoint import SafetensorsReader, parse_header, require_own_file
 from zo2core.errors import CheckpointError, OptionError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole
 
-KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind(), *INJECTED)}
+_FACTORED = {"r", "alpha", "rank_pattern", "alpha_pattern"}
+_INIT = {"init_weights"}
+_KINDS = (
+    LoRAKind(),
+    PrefixKind(),
+    AdapterKind("IA3", "IA3Config", {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
+    AdapterKind("LOHA", "LoHaConfig", _FACTORED, _INIT, "hada_w1_a", is_mixed=False),
+    AdapterKind(
+        "LOKR", "LoKrConfig", {*_FACTORED, "decompose_both", "decompose_factor", "use_effective_conv2d"}, _INIT, "lokr_w1"
+    ),
+    AdapterKind("HRA", "HRAConfig", {"r", "apply_GS"}, _INIT, "hra_u"),
+    AdapterKind("MISS", "MissConfig", {"r", "mini_r"}, _INIT, "miss_block"),
+)
+KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
+_NEUTRAL = {  # options of every config that do not change a run
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
+}
+_DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
 
 _LARGEST_CONFIG = 1 << 20  # bytes
 
@@ -93,7 +106,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
     plain, defaults = config.to_dict(), type(config)().to_dict()
-    known = kind.decisive | kind.supported | NEUTRAL | (frozenset() if adapter.is_trained else DROPOUT)
+    known = kind.decisive | kind.supported | _NEUTRAL | (set() if adapter.is_trained else _DROPOUT)
     unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
     unused_options += kind.unused_options(config)
     if unused_options:
@@ -122,20 +135,21 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
             expected=error.expected,
             remedy="use the base that the adapter was made for",
         ) from error
-    names = list(inserted.parameters)
-    shapes = {name: skeleton.get_parameter(name).shape for name in names}
-    # A module's copy has the dtype of the module, as in peft.
-    dtypes = {name: skeleton.get_parameter(name).dtype if SAVED in name else torch.float32 for name in names}
+    tensors = {  # a module's copy has the dtype of the module, as in peft
+        name: torch.empty(parameter.shape, dtype=parameter.dtype if SAVED in name else torch.float32, device="meta")
+        for name, parameter in skeleton.named_parameters()
+        if name in inserted.parameters
+    }
     if weights is None:
-        own = kind.first_values(skeleton, config, adapter.seed, base)
-        copies = [name for name in names if SAVED in name]
-        values = partial(_with_copies, own, copies, dtypes, base) if copies else own
+        values = kind.first_values(skeleton, config, adapter.seed, base)
+        copies = [name for name in tensors if SAVED in name]
+        values = partial(_with_copies, values, tensors, copies, base) if copies else values
     else:
-        values = partial(dict, read_values(weights, inserted, shapes, dtypes))
-    for name, shape in shapes.items():
-        put_value(skeleton, name, torch.empty(shape, dtype=dtypes[name], device="meta"))
-    trained = frozenset(name for name in names if not any(part in name for part in adapter.frozen))
-    unmatched = [part for part in adapter.frozen if not any(part in name for name in names)]
+        values = partial(dict, read_values(weights, inserted.parameters, tensors))
+    for name, tensor in tensors.items():
+        put_value(skeleton, name, tensor)
+    trained = frozenset(name for name in tensors if not any(part in name for part in adapter.frozen))
+    unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
     if not trained or unmatched:
         raise OptionError(
             "adapter.frozen",
@@ -143,21 +157,35 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
             expected=f"parts of the names of some of them, such as {kind.part_of_names}",
             remedy="leave it out to train all",
         )
-    where = str(weights or "the new adapter")
-    return OpenedAdapter(kind, config, inserted, shapes, dtypes, trained, values, where)
+    return OpenedAdapter(kind, config, inserted, tensors, trained, values, where=str(weights or "the new adapter"))
 
 
 def _with_copies(
-    values: FirstValues, copies: Sequence[str], dtypes: Mapping[str, torch.dtype], base: OpenBase
+    values: FirstValues, tensors: Mapping[str, torch.Tensor], copies: Sequence[str], base: OpenBase
 ) -> Mapping[str, torch.Tensor]:
     """Initial values of an adapter. Copies of whole modules start with the base's values."""
-    model = base()
-    specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
-    read: dict[str, torch.Tensor] = {}
-    with closing(model.weights) as reader:
-        for name in copies:
-            read[name] = read_weight(reader, specs[base_form(name)]).to(dtypes[name])
-    return {**values(), **read}
+    read = base_values(base(), map(base_form, copies))
+    started = {name: value.to(tensors[name].dtype) for name, (_, value) in zip(copies, read, strict=True)}
+    return {**values(), **started}
+
+
+def read_values(path: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read an adapter's values from a file of peft, given the names there and the shapes and dtypes."""
+    entries, values = parse_header(path), {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+    found = {name: f"shape {list(entry.shape)}" for name, entry in entries.items()}
+    expected = {names[name]: f"shape {list(value.shape)}" for name, value in values.items()}
+    wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    if wrong:
+        raise CheckpointError(
+            f"{path}: {wrong[0]}",
+            found=found.get(wrong[0], "no such tensor"),
+            expected=f"{expected.get(wrong[0], 'no such tensor')}, for this base and the adapter's config",
+            remedy="use the base that the adapter was made for",
+        )
+    with closing(SafetensorsReader(entries)) as reader:
+        for name, value in values.items():
+            reader.read_into(names[name], value.view(-1))
+    return values
 
 
 def by_wrapped_names(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:

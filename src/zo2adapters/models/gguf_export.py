@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.export import merged_parameters, require_mergeable
-from zo2adapters.models.gguf.layout import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
-from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, vocabulary
+from zo2adapters.models.gguf_model import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
+from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.wrapped_layers import base_form
+from zo2adapters.models.model_directory import end_token_ids
+from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_layers import base_form
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import GGUFFile, SafetensorsReader, StoredArray, StoredText, is_gguf, read_gguf

@@ -11,33 +11,122 @@ import contextlib
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.gguf.layout import GGUF_ARCHITECTURES, GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout
-from zo2adapters.models.gguf.vocabulary import FURTHER_ENDS, byte_level_tokenizer
+from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, byte_level_tokenizer
+from zo2adapters.models.matching import OverlaidReader
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
-from zo2core import ParameterSpec
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
 from zo2core.encodings import GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.kernels.gguf import grid_of
+from zo2core.kernels.gguf import grid_of, row_order
 from zo2core.protocols import TensorReader
 
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
+GGUF_EXTRA = "zo2core[gguf]"
+ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
 
 
 _MIXTURES = ("qwen3moe",)  # architectures of experts in a stack a projection, all of which are routed to
 _EXPERTS, _ROUTER = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight"), ".ffn_gate_inp."
+
+
+class LlamaCppLayout:
+    """Names, order of rows and values of a model's tensors in GGUF files."""
+
+    def __init__(self, architecture: str, config: PretrainedConfig) -> None:
+        self.architecture = architecture
+        self._config = config
+
+    @cached_property
+    def _processor(self) -> Any:
+        """Transformers' reader of tensors, which undoes what llama.cpp did to them."""
+        kind: Any = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
+        return kind(config=self._config.to_dict())
+
+    def names(self, parameters: Iterable[str]) -> dict[str, str]:
+        """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out."""
+        gguf = optional_package("gguf", install=GGUF_EXTRA)
+        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture)
+        known, names = gguf.get_tensor_name_map(number, self._config.num_hidden_layers), dict[str, str]()
+        for name in parameters:
+            path, _, leaf = name.rpartition(".")
+            found = known.get_name(path)
+            if found is not None:
+                names[f"{found}.{leaf}"] = name
+        return names
+
+    def heads(self, name: str, shape: tuple[int, ...]) -> int:
+        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in the model's order."""
+        if len(shape) != 2:
+            return 0
+        rows = shape[0]
+        probe = np.arange(rows, dtype=np.float32)[:, None]
+        result = self._processed(name, probe.copy())
+        if result.weights is not None and result.name == name and np.shape(result.weights) == probe.shape:
+            if np.array_equal(result.weights, probe):
+                return 0
+            for heads in {self._config.num_attention_heads, self._config.num_key_value_heads} - {0}:
+                if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
+                    return int(heads)
+        raise UnsupportedModelError(
+            name,
+            found="a matrix whose values transformers' reader changes",
+            expected="matrices that are stored row by row",
+            remedy="use the model in the Hugging Face layout",
+        )
+
+    def changes(self, name: str, length: int) -> bool:
+        """Whether a vector has other values in the file than in the model."""
+        probe = torch.arange(length, dtype=torch.float32)
+        return not self.read(name, probe).equal(probe)
+
+    def read(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Convert a vector from the file's values to the model's: float32."""
+        processed = self._processed(name, stored.numpy().copy()).weights
+        return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
+
+    def _processed(self, name: str, values: Any) -> Any:
+        """The tensor as transformers' reader converts it."""
+        try:
+            return self._processor.process(weights=values, name=name)
+        except (ValueError, ArithmeticError, TypeError) as error:
+            raise CheckpointError(
+                name,
+                found=f"{len(values)} rows, which do not fit the metadata ({error})",
+                expected="as many rows as the heads of the metadata have",
+                remedy="download the file again",
+            ) from error
+
+    def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+        """Convert a tensor from the model's values to the file's, float32: the inverse of reading."""
+        if len(weights.shape) == 2:
+            heads = self.heads(name, tuple(weights.shape))
+            return weights[_order(len(weights), heads)] if heads else weights
+        zeros = torch.zeros_like(weights)
+        added = self.read(name, zeros)
+        if not added.equal(zeros):  # Gemma's norms
+            return weights - added
+        places = self.read(name, torch.arange(len(weights), dtype=torch.float32)).long()
+        return torch.empty_like(weights).index_copy_(0, places, weights)
+
+
+def _order(rows: int, heads: int) -> torch.Tensor:
+    """For each stored row, its index in the model's matrix."""
+    return row_order(GGUFRows("F32", heads), rows, torch.device("cpu"))
 
 
 class GGUFModel:
@@ -117,12 +206,17 @@ class GGUFModel:
     def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
         """A reader of the parameters that consist of these pieces."""
         base = SafetensorsReader(pieces)
-        vectors = {
-            name: self._processed[piece.entry.name]
-            for name, (piece, *_) in pieces.items()
-            if piece.entry.name in self._processed
-        }
-        return _GGUFReader(base, vectors, self.layout) if vectors else base
+        names = {name: piece.entry.name for name, (piece, *_) in pieces.items()}
+        vectors = {name: self._processed[own] for name, own in names.items() if own in self._processed}
+
+        def values() -> dict[str, torch.Tensor]:
+            read = {name: torch.empty(entry.shape) for name, entry in vectors.items()}
+            for name, stored in read.items():
+                base.read_into(name, stored)
+            return {name: self.layout.read(vectors[name].name, stored) for name, stored in read.items()}
+
+        dtypes = {name: _FLOATS[entry.dtype] for name, entry in vectors.items()}
+        return OverlaidReader(base, values, dtypes) if vectors else base
 
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
         """The files beside weights that are exported in the Hugging Face layout: config and tokenizer."""
@@ -253,35 +347,6 @@ def _coded(value: Scalar | str) -> bytes:
 def _text(value: str) -> bytes:
     raw = value.encode()
     return struct.pack("<Q", len(raw)) + raw
-
-
-class _GGUFReader:
-    """Reads parameters as ``SafetensorsReader`` does, and converts some vectors from the file's values to the model's."""
-
-    def __init__(self, base: SafetensorsReader, vectors: Mapping[str, TensorEntry], layout: LlamaCppLayout) -> None:
-        self._base = base
-        self._vectors = vectors
-        self._layout = layout
-        self.close, self.itemsize, self.origin = base.close, base.itemsize, base.origin
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the file."""
-        return self._base.fingerprint
-
-    def page_offset(self, spec: ParameterSpec) -> int | None:
-        """None for converted vectors. See the contract."""
-        return None if spec.name in self._vectors else self._base.page_offset(spec)
-
-    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-        """Fill memory with a range of one parameter. See the contract."""
-        entry = self._vectors.get(parameter)
-        if entry is None:
-            self._base.read_into(parameter, out, start)
-            return
-        values = torch.empty(entry.shape[0])
-        self._base.read_into(parameter, values)
-        out.copy_(self._layout.read(entry.name, values)[start : start + out.numel()])
 
 
 class _Companions(Mapping[str, Path | bytes]):

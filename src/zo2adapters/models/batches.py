@@ -1,9 +1,11 @@
-"""Batches of Hugging Face models: checked before they run, with cached properties.
+"""Batches of Hugging Face models: checked before they run, packed, and with the values that forwards read from them.
 
-Packing: rows of different lengths joined into one row without padding, each with positions from 0.
+Packing: rows of different lengths joined into one row without padding, each with positions from 0. Hugging Face's forwards
+detect packed rows by their positions, and mask attention between them. Some models' forwards do not, so each layer's
+attention mask is checked before anything is computed.
 
-Hugging Face's forwards detect packed rows by their positions, and mask attention between them. Some models' forwards do not,
-so each layer's attention mask is checked before anything is computed.
+A branch on a tensor's value (is any token padding?) makes the host wait for the device. Masks and positions depend on the
+batch alone, so the values are the same in each forward: a ``BranchCache`` keeps them, so that on a GPU no sweep waits.
 """
 
 from __future__ import annotations
@@ -14,12 +16,57 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.branch_cache import BranchCache
 from zo2core import Batch
 from zo2core.errors import BatchError, UnsupportedModelError
 from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
+
+_READS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
+
+
+class BranchCache(TorchFunctionMode):
+    """A context in which reads of tensor values return what they returned the first time, in the same order.
+
+    Only integers and booleans are cached, since floating-point values may depend on weights. Booleans are assumed not to, in
+    all that a decoder does before its first layer and after its last one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cached: list[tuple[str, Any]] = []  # what was read, and its value
+        self._count = 0  # reads since the context was entered
+        self._recording = True
+
+    def __enter__(self) -> BranchCache:
+        self._count = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._recording = False  # later reads beyond those of the first pass have another cause
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _READS or args[0].is_floating_point():
+            return func(*args, **(kwargs or {}))
+        read = f"{func.__name__} of a tensor of shape {tuple(args[0].shape)} and {args[0].dtype}"
+        index, self._count = self._count, self._count + 1
+        if index >= len(self._cached):
+            value = func(*args, **(kwargs or {}))
+            if self._recording:
+                self._cached.append((read, value))
+            return value
+        expected, value = self._cached[index]
+        if read != expected:
+            raise UnsupportedModelError(
+                f"read {index} of a tensor's value in Hugging Face's forward",
+                found=read,
+                expected=f"{expected}, as the first time",
+                remedy="write an adapter for this architecture: its forward reads values in no fixed order",
+            )
+        return value
 
 
 class PreparedBatch(dict[str, torch.Tensor]):

@@ -2,27 +2,25 @@
 
 The parameter is peft's table of these keys and values, without a projection. Initial values are those of MeZO: the keys and
 values that the base computes for random tokens.
-
-A Hugging Face model whose layers attend to a prefix of virtual tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from zo2adapters.models.batches import is_packed, longest_row
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.packing import is_packed, longest_row
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
-from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME, AdapterKind, FirstValues, Inserted, OpenBase, OpenedAdapter
+from zo2adapters.models.peft_kinds import AdapterKind, FirstValues, Inserted, OpenBase, PeftBlockModel
+from zo2adapters.models.peft_layers import ADAPTER_NAME
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch, Engine, HostPlan, MemoryPolicy
 from zo2core.errors import OptionError, UnsupportedModelError
@@ -111,11 +109,10 @@ class PrefixBlockModel(PeftBlockModel):
     and each call of a layer gets a new cache made from them.
     """
 
-    def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
-        super().__init__(adapter, *arguments, **options)
-        self._wrapper = adapter.inserted.wrapper
-        self._called = self._wrapper
-        self._tokens = int(adapter.config.num_virtual_tokens)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._wrapper = self._called = self.adapter.inserted.wrapper
+        self._tokens = int(self.adapter.config.num_virtual_tokens)
         if self.longest_row is not None:
             self.longest_row -= self._tokens  # virtual tokens have positions, too
 
@@ -258,24 +255,24 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
 class PrefixKind(AdapterKind):
     """``peft.PrefixTuningConfig``."""
 
-    peft_type = "PREFIX_TUNING"
-    title = "a prefix"
-    config_class = "PrefixTuningConfig"
-    decisive = frozenset({"num_virtual_tokens", *_BASE_SIZES})
-    supported = frozenset({"init_weights", "encoder_hidden_size"})  # the latter has no effect without a projection
-    accepted = "prefix tuning of a causal language model, without prefix_projection"
-    part_of_names = _ENCODER
-    model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = {HFBlockModel: PrefixBlockModel}
+    model_class = PrefixBlockModel
+
+    def __init__(self) -> None:
+        own = {"init_weights", "encoder_hidden_size"}  # the latter has no effect without a projection
+        super().__init__("PREFIX_TUNING", "PrefixTuningConfig", set(), own, _ENCODER, is_mixed=False)
+        self.title = "a prefix"
+        self.accepted = "prefix tuning of a causal language model, without prefix_projection"
+        self.decisive = {"num_virtual_tokens", *_BASE_SIZES}
 
     def unused_options(self, config: Any) -> list[str]:
-        """See the contract."""
+        """See the base class."""
         refused = [] if config.task_type in (None, _TASK) else ["task_type"]
         refused += [] if config.init_weights in (None, "zero") else ["init_weights"]
         is_count = type(config.num_virtual_tokens) is int and config.num_virtual_tokens >= 1
         return refused if is_count else [*refused, "num_virtual_tokens"]
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
-        """See the contract. Sizes that the config does not set are filled in, as in peft."""
+        """See the base class. Sizes that the config does not set are filled in, as in peft."""
         longest = longest_row(skeleton)
         if longest is not None and config.num_virtual_tokens > longest - _SHORTEST_ROW:
             raise OptionError(

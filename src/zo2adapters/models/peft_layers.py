@@ -1,25 +1,32 @@
-"""Adapters whose modules wrap linear layers of the base."""
+"""Layers of the base that peft's modules wrap, names of their parameters, and an adapter's files in peft's format."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.peft_kinds.files import FILE_PREFIX
-from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
+from zo2adapters.models.hf import HFBlockModel
 from zo2core import ParameterSpec
+from zo2core.checkpoint.writer import new_directory, write_companions
 from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decoded
 from zo2core.protocols import TensorReader
 
+ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
 AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
-LARGEST_RANK = 1 << 16
 _WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
 SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
 
@@ -148,12 +155,6 @@ def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def base_name(model: nn.Module, weight: nn.Parameter) -> str:
-    """The name of a wrapped layer's parameter in the base."""
-    [name] = [name for name, parameter in model.named_parameters() if parameter is weight]
-    return base_form(name)
-
-
 def base_form(name: str) -> str:
     """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
     return _WRAPPED.sub(".", name).replace(SAVED, ".")
@@ -161,6 +162,7 @@ def base_form(name: str) -> str:
 
 def file_name(name: str) -> str:
     """The name of an adapter's parameter in peft's files."""
+    name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name  # saved without its module's name
     return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
 
 
@@ -171,12 +173,38 @@ def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
     return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
 
 
+def base_values(base: HFBlockModel, names: Iterable[str]) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+    """Read parameters of a base one after the other, decoded."""
+    specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
+    with closing(base.weights) as weights:
+        for name in names:
+            yield specs[name], read_weight(weights, specs[name])
+
+
 def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set the parameter of this name to a tensor."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path)._parameters[leaf] = nn.Parameter(value)
 
 
-def is_rank(value: object) -> bool:
-    """Whether a value is a valid rank."""
-    return type(value) is int and 1 <= value <= LARGEST_RANK
+def write_adapter(
+    directory: Path,
+    config: Mapping[str, Any],
+    values: dict[str, torch.Tensor],
+    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+) -> None:
+    """Write an adapter."""
+    with new_directory(directory) as partial:
+        (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_companions(partial, files)
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Peft's config as JSON values, as peft saves it."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=_listed))
+    return {**values, "inference_mode": True}
+
+
+def _listed(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)

@@ -1,1 +1,0 @@
-"""Kinds of peft's adapters, one file each, and what all of them share."""
