@@ -3,43 +3,24 @@
 On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version and identity of
 the run), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
 run are updates, which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which cannot.
+
+A branch is a new journal with the first steps of a run: it undoes the later ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, cast
 
-from zo2core.errors import JournalError, reason
+from zo2core.errors import JournalError, OutputError, reason
+from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
-from zo2core.journal.records import (
-    COMMIT,
-    DIGEST,
-    DIGESTS,
-    DRAWN,
-    EVALUATION,
-    FORMAT,
-    METHOD,
-    Header,
-    ImpossibleRecordError,
-    SideRecords,
-    completed,
-    damaged,
-    decode,
-    decode_commit,
-    differences,
-    encode,
-    encode_commit,
-    evaluation_record,
-    may_be_torn_header,
-    require_header,
-    shown,
-    unwritable,
-)
+from zo2core.journal import records
 from zo2core.ranges import counted
 from zo2core.types import Commit, Update
 
@@ -56,68 +37,42 @@ class Journal:
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self._name = "journal" if path is None else str(path)
-        self._header: Header | None = None
-        self._updates: list[Update] = []
-        self._commits: list[Commit] = []  # one of the two lists is empty
-        self._side_records = SideRecords()
+        self.name = "journal" if path is None else str(path)  # for errors
+        self.header: records.Header | None = None  # identity of the run; None before ``begin``
+        # Digest of each segment's bytes in the base, in hexadecimal digits, by segment name, as far as noted.
+        self.base_digests: dict[str, str] = {}
+        # Results of evaluations by number of updates in the weights and then by name.
+        self.evaluations: dict[int, Mapping[str, float]] = {}
+        self.torn = False  # the file ended with an incomplete record, which was dropped; see ``require_version``
+        self._steps: list[Update] | list[Commit] = []
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
-        self._torn = False
         self._started_at: int | None = None  # version when this object wrote the header; None: it did not
         self._file = None if path is None else self._open(Path(path))
 
     @property
-    def name(self) -> str:
-        """The path, or "journal" for a journal in memory; for errors."""
-        return self._name
-
-    @property
-    def header(self) -> Header | None:
-        """Identity of the run; None before ``begin``."""
-        return self._header
+    def steps(self) -> Sequence[Update | Commit]:
+        """All updates or commits so far, a live view."""
+        return self._steps
 
     @property
     def updates(self) -> Sequence[Update]:
         """All updates so far, a live view; empty for a first-order run."""
-        return self._updates
+        return cast("list[Update]", self._steps) if self.is_replayable else ()
 
     @property
     def commits(self) -> Sequence[Commit]:
         """All steps of a first-order run so far, a live view; empty for a zeroth-order run."""
-        return self._commits
-
-    @property
-    def steps(self) -> Sequence[Update | Commit]:
-        """All updates or commits so far, a live view."""
-        return self._commits or self._updates
+        return () if self.is_replayable else cast("list[Commit]", self._steps)
 
     @property
     def version(self) -> int:
         """Number of steps so far."""
-        return len(self._updates) + len(self._commits)
+        return len(self._steps)
 
     @property
     def is_replayable(self) -> bool:
         """Whether the journal and the base determine the weights of every step; first-order runs need snapshots."""
-        return self._header is None or METHOD not in self._header
-
-    @property
-    def base_digests(self) -> Mapping[str, str]:
-        """Hexadecimal digest of each segment's bytes in the base, by segment name, as far as noted; a live view."""
-        return MappingProxyType(self._side_records.digests)
-
-    @property
-    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
-        """Results of evaluations, by number of updates in the weights and then by name; a live view."""
-        return MappingProxyType(self._side_records.evaluations)
-
-    @property
-    def torn(self) -> bool:
-        """Whether the file ended with an incomplete record, which was dropped.
-
-        A crash during a write leaves one, and damage to the last record looks the same; ``require_version`` detects it.
-        """
-        return self._torn
+        return self.header is None or records.METHOD not in self.header
 
     @property
     def noise(self) -> str | None:
@@ -126,16 +81,12 @@ class Journal:
         Raises:
             JournalError: if the header lacks it.
         """
-        if self._header is None or not self.is_replayable:
+        if self.header is None or not self.is_replayable:
             return None
-        if self._header.get("noise") is None:
-            raise JournalError(
-                self._name,
-                found="a header without noise",
-                expected="the name of the noise generator",
-                remedy="restore the journal from a copy",
-            )
-        return str(self._header["noise"])
+        if self.header.get("noise") is None:
+            expected, remedy = "the name of the noise generator", "restore the journal from a copy"
+            raise JournalError(self.name, found="a header without noise", expected=expected, remedy=remedy)
+        return str(self.header["noise"])
 
     def lock(self) -> None:
         """Keep every other engine from writing the file until ``close``; one that does not exist is locked by ``begin``.
@@ -147,9 +98,9 @@ class Journal:
             try:
                 self._file.lock()
             except OSError as error:
-                raise unwritable(self._name, error) from error
+                raise records.unwritable(self.name, error) from error
 
-    def begin(self, header: Header) -> None:
+    def begin(self, header: records.Header) -> None:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
         Args:
@@ -161,28 +112,25 @@ class Journal:
             JournalError: if the journal has another header (with each difference) or noise of other numbers, or the file
                 cannot be written.
         """
-        header = completed(header)
-        if self._header is None:
+        header = records.completed(header)
+        if self.header is None:
             header = {key: value for key, value in header.items() if value is not None}
-            require_header(header)
+            records.require_header(header)
             self._started_at = self.version
-            self._write(header, partial(self._add_header, header), lambda: self._header is not None)
+            self._write(header, partial(self._add_header, header), lambda: self.header is not None)
             return
-        differing = differences(self._header, header)
+        differing = records.differences(self.header, header)
         if differing is not None:
             theirs, ours = differing
-            raise JournalError(
-                self._name,
-                found=theirs,
-                expected=ours,
-                remedy="continue with the base checkpoint and options that the journal was started with, or start a new one",
-            )
-        recorded, drawn = (one.get(DRAWN) or {} for one in (self._header, header))
+            remedy = "continue with the base checkpoint and options that the journal was started with, or start a new one"
+            raise JournalError(self.name, found=theirs, expected=ours, remedy=remedy)
+        recorded, drawn = (one.get(records.DRAWN) or {} for one in (self.header, header))
         if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):  # of equal numbers, torch may be another
+            then, now = ([records.shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn))
             raise JournalError(
-                self._name,
-                found=f"noise that torch {shown(recorded.get('torch'))} drew, of checksum {shown(recorded.get('crc32'))}",
-                expected=f"that which torch {shown(drawn.get('torch'))} draws here, of checksum {shown(drawn.get('crc32'))}",
+                self.name,
+                found=f"noise that torch {then[0]} drew, of checksum {then[1]}",
+                expected=f"that which torch {now[0]} draws here, of checksum {now[1]}",
                 remedy="use the version of torch and the kind of processor that the run began with",
             )
 
@@ -193,18 +141,14 @@ class Journal:
             JournalError: if no estimator can have made the update, the file cannot be written, or it was removed or
                 replaced. After any exception, also an interrupt, either file and memory both have the step, or neither has.
         """
-        assert self._header is not None, "a journal has a header before it has steps"
+        assert self.header is not None, "a journal has a header before it has steps"
         assert step.step == self.version, "steps are appended in order"
-        record = _record_of(step)
+        record = records.encode(step)
         try:
             decoded = self._decoded(record)  # refuses a record that could not be read back, before anything is written
-        except ImpossibleRecordError as error:
-            raise JournalError(
-                f"{self._name}, step {step.step}",
-                found=error.found,
-                expected=error.expected,
-                remedy="fix the estimator, or lower `lr`; the step was not taken",
-            ) from error
+        except records.ImpossibleRecordError as error:
+            where, remedy = f"{self.name}, step {step.step}", "fix the estimator, or lower `lr`; the step was not taken"
+            raise JournalError(where, found=error.found, expected=error.expected, remedy=remedy) from error
         self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
 
     def withdraw(self) -> None:
@@ -215,11 +159,10 @@ class Journal:
         Raises:
             OSError: if the file cannot be removed.
         """
-        if self._header is not None and self._started_at == self.version:
-            self._header, self._chain, self._started_at = None, [0], None
-            self._updates.clear()
-            self._commits.clear()
-            self._side_records.clear()
+        if self.header is not None and self._started_at == self.version:
+            self.header, self._chain, self._started_at = None, [0], None
+            for kept in (self._steps, self.base_digests, self.evaluations):
+                kept.clear()
             if self._file is not None:
                 self._file.remove()
 
@@ -239,21 +182,21 @@ class Journal:
         Raises:
             JournalError: if another digest of a segment is known, or the file cannot be written.
         """
-        assert self._header is not None, "a journal has a header before it has digests"
+        assert self.header is not None, "a journal has a header before it has digests"
         for segment, digest in digests.items():
-            assert DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
+            assert records.DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
             known = self.base_digests.get(segment, digest)
             if known != digest:
                 raise JournalError(
-                    self._name,
-                    found=f"a base whose {segment} has digest {shown(digest)}",
-                    expected=f"digest {shown(known)}, as when the run was started",
+                    self.name,
+                    found=f"a base whose {segment} has digest {records.shown(digest)}",
+                    expected=f"digest {records.shown(known)}, as when the run was started",
                     remedy="restore the base checkpoint, or start a new run",
                 )
-        unknown = {segment: digest for segment, digest in digests.items() if segment not in self.base_digests}
+        kept = self.base_digests
+        unknown = {segment: digest for segment, digest in digests.items() if segment not in kept}
         if unknown:
-            kept = self._side_records.digests
-            self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
+            self._write({records.DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
 
     def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add the result of an evaluation; on return it is durable if the journal is a file.
@@ -266,10 +209,8 @@ class Journal:
             JournalError: if the file cannot be written.
         """
         assert 0 <= step <= self.version, "the evaluated step belongs to the run"
-        record, kept = evaluation_record(step, values), self._side_records.evaluations
-        before = kept.get(step)
-        count = partial(self._side_records.add, record, self.version)
-        self._write(record, count, lambda: kept.get(step) is not before)
+        record, before = records.encode_evaluation(step, values), self.evaluations.get(step)
+        self._write(record, partial(self._add, record), lambda: self.evaluations.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that has lost durable steps.
@@ -282,9 +223,9 @@ class Journal:
             JournalError: naming both numbers.
         """
         if self.version < version:
-            torn = " and a damaged last record" if self._torn else ""
+            torn = " and a damaged last record" if self.torn else ""
             raise JournalError(
-                self._name,
+                self.name,
                 found=f"{counted(self.version, 'step')}{torn}",
                 expected=f"at least {version}, since {where} knows of step {version - 1}",
                 remedy=f"restore the journal from a copy: its end was damaged or cut; or remove {where} to do without them",
@@ -298,15 +239,15 @@ class Journal:
         """
         if not 0 <= step <= self.version:
             raise JournalError(
-                self._name,
+                self.name,
                 found=counted(self.version, "step"),
-                expected=f"at least {shown(step)}",
+                expected=f"at least {records.shown(step)}",
                 remedy=f"pass a step from 0 to {self.version}",
             )
         copy = Journal()
-        copy._header = self._header
-        copy._updates, copy._commits = self._updates[:step], self._commits[:step]
-        copy._side_records = self._side_records.until(step)
+        copy.header, copy.base_digests = self.header, {**self.base_digests}
+        copy.evaluations = {version: values for version, values in self.evaluations.items() if version <= step}
+        copy._steps = self._steps[:step]
         copy._chain = self._chain[: step + 1]
         return copy
 
@@ -315,15 +256,15 @@ class Journal:
 
         An evaluation precedes the update of its step, as in the run's file, so that the files of all workers are equal.
         """
-        if self._header is None:
+        if self.header is None:
             return b""
-        records = [self._header, *self._side_records.digest_records()]
+        written = [self.header, *([{records.DIGESTS: self.base_digests}] if self.base_digests else [])]
         for step in range(self.version + 1):
             if step in self.evaluations:
-                records.append(evaluation_record(step, self.evaluations[step]))
+                written.append(records.encode_evaluation(step, self.evaluations[step]))
             if begin <= step < self.version:
-                records.append(_record_of(self.steps[step]))
-        return b"".join(map(to_line, records))
+                written.append(records.encode(self._steps[step]))
+        return b"".join(map(to_line, written))
 
     def take_excerpt(self, lines: bytes) -> None:
         """Append the records of another journal's excerpt that this journal lacks.
@@ -334,40 +275,31 @@ class Journal:
         Raises:
             JournalError: if a line is damaged, or the file cannot be written.
         """
+        is_new, theirs = self.header is None, self.until(self.version)
+        theirs.base_digests.clear()
         try:
-            records = [from_line(line) for line in lines.splitlines()]
-            for record in records[:1]:
-                require_header(record)
-            decode_step = decode_commit if any(METHOD in record for record in records[:1]) else decode
-            steps = [decode_step(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
-            side_records = SideRecords()
-            for record in records[1:]:
-                side_records.add(record, steps[-1].step + 1 if steps else self.version)
+            header, *others = [from_line(line) for line in lines.splitlines()]
+            records.require_header(header)
+            for record in [header, *others] if is_new else others:
+                theirs._add(record, known=self.version)
         except (ValueError, RecursionError) as error:
             raise JournalError(
-                self._name,
+                self.name,
                 found=f"a damaged record of another worker ({error})",
                 expected="records as they are in its journal",
                 remedy="start the workers again",
             ) from error
-        is_new = self._header is None
         try:
-            for header in records[:1]:
-                self.begin(header)
-            self.note_base(side_records.digests)
-            for step in steps:
-                self._add_evaluations(side_records, step.step)
-                if step.step >= self.version:
-                    self.append(step)
-            self._add_evaluations(side_records, self.version)
+            self.begin(header)
+            self.note_base(theirs.base_digests)
+            for version in range(self.version, theirs.version + 1):
+                for evaluated in sorted(theirs.evaluations.keys() - self.evaluations.keys()):
+                    if evaluated <= version:
+                        self.note_evaluation(evaluated, theirs.evaluations[evaluated])
+                if version < theirs.version:
+                    self.append(theirs.steps[version])
         finally:
             self._started_at = self.version if is_new else None
-
-    def _add_evaluations(self, side_records: SideRecords, last: int) -> None:
-        """Note evaluations, up to a step, that this journal lacks."""
-        for step in sorted(side_records.evaluations.keys() - self.evaluations.keys()):
-            if step <= min(last, self.version):
-                self.note_evaluation(step, side_records.evaluations[step])
 
     @property
     def checksum(self) -> int:
@@ -389,12 +321,11 @@ class Journal:
             try:
                 self._file.settle()
             except OSError as error:
-                raise JournalError(
-                    self._name,
-                    found=reason(error),
-                    expected="a file that can be synced",
-                    remedy="repair the disk; blocks are written back only after the journal",
-                ) from error
+                expected, remedy = (
+                    "a file that can be synced",
+                    "repair the disk; blocks are written back only after the journal",
+                )
+                raise JournalError(self.name, found=reason(error), expected=expected, remedy=remedy) from error
         return self._chain[version] if 0 <= version <= self.version else None
 
     def close(self) -> None:
@@ -407,9 +338,9 @@ class Journal:
         if self._file is None:
             count()
             return
-        end = 0 if self._header is None else self._file.end
+        end = 0 if self.header is None else self._file.end
         try:
-            if self._header is None:
+            if self.header is None:
                 self._file.retract(end)  # a withdrawn header that an interrupt left in the file
             self._file.append(record)
             count()
@@ -418,7 +349,7 @@ class Journal:
                 with contextlib.suppress(OSError):
                     self._file.retract(end)  # otherwise a resumed run would have a step that this one has not
             if isinstance(error, OSError):
-                raise unwritable(self._name, error) from error
+                raise records.unwritable(self.name, error) from error
             raise
 
     def _open(self, path: Path) -> RecordFile:
@@ -427,53 +358,125 @@ class Journal:
         except OSError as error:
             raise JournalError(path, found=reason(error), expected="a readable journal", remedy="check the path") from error
         except DamagedRecordError as error:
-            raise damaged(path, error.line, f"a damaged record ({error})", f"a record of format {FORMAT}") from error
+            raise records.damaged(path, error.line, f"a damaged record ({error})") from error
         for line, record in enumerate(file.loaded, start=1):
             try:
                 self._add(record)
-            except ImpossibleRecordError as error:
-                raise damaged(path, line, error.found, error.expected) from error
+            except records.ImpossibleRecordError as error:
+                raise records.damaged(path, line, error.found, error.expected) from error
             except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
-                raise damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
+                raise records.damaged(path, line, f"a value that JSON lacks ({error})") from error
         file.loaded.clear()
-        self._torn = bool(file.torn)
-        if self._header is None and not may_be_torn_header(file.torn):  # the file would be overwritten
+        self.torn = bool(file.torn)
+        if self.header is None and not records.may_be_torn_header(file.torn):  # the file would be overwritten
             found = f"{len(file.torn)} bytes that are not the beginning of a journal"  # not shown: they may be secret
             raise JournalError(path, found=found, expected="a journal", remedy="check the path")
         return file
 
-    def _add(self, record: Record) -> None:
-        if self._header is None:
-            require_header(record)
+    def _add(self, record: Record, known: int = 0) -> None:
+        """Add a record that was read, unless it is one of the first ``known`` steps."""
+        if self.header is None:
+            records.require_header(record)
             self._add_header(record)
-        elif not self._side_records.add(record, self.version):
-            self._add_step(record)
+        elif records.DIGESTS in record:
+            self.base_digests |= records.decode_digests(record, self.base_digests)
+        elif records.EVALUATION in record:
+            step, values = records.decode_evaluation(record, self.version)
+            self.evaluations[step] = values  # replaces an earlier result
+        else:
+            self._add_step(record, known)
 
     def _add_header(self, header: Record) -> None:
-        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != DRAWN}))]
-        self._header = header
+        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != records.DRAWN}))]
+        self.header = header
 
-    def _add_step(self, record: Record) -> None:
+    def _add_step(self, record: Record, known: int) -> None:
         step = self._decoded(record)
+        if 0 <= step.step < known:
+            return
         if step.step != self.version:
-            raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
+            raise records.ImpossibleRecordError(f"step {records.shown(step.step)}", f"step {self.version}")
         self._count(step, record)
 
     def _decoded(self, record: Record) -> Update | Commit:
         """The step of a record."""
-        if (COMMIT in record) is self.is_replayable:
+        if (records.COMMIT in record) is self.is_replayable:
             found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
-            raise ImpossibleRecordError(found, f"{expected}, as the header says")
-        return decode(record) if self.is_replayable else decode_commit(record)
+            raise records.ImpossibleRecordError(found, f"{expected}, as the header says")
+        return records.decode(record)
 
     def _count(self, step: Update | Commit, record: Record) -> None:
         version = self.version
         self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the step
-        if isinstance(step, Commit):
-            self._commits.append(step)
-        else:
-            self._updates.append(step)
+        self._steps.append(step)  # type: ignore[arg-type]
 
 
-def _record_of(step: Update | Commit) -> Record:
-    return encode_commit(step) if isinstance(step, Commit) else encode(step)
+def branch_journal(
+    source: Journal | Path | str,
+    destination: Path | str,
+    step: int,
+    *,
+    estimator: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a new journal with the first steps of a run; an engine that opens it continues from there.
+
+    The header is that of the new run. Its key ``branched`` lists the runs that the steps were copied from, oldest first:
+    for each run the number of copied steps, the journal's checksum at that step, and its estimator's options.
+
+    Args:
+        source: The journal to branch from, or its path. It is only read, and may belong to a running engine.
+        destination: Path of the new journal. It appears whole and durable, or not at all.
+        step: Number of steps to copy.
+        estimator: Options of the new run's estimator (``estimator.options``); None keeps the source's.
+        provenance: Provenance of the new run; None keeps the source's.
+
+    Raises:
+        JournalError: if the source is not a journal, is damaged, or has fewer steps.
+        OutputError: if the destination exists or cannot be written.
+        OptionError: if ``provenance`` is not made of JSON values.
+    """
+    opened = source if isinstance(source, Journal) else Journal(source)
+    try:
+        if opened.header is None:
+            raise JournalError(opened.name, found="no journal", expected="a run's journal", remedy="check the path")
+        if not opened.is_replayable:
+            expected, remedy = "steps that can be replayed", "start a new run from an adapter that zo2 export wrote"
+            raise JournalError(opened.name, found="first-order steps", expected=expected, remedy=remedy)
+        branch = opened.until(step)
+    finally:
+        if opened is not source:
+            opened.close()
+    header = dict(opened.header)
+    before = {"step": step, "checksum": f"{branch.checksum:08x}", "estimator": header.get("estimator")}
+    header["branched"] = [*header.get("branched", ()), before]
+    for name, values in (("estimator", estimator), ("provenance", provenance)):
+        if values is not None:
+            header[name] = records.json_object(name, values)
+    branch.header = header
+    branch.evaluations.clear()
+    if os.path.lexists(destination):
+        raise OutputError(destination, found="a file", expected="a path that is free", remedy="choose another path")
+    copy_journal(branch, destination)
+
+
+def copy_journal(source: Journal, destination: Path | str) -> None:
+    """Write a copy of a journal to a path.
+
+    Args:
+        source: The journal, on disk or in memory.
+        destination: Path of the copy; a file at this path is replaced at once, whole and durable, or not at all.
+
+    Raises:
+        JournalError: if the journal has no header.
+        OutputError: if the file cannot be written.
+    """
+    if source.header is None:
+        raise JournalError(source.name, found="no run", expected="the journal of a run", remedy="start a run first")
+    path = Path(destination)
+    try:
+        make_directory(path.absolute().parent)
+        replace_file(path, source.excerpt(0))
+    except OSError as error:
+        expected, remedy = "a path that can be written", "free space or choose another path"
+        raise OutputError(path, found=reason(error), expected=expected, remedy=remedy) from error

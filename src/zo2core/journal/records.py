@@ -1,11 +1,4 @@
-"""Errors of a journal's records and files.
-
-A journal's header: JSON values that identify the run, and the differences between two headers.
-
-Records of a journal that are not steps: digests of the base's bytes, and the results of evaluations.
-
-Updates and commits (first-order steps) as records of the journal. Reading gives every float with the same bits.
-"""
+"""Records of the journal: header, steps, digests of the base's bytes, results of evaluations. Floats keep their bits."""
 
 from __future__ import annotations
 
@@ -13,9 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from zo2core.errors import JournalError, OptionError, reason
 from zo2core.io.durable import DisturbedFileError, LockedFileError
@@ -43,14 +36,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def damaged(path: Path, line: int, found: str, expected: str) -> JournalError:
+def damaged(path: Path, line: int, found: str, expected: str | None = None) -> JournalError:
     """The error for a file with a damaged line."""
-    return JournalError(
-        f"{path}, line {line}",
-        found=found,
-        expected=expected,
-        remedy="restore the journal from a copy; records after the damage cannot be trusted",
-    )
+    remedy = "restore the journal from a copy; records after the damage cannot be trusted"
+    expected = f"a record of format {FORMAT}" if expected is None else expected
+    return JournalError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
 
 
 def unwritable(name: str, error: OSError) -> JournalError:
@@ -71,17 +61,12 @@ DRAWN = "drawn"  # key of headers of torch's noise only: its version, and a chec
 Header: TypeAlias = Mapping[str, Any]
 
 _WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", type(None): "null"}
-_TYPES: Mapping[str, tuple[type, ...]] = {  # types of the values that this library writes; other keys are the caller's
-    "base": (str,),
-    "parameters": (str,),
-    "noise": (str,),
+# Types of the values that this library writes; other keys are the caller's.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("base", "parameters", "noise"), (str,)),
+    **dict.fromkeys(("model", "provenance", "perturbation", METHOD, DRAWN), (dict,)),
     "estimator": (dict, type(None)),
     "seed": (int, type(None)),
-    "model": (dict,),
-    "provenance": (dict,),
-    "perturbation": (dict,),
-    METHOD: (dict,),
-    DRAWN: (dict,),
     "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
@@ -182,176 +167,126 @@ def _listed(leaves: Mapping[str, Any], keys: list[str]) -> str:
 
 DIGESTS = "base_digests"  # the only key of a record of digests
 EVALUATION = "evaluation"  # the only key of a record of an evaluation's result
+COMMIT = "commit"  # the only key of a commit's record
 DIGEST = re.compile("[0-9a-f]+")
 
 _STEP = "step"
 
 
-class SideRecords:
-    """A journal's digests and evaluations, which the weights do not depend on."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}  # segment name -> hexadecimal digest of the base's bytes
-        self.evaluations: dict[int, Mapping[str, float]] = {}  # number of updates -> results by name
-
-    def add(self, record: Record, version: int) -> bool:
-        """Add a record if it holds digests or an evaluation."""
-        if DIGESTS in record:
-            self._add_digests(record)
-        elif EVALUATION in record:
-            self._add_evaluation(record, version)
-        else:
-            return False
-        return True
-
-    def digest_records(self) -> list[Record]:
-        """One record of all digests; empty if there are none."""
-        return [{DIGESTS: dict(self.digests)}] if self.digests else []
-
-    def until(self, step: int) -> SideRecords:
-        """A copy without evaluations of later steps."""
-        copy = SideRecords()
-        copy.digests = {**self.digests}
-        copy.evaluations = {version: values for version, values in self.evaluations.items() if version <= step}
-        return copy
-
-    def clear(self) -> None:
-        """Remove all digests and evaluations."""
-        self.digests.clear()
-        self.evaluations.clear()
-
-    def _add_digests(self, record: Record) -> None:
-        digests = record[DIGESTS]
-        if len(record) != 1 or not isinstance(digests, dict):
-            raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests and no other key")
-        for segment, digest in digests.items():
-            if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-                raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
-            if self.digests.setdefault(segment, digest) != digest:
-                raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{self.digests[segment]} again")
-
-    def _add_evaluation(self, record: Record, version: int) -> None:
-        result = record[EVALUATION]
-        if len(record) != 1 or not isinstance(result, dict):
-            raise ImpossibleRecordError(f"{EVALUATION} {shown(result)}", "an object of results and no other key")
-        step = result.get(_STEP)
-        if type(step) is not int or not 0 <= step <= version:
-            raise ImpossibleRecordError(f"an evaluation of step {shown(step)}", f"a step from 0 to {version}")
-        values = {name: math.nan if value is None else value for name, value in result.items() if name != _STEP}
-        for name, value in values.items():
-            if type(value) is not float:
-                raise ImpossibleRecordError(f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null")
-        self.evaluations[step] = values  # replaces an earlier result
+def decode_digests(record: Record, known: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the base's bytes by segment, which agree with the known ones."""
+    digests = record[DIGESTS]
+    if len(record) != 1 or not isinstance(digests, dict):
+        raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests and no other key")
+    for segment, digest in digests.items():
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
+        if known.get(segment, digest) != digest:
+            raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{known[segment]} again")
+    return digests
 
 
-def evaluation_record(step: int, values: Mapping[str, float]) -> Record:
+def encode_evaluation(step: int, values: Mapping[str, float]) -> Record:
     """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks."""
     assert _STEP not in values, "the name of the step is reserved"
     results = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
     return {EVALUATION: {_STEP: step, **results}}
 
 
-COMMIT = "commit"  # the only key of a commit's record
-
-_COMMIT_FLOATS = ("loss", "grad_norm", "lr")
-
-
-def encode(update: Update) -> dict[str, Any]:
-    """The record of an update."""
-    return {
-        "step": update.step,
-        "evaluations": [[int(evaluation.seed), float(evaluation.shift)] for evaluation in update.evaluations],
-        "seeds": [int(seed) for seed in update.seeds],
-        "projected_grads": [float(grad) for grad in update.projected_grads],
-        "lr": float(update.lr),
-        "zo_eps": float(update.zo_eps),
-        "weight_decay": float(update.weight_decay),
-        "perturb_in_place": bool(update.perturb_in_place),
-        "losses": [float(loss) for loss in update.losses],
-    }
+def decode_evaluation(record: Record, version: int) -> tuple[int, Mapping[str, float]]:
+    """Number of updates in the evaluated weights, and the results by name."""
+    result = record[EVALUATION]
+    if len(record) != 1 or not isinstance(result, dict):
+        raise ImpossibleRecordError(f"{EVALUATION} {shown(result)}", "an object of results and no other key")
+    step = result.get(_STEP)
+    if type(step) is not int or not 0 <= step <= version:
+        raise ImpossibleRecordError(f"an evaluation of step {shown(step)}", f"a step from 0 to {version}")
+    values = {name: math.nan if value is None else value for name, value in result.items() if name != _STEP}
+    for name, value in values.items():
+        if type(value) is not float:
+            raise ImpossibleRecordError(f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null")
+    return step, values
 
 
-def decode(record: Mapping[str, Any]) -> Update:
-    """The update of a record."""
-    if "workers" in record:
-        raise ImpossibleRecordError(f"workers {shown(record['workers'])}", "an update from the losses of all workers")
-    update = Update(
-        step=_integer(_member(record, "step"), "step"),
-        evaluations=tuple(_evaluation(pair) for pair in _list(record, "evaluations")),
-        seeds=tuple(_integer(seed, "a seed") for seed in _list(record, "seeds")),
-        projected_grads=tuple(_real(grad, "a projected gradient") for grad in _list(record, "projected_grads")),
-        lr=_real(_member(record, "lr"), "lr"),
-        zo_eps=_real(_member(record, "zo_eps"), "zo_eps"),
-        weight_decay=_real(_member(record, "weight_decay"), "weight_decay"),
-        perturb_in_place=_boolean(_member(record, "perturb_in_place"), "perturb_in_place"),
-        losses=tuple(_real(loss, "a loss") for loss in _list(record, "losses")),
-    )
-    contradiction = update.contradiction()
-    if contradiction is not None:
-        raise ImpossibleRecordError(*contradiction)
-    return update
+class _Field(NamedTuple):
+    """How a value of a step is written and read."""
+
+    write: Callable[[Any], object]
+    read: Callable[[object, str], object]
+    item: str | None = None  # what an item is called, where the value is a list
 
 
-def encode_commit(commit: Commit) -> dict[str, Any]:
-    """The record of a first-order step."""
-    return {COMMIT: {"step": commit.step, **{name: float(getattr(commit, name)) for name in _COMMIT_FLOATS}}}
+def _of_type(kind: type, expected: str) -> Callable[[object, str], object]:
+    def read(value: object, name: str) -> object:
+        if type(value) is not kind:
+            raise ImpossibleRecordError(f"{shown(value)} as {name}", expected)
+        return value
+
+    return read
 
 
-def decode_commit(record: Mapping[str, Any]) -> Commit:
-    """The commit of a record."""
-    values = record[COMMIT]
-    if len(record) != 1 or not isinstance(values, dict) or values.keys() != {"step", *_COMMIT_FLOATS}:
-        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of step, {', '.join(_COMMIT_FLOATS)} alone")
-    if type(values["step"]) is not int:
-        raise ImpossibleRecordError(f"{shown(values['step'])} as step", "a whole number")
-    for name in _COMMIT_FLOATS:
-        if type(values[name]) is not float:
-            raise ImpossibleRecordError(f"{shown(values[name])} as {name}", "a float")
-    commit = Commit(**values)
-    contradiction = commit.contradiction()
-    if contradiction is not None:
-        raise ImpossibleRecordError(*contradiction)
-    return commit
-
-
-def _member(record: Mapping[str, Any], key: str) -> object:
-    if key not in record:
-        raise ImpossibleRecordError(f"no {key}", f"an update with {key}")
-    return record[key]
-
-
-def _list(record: Mapping[str, Any], key: str) -> list[object]:
-    value = _member(record, key)
-    if not isinstance(value, list):
-        raise ImpossibleRecordError(f"{key} {shown(value)}", f"a list as {key}")
-    return value
-
-
-def _evaluation(value: object) -> Evaluation:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ImpossibleRecordError(f"the evaluation {shown(value)}", "[seed, shift]")
-    seed, shift = value
-    return Evaluation(_integer(seed, "a seed"), _real(shift, "a shift"))
-
-
-def _integer(value: object, name: str) -> int:
-    if type(value) is not int:
-        raise ImpossibleRecordError(f"{shown(value)} as {name}", "a whole number")
-    return value
-
-
-def _real(value: object, name: str) -> float:
+def _read_real(value: object, name: str) -> object:
     if type(value) is int:
         try:
             return float(value)
         except OverflowError:
             pass
-    elif type(value) is float:
-        return value
-    raise ImpossibleRecordError(f"{shown(value)} as {name}", "a finite number")
+    return _of_type(float, "a finite number")(value, name)
 
 
-def _boolean(value: object, name: str) -> bool:
-    if type(value) is not bool:
-        raise ImpossibleRecordError(f"{shown(value)} as {name}", "true or false")
-    return value
+def _read_evaluation(value: object, name: str) -> object:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ImpossibleRecordError(f"{name} {shown(value)}", "[seed, shift]")
+    return Evaluation(_whole.read(value[0], "a seed"), _read_real(value[1], "a shift"))  # type: ignore[arg-type]
+
+
+_whole, _number = _Field(int, _of_type(int, "a whole number")), _Field(float, _read_real)
+_FIELDS: Mapping[type[Update | Commit], Mapping[str, _Field]] = {  # in the order of the record
+    Update: {
+        "step": _whole,
+        "evaluations": _Field(lambda one: [int(one.seed), float(one.shift)], _read_evaluation, "the evaluation"),
+        "seeds": _whole._replace(item="a seed"),
+        "projected_grads": _number._replace(item="a projected gradient"),
+        "lr": _number,
+        "zo_eps": _number,
+        "weight_decay": _number,
+        "perturb_in_place": _Field(bool, _of_type(bool, "true or false")),
+        "losses": _number._replace(item="a loss"),
+    },
+    Commit: {"step": _whole, **dict.fromkeys(("loss", "grad_norm", "lr"), _Field(float, _of_type(float, "a float")))},
+}
+
+
+def encode(step: Update | Commit) -> dict[str, Any]:
+    """The record of a step."""
+    values = {
+        name: field.write(getattr(step, name)) if field.item is None else [*map(field.write, getattr(step, name))]
+        for name, field in _FIELDS[type(step)].items()
+    }
+    return {COMMIT: values} if isinstance(step, Commit) else values
+
+
+def decode(record: Record) -> Update | Commit:
+    """The step of a record."""
+    kind, values = (Commit, record[COMMIT]) if COMMIT in record else (Update, record)
+    fields = _FIELDS[kind]
+    if kind is Commit and (len(record) != 1 or not isinstance(values, dict) or values.keys() != fields.keys()):
+        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of {', '.join(fields)} alone")
+    if "workers" in values:
+        raise ImpossibleRecordError(f"workers {shown(values['workers'])}", "an update from the losses of all workers")
+    step = kind(**{name: _read(field, name, values) for name, field in fields.items()})
+    contradiction = step.contradiction()
+    if contradiction is not None:
+        raise ImpossibleRecordError(*contradiction)
+    return step
+
+
+def _read(field: _Field, name: str, values: Mapping[str, Any]) -> Any:
+    if name not in values:
+        raise ImpossibleRecordError(f"no {name}", f"an update with {name}")
+    value, item = values[name], field.item
+    if item is None:
+        return field.read(value, name)
+    if not isinstance(value, list):
+        raise ImpossibleRecordError(f"{name} {shown(value)}", f"a list as {name}")
+    return tuple(field.read(one, item) for one in value)
