@@ -10,6 +10,7 @@ Each size in a header is compared with the size of the file before it is used. L
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
-from zo2core.checkpoint.reader import TensorEntry, require_own_file
+from zo2core.checkpoint.reader import TensorEntry, malformed, require_own_file
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError, reason
 from zo2core.io.durable import open_regular
@@ -35,19 +36,7 @@ _MOST_VALUES, _MOST_TENSORS, _MOST_FILES = 1 << 12, 1 << 16, 1 << 10  # far abov
 _MOST_AXES = 4  # axes of a tensor, ggml's limit
 _LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # by the type's number
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # layouts of numbers, by the type's number
 _IMPORTANCE_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS")
 _TYPES = (  # names of ggml's types, by their numbers
     {0: "F32", 1: "F16", 30: "BF16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
@@ -93,10 +82,9 @@ class GGUFFile:
         if value is None or isinstance(value, str):
             return value
         if not isinstance(value, StoredText):
-            raise _malformed(f"{self.path}: {key}", f"{str(value)[:80]}", "a string")
-        with _opened(self.path) as cursor:
-            cursor.file.seek(value.start)
-            return _decoded(cursor, value.nbytes, key)
+            raise malformed(f"{self.path}: {key}", f"{str(value)[:80]}", "a string")
+        with _opened(self.path, value.start) as cursor:
+            return cursor.text(value.nbytes, key)
 
     def array(self, key: str) -> Iterator[Scalar | str]:
         """Yield the elements of an array of the metadata; none if there is no such key."""
@@ -104,11 +92,11 @@ class GGUFFile:
         if value is None:
             return
         if not isinstance(value, StoredArray):
-            raise _malformed(f"{self.path}: {key}", f"{str(value)[:80]!r}", "an array")
-        with _opened(self.path) as cursor:
-            cursor.file.seek(value.start)
+            raise malformed(f"{self.path}: {key}", f"{str(value)[:80]!r}", "an array")
+        with _opened(self.path, value.start) as cursor:
             for _ in range(value.length):
-                yield _string(cursor, key) if value.kind == _STRING else cursor.scalar(_SCALARS[value.kind])
+                is_text = value.kind == _STRING
+                yield cursor.text(cursor.integer(), key) if is_text else cursor.scalar(_SCALARS[value.kind])
 
 
 def is_gguf(path: Path | str) -> bool:
@@ -128,26 +116,24 @@ def read_gguf(path: Path) -> GGUFFile:
     named = _SPLIT_NAME.fullmatch(path.name)
     if not isinstance(count, int) or not 1 < count <= _MOST_FILES or named is None or int(named["count"]) != count:
         expected = f"a file NAME-00001-of-N.gguf of N files, 2 to {_MOST_FILES}, as its header says"
-        raise _malformed(path, f"this name, and split.count {str(count)[:40]}", expected, remedy="keep the files' own names")
-    tensors = dict(first.tensors)
+        raise malformed(path, f"this name, and split.count {str(count)[:40]}", expected, remedy="keep the files' own names")
+    tensors: dict[str, TensorEntry] = {}
     for number in range(count):
-        if number == 0:
-            part = first
-        else:
+        part = first
+        if number:
             sibling = path.with_name(f"{named['stem']}-{number + 1:05}-of-{count:05}{SUFFIX}")
             require_own_file(sibling, path.parent)
             part = _read_file(sibling)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
             found = f"split.no {str(part.metadata.get('split.no'))[:40]}, counted from 0"
             remedy = "pass the path of the file 00001, with all others beside it"
-            raise _malformed(part.path, found, f"file {number} of {count}, as its name says", remedy=remedy)
-        twice = sorted(tensors.keys() & part.tensors.keys()) if number else []
-        if twice:
-            raise _malformed(f"{part.path}: {twice[0]}", "a tensor that an earlier file has", "each tensor in one file")
+            raise malformed(part.path, found, f"file {number} of {count}, as its name says", remedy=remedy)
+        for name in sorted(tensors.keys() & part.tensors.keys()):
+            raise malformed(f"{part.path}: {name}", "a tensor that an earlier file has", "each tensor in one file")
         tensors |= part.tensors
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise _malformed(path, f"{len(tensors)} tensors in {count} files", f"{str(total)[:40]}, as split.tensors.count says")
+        raise malformed(path, f"{len(tensors)} tensors in {count} files", f"{str(total)[:40]}, as split.tensors.count says")
     metadata = {key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS}
     return GGUFFile(path, metadata, first.kinds, tensors)
 
@@ -164,13 +150,13 @@ class _Cursor:
         """Refuse a length that is longer than the rest of the file."""
         rest = self.size - self.file.tell()
         if nbytes > rest:
-            raise _malformed(self.path, f"{what} of {nbytes} bytes, where {rest} are left", "a header that lies in the file")
+            raise malformed(self.path, f"{what} of {nbytes} bytes, where {rest} are left", "a header that lies in the file")
 
     def bytes(self, nbytes: int, what: str) -> bytes:
         self.require(nbytes, what)
         content = self.file.read(nbytes)
         if len(content) != nbytes:
-            raise _malformed(self.path, f"{what} that ends early", "a file that stays as it is while it is read")
+            raise malformed(self.path, f"{what} that ends early", "a file that stays as it is while it is read")
         return content
 
     def scalar(self, kind: str) -> Scalar:
@@ -181,62 +167,55 @@ class _Cursor:
     def integer(self, kind: str = "Q") -> int:
         return int(self.scalar(kind))
 
+    def text(self, length: int, what: str, most: int | None = None) -> str:
+        if most is not None and length > most:
+            raise malformed(self.path, f"{what} of {length} bytes", f"at most {most}")
+        try:
+            return self.bytes(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise malformed(f"{self.path}: {what[:80]}", f"bytes that are not UTF-8 ({error.reason})", "text") from error
+
     def skip(self, nbytes: int, what: str) -> None:
         self.require(nbytes, what)
         self.file.seek(nbytes, os.SEEK_CUR)
 
 
-class _opened:  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def _opened(path: Path, start: int = 0) -> Iterator[_Cursor]:
     """A context with a cursor on a file. Errors of the system become ``CheckpointError``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> _Cursor:
-        try:
-            self._file = open_regular(self._path)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return _Cursor(self._path, self._file)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, OSError):
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            yield _Cursor(path, file)
+    except OSError as error:
         expected = "a readable GGUF file"
-        return CheckpointError(self._path, found=reason(error), expected=expected, remedy="check the path")
+        raise CheckpointError(path, found=reason(error), expected=expected, remedy="check the path") from error
 
 
 def _read_file(path: Path) -> GGUFFile:
     with _opened(path) as cursor:
         if cursor.size < 24 or cursor.bytes(4, "the magic") != _MAGIC:
-            raise _malformed(path, "another beginning than GGUF's", "a GGUF file")
+            raise malformed(path, "another beginning than GGUF's", "a GGUF file")
         version = cursor.integer("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             found = "a file for big-endian machines" if swapped else f"version {version} of the format"
-            raise UnsupportedModelError(
-                path,
-                found=found,
-                expected="version 2 or 3, little endian",
-                remedy="convert the model with a recent llama.cpp",
-            )
+            expected, remedy = "version 2 or 3, little endian", "convert the model with a recent llama.cpp"
+            raise UnsupportedModelError(path, found=found, expected=expected, remedy=remedy)
         tensors, values = cursor.integer(), cursor.integer()
         for count, most, what in ((tensors, _MOST_TENSORS, "tensors"), (values, _MOST_VALUES, "metadata values")):
             if count > most:
-                raise _malformed(path, f"{count} {what}", f"at most {most}")
+                raise malformed(path, f"{count} {what}", f"at most {most}")
         metadata, kinds = dict[str, Value](), dict[str, int]()
         for _ in range(values):
-            key = _string(cursor, "a key", _KEY_BYTES)
+            key = cursor.text(cursor.integer(), "a key", _KEY_BYTES)
             if key in metadata:
-                raise _malformed(f"{path}: {key[:80]}", "a key that occurs twice", "each key once")
+                raise malformed(f"{path}: {key[:80]}", "a key that occurs twice", "each key once")
             kinds[key] = cursor.integer("I")
             metadata[key] = _value(cursor, kinds[key], key)
         alignment = metadata.get("general.alignment", 32)
         if not (type(alignment) is int and 0 < alignment <= _LARGEST_ALIGNMENT and alignment & (alignment - 1) == 0):
-            raise _malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
+            raise malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
         entries = [_tensor(cursor) for _ in range(tensors)]
         start = -(-cursor.file.tell() // alignment) * alignment
         return GGUFFile(path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment))
@@ -245,46 +224,39 @@ def _read_file(path: Path) -> GGUFFile:
 def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int) -> dict[str, TensorEntry]:
     """Check the offsets of tensors, which count from ``start``, and return entries that count from the file's beginning."""
     placed: dict[str, TensorEntry] = {}
-    for entry in entries:
-        where = f"{path}: {entry.name}"
-        if entry.name in placed:
-            raise _malformed(where, "a name that occurs twice", "each tensor once")
-        if entry.start % alignment:
-            raise _malformed(where, f"data at offset {entry.start}", f"a multiple of {alignment}, the file's alignment")
-        if start + entry.start + entry.nbytes > size:
-            found = f"{entry.nbytes} bytes at {start + entry.start} in a file of {size}"
-            raise _malformed(where, found, "data that lie in the file")
-        placed[entry.name] = entry._replace(start=start + entry.start)
     end = 0
-    for entry in sorted(placed.values(), key=lambda entry: entry.start):
-        if entry.start < end:
-            raise _malformed(
-                f"{path}: {entry.name}", f"data at byte {entry.start}", f"{end}, where the tensor before it ends"
-            )
-        end = entry.start + entry.nbytes
-    return placed
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        where, offset = f"{path}: {entry.name}", entry.start
+        if entry.name in placed:
+            raise malformed(where, "a name that occurs twice", "each tensor once")
+        if offset % alignment:
+            raise malformed(where, f"data at offset {offset}", f"a multiple of {alignment}, the file's alignment")
+        if offset < end:
+            raise malformed(where, f"data at offset {offset}", f"{end}, where the tensor before it ends")
+        end = offset + entry.nbytes
+        if start + end > size:
+            found = f"{entry.nbytes} bytes at {start + offset} in a file of {size}"
+            raise malformed(where, found, "data that lie in the file")
+        placed[entry.name] = entry._replace(start=start + offset)
+    return {entry.name: placed[entry.name] for entry in entries}
 
 
 def _tensor(cursor: _Cursor) -> TensorEntry:
     """Read the header's entry of a tensor. Its ``start`` counts from the beginning of the data."""
-    name = _string(cursor, "a tensor's name", _NAME_BYTES)
+    name = cursor.text(cursor.integer(), "a tensor's name", _NAME_BYTES)
     where, axes = f"{cursor.path}: {name}", cursor.integer("I")
     if not 1 <= axes <= _MOST_AXES:
-        raise _malformed(where, f"{axes} axes", f"1 to {_MOST_AXES}")
+        raise malformed(where, f"{axes} axes", f"1 to {_MOST_AXES}")
     shape = tuple(reversed([cursor.integer() for _ in range(axes)]))
     number, offset = cursor.integer("I"), cursor.integer()
     kind = _TYPES.get(number, f"type {number}")
     if kind not in GGUF_BLOCKS:
-        raise UnsupportedModelError(
-            where,
-            found=f"a tensor in {kind}",
-            expected=f"one of {', '.join(GGUF_BLOCKS)}",
-            remedy="use a file in one of these types; llama-quantize makes one",
-        )
+        expected, remedy = f"one of {', '.join(GGUF_BLOCKS)}", "use a file in one of these types; llama-quantize makes one"
+        raise UnsupportedModelError(where, found=f"a tensor in {kind}", expected=expected, remedy=remedy)
     block = GGUF_BLOCKS[kind]
     if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block.weights:
         expected = f"sizes of at least 1, and rows of whole blocks of {block.weights}, in {kind}"
-        raise _malformed(where, f"shape {list(shape)}", expected)
+        raise malformed(where, f"shape {list(shape)}", expected)
     return TensorEntry(name, kind, shape, cursor.path, offset, math.prod(shape) // block.weights * block.nbytes)
 
 
@@ -295,12 +267,12 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value:
     if kind == _STRING:
         length = cursor.integer()
         if length <= _SHORT:
-            return _decoded(cursor, length, key)
+            return cursor.text(length, key)
         start = cursor.file.tell()
         cursor.skip(length, "a string")
         return StoredText(start, length)
     if kind != _ARRAY:
-        raise _malformed(f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12")
+        raise malformed(f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12")
     element, count = cursor.integer("I"), cursor.integer()
     start = cursor.file.tell()
     if element in _SCALARS:
@@ -310,23 +282,5 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value:
         for _ in range(count):
             cursor.skip(cursor.integer(), "a string")
     else:
-        raise _malformed(f"{cursor.path}: {key[:80]}", f"an array of type {element}", "numbers or strings")
+        raise malformed(f"{cursor.path}: {key[:80]}", f"an array of type {element}", "numbers or strings")
     return StoredArray(element, count, start)
-
-
-def _string(cursor: _Cursor, what: str, most: int | None = None) -> str:
-    length = cursor.integer()
-    if most is not None and length > most:
-        raise _malformed(cursor.path, f"{what} of {length} bytes", f"at most {most}")
-    return _decoded(cursor, length, what)
-
-
-def _decoded(cursor: _Cursor, length: int, what: str) -> str:
-    try:
-        return cursor.bytes(length, what).decode()
-    except UnicodeDecodeError as error:
-        raise _malformed(f"{cursor.path}: {what[:80]}", f"bytes that are not UTF-8 ({error.reason})", "text") from error
-
-
-def _malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
-    return CheckpointError(where, found=found, expected=expected, remedy=remedy)

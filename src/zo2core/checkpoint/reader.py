@@ -1,14 +1,15 @@
-"""Read safetensors shards: first the headers, which are checked, then byte ranges straight into the caller's memory.
+"""Read safetensors shards: first the headers, by safetensors, then byte ranges straight into the caller's memory.
 
-Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length; the header, a JSON object
-from tensor name to dtype, shape and [begin, end) offsets that count from the header's end; the data. Checkpoints of several
-shards have a ``model.safetensors.index.json``, whose ``weight_map`` gives the shard of each tensor.
+Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length; the header; the data of the
+tensors, one after the other. Checkpoints of several shards have a ``model.safetensors.index.json``, whose ``weight_map``
+gives the shard of each tensor.
 
 Trade-off: positioned reads instead of a memory map, so that only the caller's buffer holds weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -19,9 +20,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
@@ -31,7 +33,7 @@ from zo2core.types import ParameterSpec, SavedPart
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_INDEX = 100_000_000  # bytes
 _STAGING = 1 << 20  # elements converted at a time if the checkpoint has another dtype
 _SAMPLE = 4096  # bytes of each of the three samples of a tensor
 
@@ -69,23 +71,11 @@ class TensorEntry(NamedTuple):
         return _FLOATS.get(self.dtype)
 
     def read(self) -> bytes:
-        """Read the tensor's bytes, of a tensor that is small.
-
-        Safetensors' own reader maps the whole shard privately, which the system refuses for a shard larger than its memory.
-        """
-        try:
-            with open_regular(self.path) as file:
-                file.seek(self.start)
-                content = file.read(self.nbytes)
-        except OSError as error:
-            raise self._unreadable(reason(error)) from error
-        if len(content) < self.nbytes:
-            raise self._unreadable(f"{len(content)} bytes")
-        return content
-
-    def _unreadable(self, found: str) -> CheckpointError:
-        expected, remedy = f"the tensor's {self.nbytes} bytes", "get the shard again"
-        return CheckpointError(f"{self.path}: {self.name}", found=found, expected=expected, remedy=remedy)
+        """Read the tensor's bytes, of a tensor that is small."""
+        content = bytearray(self.nbytes)
+        with contextlib.closing(SafetensorsReader({})) as reader:
+            reader.read_bytes(self, 0, memoryview(content))
+        return bytes(content)
 
     def as_bytes(self) -> TensorEntry:
         """The same location as a tensor of bytes."""
@@ -113,78 +103,29 @@ class Piece(NamedTuple):
 def parse_header(path: Path) -> dict[str, TensorEntry]:
     """Read and check one shard's header; its data is not read."""
     try:
-        with open_regular(path) as file:
-            info = os.fstat(file.fileno())
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise _malformed(path, f"{len(prefix)} bytes", "at least 8 bytes, the header's length")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(_MAX_HEADER, info.st_size - 8):
-                raise _malformed(
-                    path,
-                    f"a header of {length} bytes in a file of {info.st_size}",
-                    "a header that lies inside the file",
-                )
-            raw = file.read(length)
+        # Mapped without the permission to write, which needs no memory. A FIFO would be waited for: it is refused first.
+        with open_regular(path) as file, safe_open(path, "np") as shard:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
     except OSError as error:
-        raise CheckpointError(
-            path, found=reason(error), expected="a readable safetensors file", remedy="check the path"
-        ) from error
-    return _parse_entries(path, raw, data_start=8 + length, data_size=info.st_size - 8 - length)
+        expected = "a readable safetensors file"
+        raise CheckpointError(path, found=reason(error), expected=expected, remedy="check the path") from error
+    except SafetensorError as error:
+        raise malformed(path, str(error), "a safetensors file") from error
+    entries: dict[str, TensorEntry] = {}
+    start = 8 + header_bytes
+    for name, tensor in found:
+        dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+        if dtype not in DTYPES:
+            raise malformed(f"{path}: {name}", f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
+        entries[name] = TensorEntry(name, dtype, shape, path, start, math.prod(shape) * DTYPES[dtype].itemsize)
+        start += entries[name].nbytes
+    return entries
 
 
-def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -> dict[str, TensorEntry]:
-    try:
-        header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"a header that is not JSON ({error})", "a JSON object") from error
-    if not isinstance(header, dict):
-        raise _malformed(path, f"a header that is a {type(header).__name__}", "a JSON object")
-    header.pop("__metadata__", None)
-    entries = [_parse_entry(path, name, value, data_start) for name, value in header.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
-    end = data_start
-    for entry in entries:
-        if entry.start != end:
-            raise _malformed(
-                f"{path}: {entry.name}", f"data at byte {entry.start}", f"byte {end}, where the tensor before it ends"
-            )
-        end += entry.nbytes
-    if end != data_start + data_size:
-        raise _malformed(path, f"{data_size} bytes of data", f"{end - data_start} bytes, as the header says")
-    return {entry.name: entry for entry in entries}
-
-
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise _malformed(path, "a name that occurs twice in the header", "each name once")
-    return result
-
-
-def _parse_entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
-    where = f"{path}: {name}"
-    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise _malformed(where, f"{str(value)[:80]!r}", "an object with dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not (isinstance(dtype, str) and dtype in DTYPES):
-        raise _malformed(where, f"dtype {str(dtype)[:40]!r}", f"one of {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
-        raise _malformed(where, f"shape {str(shape)[:80]}", "a list of sizes")
-    if not (_are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise _malformed(where, f"data_offsets {str(offsets)[:80]}", "two offsets, begin and end")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise _malformed(where, f"{offsets[1] - offsets[0]} bytes", f"{nbytes} bytes for {dtype} of shape {shape}")
-    return TensorEntry(name, dtype, tuple(shape), path, data_start + offsets[0], nbytes)
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value) and len(value) < 64
-
-
-def _malformed(where: object, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(where, found=found, expected=expected, remedy="download the file again")
+def malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
+    """The error for a file that is damaged, or of another format."""
+    return CheckpointError(where, found=found, expected=expected, remedy=remedy)
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -234,24 +175,24 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
 def _parse_index(path: Path) -> dict[str, str]:
     try:
         with open_regular(path) as file:
-            raw = file.read(_MAX_HEADER + 1)
-        if len(raw) > _MAX_HEADER:
-            raise _malformed(path, f"more than {_MAX_HEADER} bytes", "an index")
+            raw = file.read(_MAX_INDEX + 1)
+        if len(raw) > _MAX_INDEX:
+            raise malformed(path, f"more than {_MAX_INDEX} bytes", "an index")
         index = json.loads(raw)
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
         raise CheckpointError(path, found=reason(error), expected="a readable index", remedy="check the file") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
+        raise malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     for name, shard in pairs:
         # Printable: no NUL and no lone surrogate, with which a file cannot be opened.
         plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
         if not plain or shard in {"", ".", ".."}:
-            raise CheckpointError(
+            raise malformed(
                 f"{path}: {name}",
-                found=f"shard {str(shard)[:200]!r}",
-                expected="the name of a file in the index's own directory",
+                f"shard {str(shard)[:200]!r}",
+                "the name of a file in the index's own directory",
                 remedy="do not use this checkpoint unless you know why its index points elsewhere",
             )
     return dict(pairs)
@@ -326,7 +267,7 @@ class SafetensorsReader:
         size = min(_SAMPLE, entry.nbytes)
         samples = [bytearray(size) for _ in range(3)]
         for sample, offset in zip(samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
-            self._read(entry, offset, memoryview(sample))
+            self.read_bytes(entry, offset, memoryview(sample))
         return samples
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
@@ -359,13 +300,13 @@ class SafetensorsReader:
     def _read_range(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         dtype = torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
         if dtype == out.dtype:
-            self._read(entry, start * dtype.itemsize, byte_view(out))
+            self.read_bytes(entry, start * dtype.itemsize, byte_view(out))
             return
         staging = torch.empty(min(_STAGING, out.numel()), dtype=dtype)
         for first in range(0, out.numel(), _STAGING):
             chunk = out[first : first + _STAGING]
             stored = staging[: chunk.numel()]
-            self._read(entry, (start + first) * dtype.itemsize, byte_view(stored))
+            self.read_bytes(entry, (start + first) * dtype.itemsize, byte_view(stored))
             chunk.copy_(stored)
 
     def close(self) -> None:
@@ -381,13 +322,14 @@ class SafetensorsReader:
                 self._files[path] = RangedFile(path)
             return self._files[path]
 
-    def _read(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
+    def read_bytes(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
+        """Fill memory from a byte of a tensor on. See ``read_into``."""
         try:
             self._file(entry.path).read_into(entry.start + offset, out)
         except (OSError, EOFError) as error:
             raise CheckpointError(
                 f"{entry.path}: {entry.name}",
-                found=f"{error}",
+                found=reason(error),
                 expected=f"{entry.nbytes} bytes at {entry.start}",
                 remedy="check the disk, and download the shard again",
             ) from error
@@ -397,11 +339,8 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
     """Whether two tensors agree in dtype, shape and 4 KiB each of their beginning, middle and end."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    reader = SafetensorsReader({})
-    try:
+    with contextlib.closing(SafetensorsReader({})) as reader:
         return reader.samples(first) == reader.samples(second)
-    finally:
-        reader.close()
 
 
 def require_own_file(path: Path, directory: Path) -> Path:

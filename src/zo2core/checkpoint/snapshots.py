@@ -12,21 +12,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import re
-import struct
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from zo2core.checkpoint.reader import DTYPE_NAMES, DTYPES
+from zo2core.checkpoint.reader import DTYPE_NAMES, malformed
 from zo2core.checkpoint.writer import header_bytes
 from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason
 from zo2core.io.direct_file import byte_view
-from zo2core.io.durable import make_directory, map_regular, read_regular, replace_file
+from zo2core.io.durable import make_directory, open_regular, read_regular, replace_file
 
 FORMAT = 1
 
@@ -53,17 +52,12 @@ class Snapshots:
         self._directory = directory
         self._chain = chain
         self._require_version = require_version
-        self._last: int | None = None  # step of the last snapshot written or read by this object
+        self.last: int | None = None  # step of the last snapshot that this object wrote or read
         self.written = 0  # bytes that this object has written
 
     def path(self, step: int) -> Path:
         """Path of a step's snapshot."""
         return self._directory / f"snapshot-{step}.safetensors"
-
-    @property
-    def last(self) -> int | None:
-        """Step of the last snapshot that this object wrote or read; None if there was none."""
-        return self._last
 
     @property
     def steps(self) -> list[int]:
@@ -80,8 +74,8 @@ class Snapshots:
         assert chain is not None, "the step was taken"
         tensors: dict[str, torch.Tensor] = {}
         self._replace(step, _to_parts(snapshot, chain, tensors))
-        kept = {step, self._last, *keep}
-        self._last = step
+        kept = {step, self.last, *keep}
+        self.last = step
         for other in self.steps:
             if other not in kept:
                 self.path(other).unlink(missing_ok=True)
@@ -99,7 +93,7 @@ class Snapshots:
         """Write another worker's file of a step durably, and read it."""
         self._replace(step, content)
         snapshot = self.read(step)
-        self._last = step
+        self.last = step
         return snapshot
 
     def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
@@ -108,30 +102,25 @@ class Snapshots:
             replace_file(self.path(step), content)
             self.written += self.path(step).stat().st_size
         except OSError as error:
+            expected, remedy = "a file that can be written and synced", "free space or repair the disk; the run resumes from"
             raise OutputError(
-                self.path(step),
-                found=reason(error),
-                expected="a file that can be written and synced",
-                remedy="free space or repair the disk; the run resumes from the snapshot before",
+                self.path(step), found=reason(error), expected=expected, remedy=f"{remedy} the snapshot before"
             ) from error
 
     def read(self, step: int) -> Snapshot:
         """Read and check the snapshot of a step. Its tensors are views of the mapped file."""
         path = self.path(step)
         try:
-            raw = map_regular(path)
+            snapshot, chain = _from_file(path)
         except OSError as error:
-            steps = self.steps
-            listed = ", ".join(map(str, steps)) or "none"
+            steps = ", ".join(map(str, self.steps))
+            remedy = "pass one of these steps, with --at on the command line; a first-order run keeps no others"
             raise CheckpointError(
                 path,
                 found=f"no snapshot of step {step} ({reason(error)})",
-                expected=f"one of the steps that have a snapshot: {listed}",
-                remedy="pass one of these steps, with --at on the command line; a first-order run keeps no others"
-                if steps
-                else "resume the run to its end, which writes its model",
+                expected=f"one of the steps that have a snapshot: {steps or 'none'}",
+                remedy=remedy if steps else "resume the run to its end, which writes its model",
             ) from error
-        snapshot, chain = _from_bytes(path, raw)
         if snapshot.step != step:
             raise _damaged(path, f"the snapshot of step {snapshot.step}", f"that of step {step}")
         self._require_version(step, path.name)
@@ -156,7 +145,7 @@ class Snapshots:
                     ZO2Warning,
                     stacklevel=2,
                 )
-            self._last = step
+            self.last = step
             return snapshot
         if damages:
             raise CheckpointError(
@@ -188,36 +177,24 @@ def _to_parts(snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]) 
     return [raw[: _DIGITS.start], digest.hexdigest().encode(), raw[_DIGITS.stop :], *data]
 
 
-def _from_bytes(path: Path, raw: mmap.mmap | bytes) -> tuple[Snapshot, int]:
-    """Parse the bytes of ``_to_parts``, after comparing their checksum. Tensors are views of them."""
-    with memoryview(raw) as view:
-        digest = hashlib.sha256(view[: _DIGITS.start])
-        digest.update(b"0" * 64)
-        digest.update(view[_DIGITS.stop :])
-    if len(raw) < _DIGITS.stop or digest.hexdigest().encode() != raw[_DIGITS]:
-        raise _damaged(path, "a damaged snapshot: its checksum does not match", "the bytes that were written")
+def _from_file(path: Path) -> tuple[Snapshot, int]:
+    """Parse a file of ``_to_parts``, after comparing its checksum. Tensors are views of it."""
+    with open_regular(path) as file:
+        raw = file.read(_DIGITS.stop)
+        digest = hashlib.sha256(raw[: _DIGITS.start] + b"0" * 64)
+        if len(raw) < _DIGITS.stop or hashlib.file_digest(file, lambda: digest).hexdigest().encode() != raw[_DIGITS]:
+            raise _damaged(path, "a damaged snapshot: its checksum does not match", "the bytes that were written")
     try:
-        (length,) = struct.unpack("<Q", raw[:8])
-        header = json.loads(raw[8 : 8 + length])
-        contents = json.loads(header.pop("__metadata__")["zo2"])
-        if contents["format"] != FORMAT:
-            raise _damaged(path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}")
-        tensors = {name: _tensor(raw, 8 + length, entry) for name, entry in header.items()}
-        state = _decoded(contents["state"], tensors)
+        with safe_open(path, "pt") as opened:
+            contents = json.loads(opened.metadata()["zo2"])
+            if contents["format"] != FORMAT:
+                raise _damaged(path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}")
+            state = _decoded(contents["state"], {name: opened.get_tensor(name) for name in opened.offset_keys()})
         if not isinstance(state, dict):
             raise TypeError(f"a {type(state).__name__} as state")
         return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
-
-
-def _tensor(raw: mmap.mmap | bytes, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    begin, end = entry["data_offsets"]
-    dtype = DTYPES[entry["dtype"]]
-    if begin == end:
-        return torch.empty(entry["shape"], dtype=dtype)
-    count = (end - begin) // dtype.itemsize
-    return torch.frombuffer(raw, dtype=dtype, count=count, offset=data_start + begin).view(entry["shape"])
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
@@ -252,4 +229,4 @@ def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(path, found=found, expected=expected, remedy="restore it from a backup")
+    return malformed(path, found, expected, remedy="restore it from a backup")

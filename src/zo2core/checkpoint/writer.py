@@ -47,12 +47,9 @@ def require_unused(directory: Path) -> None:
     if directory.is_dir() and not any(directory.iterdir()):
         return
     if directory.exists() or directory.is_symlink():
-        raise OutputError(
-            directory,
-            found="something at this path",
-            expected="a path that does not exist yet, or an empty directory",
-            remedy="choose another output directory, or remove this one",
-        )
+        expected = "a path that does not exist yet, or an empty directory"
+        remedy = "choose another output directory, or remove this one"
+        raise OutputError(directory, found="something at this path", expected=expected, remedy=remedy)
 
 
 def write_checkpoint(
@@ -69,32 +66,28 @@ def write_checkpoint(
     form = form or SavedForm()
     written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
     runs = {spec.name: form.parts_of(spec) for spec in parameters}
-    saved = {
-        run.tensor: replace(written[name], name=run.tensor, shape=run.shape) for name, some in runs.items() for run in some
-    }
+    saved = {part.tensor: replace(written[name], name=part.tensor, shape=part.shape) for name in runs for part in runs[name]}
     others = [ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False) for name, t in form.constants.items()]
     with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
         missing = set(written)
         for name, tensor in tensors:
             missing.remove(name)
             spec, done = written[name], 0
-            assert sum(run.numel for run in runs[name]) == tensor.numel() == spec.numel
-            for run in runs[name]:
-                file, start = locations[run.tensor]
-                file.seek(start + run.start * spec.dtype.itemsize)
-                _write(file, tensor.view(-1)[done : done + run.numel], spec.dtype)
-                done += run.numel
+            assert sum(part.numel for part in runs[name]) == tensor.numel() == spec.numel
+            for part in runs[name]:
+                elements = tensor.view(-1)[done : done + part.numel]
+                _write(*locations[part.tensor], elements, spec.dtype, first=part.start)
+                done += part.numel
         assert not missing, missing  # the file would have holes
         for name, tensor in form.constants.items():
-            file, start = locations[name]
-            file.seek(start)
-            _write(file, tensor.contiguous().view(-1), tensor.dtype)
+            _write(*locations[name], tensor.contiguous().view(-1), tensor.dtype)
 
 
-def _write(file: IO[bytes], elements: torch.Tensor, dtype: torch.dtype) -> None:
+def _write(file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dtype, first: int = 0) -> None:
+    file.seek(start + first * dtype.itemsize)
     step = elements.numel() if elements.dtype is dtype else _COPIED
-    for start in range(0, elements.numel(), max(step, 1)):
-        part = elements[start : start + step].to(dtype)
+    for begin in range(0, elements.numel(), max(step, 1)):
+        part = elements[begin : begin + step].to(dtype)
         file.write(byte_view(part))  # the view does not keep the memory alive
 
 
@@ -141,23 +134,17 @@ def new_directory(directory: Path) -> Iterator[Path]:
                 if directory.is_dir() and not any(directory.iterdir()):
                     raise  # an empty directory is not the reason
                 if os.path.lexists(directory):
-                    raise OutputError(
-                        directory,
-                        found="something at this path that another process put there in the meantime",
-                        expected="a path that stays free until the directory is written",
-                        remedy="use what is there now, or choose another output directory",
-                    ) from error
+                    found = "something at this path that another process put there in the meantime"
+                    expected = "a path that stays free until the directory is written"
+                    remedy = "use what is there now, or choose another output directory"
+                    raise OutputError(directory, found=found, expected=expected, remedy=remedy) from error
                 raise
             sync_path(directory.parent)
         finally:
             shutil.rmtree(enclosure, ignore_errors=True)
     except OSError as error:
-        raise OutputError(
-            directory,
-            found=reason(error),
-            expected="a directory that can be written",
-            remedy="free space or choose another directory",
-        ) from error
+        expected, remedy = "a directory that can be written", "free space or choose another directory"
+        raise OutputError(directory, found=reason(error), expected=expected, remedy=remedy) from error
 
 
 def shard_names(count: int) -> list[str]:
@@ -182,9 +169,8 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
             try:
                 source = open_regular(content)
             except OSError as error:
-                raise CheckpointError(
-                    content, found=reason(error), expected="a readable file", remedy="restore the base model's files"
-                ) from error
+                expected, remedy = "a readable file", "restore the base model's files"
+                raise CheckpointError(content, found=reason(error), expected=expected, remedy=remedy) from error
             with source:
                 shutil.copyfileobj(source, file, _COPIED)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Sequence
@@ -169,14 +168,6 @@ def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> N
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading. FIFOs, devices and directories are refused."""
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
-
-
-def map_regular(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
-    """Map a regular file into memory; what is written there stays in this process. Its pages are read when they are used."""
-    with open_regular(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
