@@ -102,57 +102,38 @@ class BaseDigests:
 
 def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
     """Read every byte of a model's base and compare it with the digests in a journal."""
-    kept, unknown = journal.base_digests, dict[str, str]()
+    kept, unknown, memory = journal.base_digests, dict[str, str](), threading.local()
+
+    def checksums(spec: ParameterSpec, start: int) -> tuple[int, list[int]]:
+        """Read the next few chunks of a parameter into a small buffer of the thread; returns their bytes and checksums."""
+        if not hasattr(memory, "pages"):
+            memory.pages = torch.frombuffer(anonymous_memory(_CHUNKS_PER_READ * CHUNK_BYTES + PAGE), dtype=torch.uint8)
+        dtype = spec.stored_dtype
+        length = _chunk_length(dtype)
+        count = min(_CHUNKS_PER_READ * length, spec.stored_numel - start)
+        offset = model.weights.page_offset(spec) or 0  # the offset on disk, so that most bytes are read without a copy
+        chunks = memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
+        model.weights.read_into(spec.name, chunks, start)
+        return chunks.nbytes, [chunk_checksum(byte_view(chunk)) for chunk in torch.split(chunks, length)]
+
     with ThreadPoolExecutor(_READERS, thread_name_prefix="zo2-verify") as pool:
-        reader = _ChunkReader(model.weights)
         for layout in model.layouts:
-            digest = reader.digest(layout, pool, progress)
+            reads = [
+                (spec, start)
+                for spec in layout.parameters
+                for start in range(0, spec.stored_numel, _CHUNKS_PER_READ * _chunk_length(spec.stored_dtype))
+            ]
+            of_segment: list[int] = []
+            for nbytes, of_chunks in pool.map(checksums, *zip(*reads, strict=True)):
+                of_segment += of_chunks
+                if progress is not None:
+                    progress(nbytes)
+            digest = combined_checksum(of_segment)
             if kept.get(layout.name, digest) != digest:
                 raise _changed(layout, digest, kept[layout.name], model.weights)
             if layout.name not in kept:
                 unknown[layout.name] = digest
     return unknown
-
-
-class _ChunkReader:
-    """Reads segments a few chunks at a time, into a small buffer per thread."""
-
-    def __init__(self, weights: TensorReader) -> None:
-        self._weights = weights
-        self._memory = threading.local()
-
-    def digest(self, layout: BlockLayout, pool: ThreadPoolExecutor, progress: Callable[[int], object] | None) -> str:
-        """Read a segment; returns the same digest as ``SegmentDigest``."""
-        reads = [
-            (
-                pool.submit(self._checksums, spec, start),
-                min(_CHUNKS_PER_READ * CHUNK_BYTES, spec.nbytes - start * spec.stored_dtype.itemsize),
-            )
-            for spec in layout.parameters
-            for start in range(0, spec.stored_numel, _CHUNKS_PER_READ * _chunk_length(spec.stored_dtype))
-        ]
-        checksums: list[int] = []
-        try:
-            for future, nbytes in reads:
-                checksums += future.result()
-                if progress is not None:
-                    progress(nbytes)
-        finally:
-            for future, _ in reads:
-                future.cancel()
-        return combined_checksum(checksums)
-
-    def _checksums(self, spec: ParameterSpec, start: int) -> list[int]:
-        """Read the next few chunks of a parameter; returns their checksums."""
-        if not hasattr(self._memory, "pages"):
-            self._memory.pages = torch.frombuffer(anonymous_memory(_CHUNKS_PER_READ * CHUNK_BYTES + PAGE), dtype=torch.uint8)
-        dtype = spec.stored_dtype
-        length = _chunk_length(dtype)
-        count = min(_CHUNKS_PER_READ * length, spec.stored_numel - start)
-        offset = self._weights.page_offset(spec) or 0  # the offset on disk, so that most bytes are read without a copy
-        chunks = self._memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
-        self._weights.read_into(spec.name, chunks, start)
-        return [chunk_checksum(byte_view(chunks[first : first + length])) for first in range(0, count, length)]
 
 
 def _chunk_length(dtype: torch.dtype) -> int:

@@ -20,7 +20,7 @@ from zo2core.sources.base_digests import BaseDigests, SegmentDigest
 from zo2core.sources.slot_file import PIECE, SlotFile
 from zo2core.types import BlockLayout, Lane, aligned
 
-_Read: TypeAlias = tuple[int, Callable[[], None]]  # bytes, and the function that reads them
+_Read: TypeAlias = tuple[int, Callable[[], object]]  # bytes, and the function that reads them
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
 CHUNK = PIECE  # bytes of a read: small enough for all threads to work on the segment that is needed first
@@ -46,18 +46,13 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
     end = 0
     for spec in layout.parameters:
         page_offset = weights.page_offset(spec)
-        start = aligned(end) if page_offset is None else end + (page_offset - end) % PAGE
-        offsets.append(start)
-        end = start + spec.nbytes
+        offsets.append(aligned(end) if page_offset is None else end + (page_offset - end) % PAGE)
+        end = offsets[-1] + spec.nbytes
     end = whole_pages(end)
     for state in layout.states:
         offsets.append(aligned(end))
         end = offsets[-1] + state.nbytes
     return tuple(offsets)
-
-
-def _clear(state: torch.Tensor) -> None:
-    state.data.zero_()
 
 
 class Loading:
@@ -80,21 +75,16 @@ class Loading:
         """Whether all reads have ended."""
         return all(future.done() for future in self._futures)
 
-    def settle(self) -> None:
-        """Wait for all reads to end, also failed ones."""
+    def failure(self) -> BaseException | None:
+        """Wait for all reads to end, so that none writes into the memory later; returns the first failure."""
         wait(self._futures)
-
-    def failed(self) -> bool:
-        """Wait for all reads to end; returns whether one failed."""
-        self.settle()
-        return any(future.exception() is not None for future in self._futures)
+        return next((future.exception() for future in self._futures if future.exception() is not None), None)
 
     def wait(self) -> bool:
-        """Wait for all reads to end, so that none writes into the memory later, then report the first failure."""
-        failures = [future.exception() for future in self._futures]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        """Wait for all reads to end, and report the first failure; returns False if the bytes do not match their record."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure
         return self._check()
 
 
@@ -113,7 +103,7 @@ class SegmentLoader:
         self._layouts = layouts
         self._scratch = scratch
         self._base_digests = base_digests
-        self._timeline = Timeline() if timeline is None else timeline
+        self._timeline = timeline or Timeline()
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
         self._closed = False
 
@@ -175,7 +165,7 @@ class SegmentLoader:
             bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
             itemsize = self._weights.itemsize(spec.name)
             reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(bounds)]
-        reads += [(0, partial(_clear, state)) for state in states]  # of a segment without a step they are zero
+        reads += [(0, state.data.zero_) for state in states]  # of a segment without a step they are zero
         return Loading(self._submit(segment, reads), 0, check)
 
     def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:

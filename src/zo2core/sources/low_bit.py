@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -24,8 +24,6 @@ from zo2core.types import BlockLayout, Bucket, Lane
 STAGES = 3  # encoded blocks: one is being copied, one is ready, one is being encoded
 
 Replay: TypeAlias = Callable[[int, Store, int], int]  # (segment, its parameters, their version) -> the new version
-
-_Result = TypeVar("_Result")
 
 
 class _Stage(NamedTuple):
@@ -59,7 +57,7 @@ class LowBitSource:
         self._stored = source.layouts
         self._replay = replay
         self._comes_back = comes_back
-        self._timeline = Timeline() if timeline is None else timeline
+        self._timeline = timeline or Timeline()
         self.low_bit_segments = frozenset(
             i for i, layout in enumerate(self._stored) if not (layout.resident or i in staying)
         )
@@ -67,14 +65,12 @@ class LowBitSource:
             low_bit_layout(layout) if i in self.low_bit_segments else layout for i, layout in enumerate(self._stored)
         )
         sizes = [whole_pages(self._layouts[index].nbytes) for index in self.low_bit_segments]
-        stages = min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
-        pages = [max(sizes, default=0)] * stages
+        pages = [max(sizes, default=0)] * min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
         self._scales = [scales_positions(layout) for layout in self._stored]
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # (address, segment) -> views
         self._free = deque(portions(host_memory(sum(pages)), pages))
-        self._prefetched: dict[
-            int, Future[_Stage]
-        ] = {}  # blocks that are encoded or being encoded, not acquired, in the order of requests
+        # Blocks that are encoded or being encoded, not acquired, in the order of requests.
+        self._prefetched: dict[int, Future[_Stage]] = {}
         self._acquired: dict[int, _Stage] = {}
         self._plain = 0  # acquired blocks that are not encoded
         self._order: Sequence[int] = ()
@@ -128,7 +124,7 @@ class LowBitSource:
         while self._returning and self._returning[0].done():
             self._returning.popleft().result()
         if index not in self.low_bit_segments:
-            bucket = self._on_thread(lambda: self._source.acquire(index))
+            bucket = self._thread.submit(self._source.acquire, index).result()
             self._plain += not self._stored[index].resident
             return bucket
         if index in self._prefetched and self._prefetched[index].exception() is not None:
@@ -145,7 +141,7 @@ class LowBitSource:
         """Release a block, decoding it if it was copied back. See the contract."""
         index = bucket.segment
         if index not in self.low_bit_segments:
-            self._on_thread(lambda: self._source.release(bucket, version))
+            self._thread.submit(self._source.release, bucket, version).result()
             self._plain -= not self._stored[index].resident
             return
         stage = self._acquired.pop(index)
@@ -157,11 +153,11 @@ class LowBitSource:
     @contextmanager
     def stored(self, index: int) -> Iterator[Bucket]:
         """Context with a block of ``low_bit_segments`` at the present version, in its stored dtypes."""
-        bucket = self._on_thread(lambda: self._replayed(index))
+        bucket = self._thread.submit(self._replayed, index).result()
         try:
             yield bucket
         finally:
-            self._on_thread(lambda: self._source.release(bucket, bucket.version))
+            self._thread.submit(self._source.release, bucket, bucket.version).result()
 
     def close(self) -> None:
         """Stop all work. May be called twice. The caller closes the source afterwards."""
@@ -189,8 +185,7 @@ class LowBitSource:
             return
         stage = future.result()
         if stage.stored is not None:
-            stored = stage.stored
-            self._on_thread(lambda: self._source.release(stored, stored.version))
+            self._thread.submit(self._source.release, stage.stored, stage.stored.version).result()
         self._free.append(stage.memory)
 
     def _encode(self, index: int, memory: torch.Tensor) -> _Stage:
@@ -198,11 +193,8 @@ class LowBitSource:
         try:
             bucket = self._source.acquire(index) if self._comes_back else self._replayed(index)
             layout = self._layouts[index]
-            data = memory[: layout.nbytes]
-            key = memory.data_ptr(), index
-            if key not in self._views:
-                self._views[key] = layout.views(data)
-            views = self._views[key]
+            data, key = memory[: layout.nbytes], (memory.data_ptr(), index)
+            views = self._views[key] = self._views.get(key) or layout.views(data)
             with self._timeline.noted(Lane.HOST, layout.name, layout.nbytes), torch.inference_mode():
                 for position, scales in enumerate(self._scales[index]):
                     encode(bucket.views[position], views[position], None if scales is None else views[scales])
@@ -239,6 +231,3 @@ class LowBitSource:
         finally:
             self._free.append(stage.memory)
             self._source.release(stored, decoded)
-
-    def _on_thread(self, work: Callable[[], _Result]) -> _Result:
-        return self._thread.submit(work).result()

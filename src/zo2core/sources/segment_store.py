@@ -74,11 +74,7 @@ class WriteBack:
     """A thread that writes segments every few versions."""
 
     def __init__(
-        self,
-        layouts: Sequence[BlockLayout],
-        scratch: SlotFile | None,
-        every: int | None,
-        timeline: Timeline | None = None,
+        self, layouts: Sequence[BlockLayout], scratch: SlotFile | None, every: int | None, timeline: Timeline
     ) -> None:
         if every is not None and (every < 1 or scratch is None):
             raise OptionError(
@@ -90,25 +86,17 @@ class WriteBack:
         self._layouts = layouts
         self._scratch = scratch
         self.every = every
-        self._timeline = Timeline() if timeline is None else timeline
+        self._timeline = timeline
         self._writes: dict[int, Future[None]] = {}
         self._failure: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
 
     def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
         """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
-        if self.every is None or version - self.version(segment) < self.every:
+        scratch = self._scratch
+        if scratch is None or self.every is None or version - scratch.version(segment) < self.every:
             return
-        self.start(segment, pages, version, then)
-
-    def version(self, segment: int) -> int:
-        """Version of a segment's bytes on disk; 0 if it was not written."""
-        return 0 if self._scratch is None else self._scratch.version(segment)
-
-    def start(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
-        """Start writing a segment, and return at once. See ``start_if_due``."""
-        assert self._scratch is not None, "there are files to write to"
-        future = self._pool.submit(self._write, self._scratch, segment, pages, version)
+        future = self._pool.submit(self._write, scratch, segment, pages, version)
         self._writes[segment] = future
         future.add_done_callback(lambda _: then())
 
@@ -226,6 +214,7 @@ class SegmentStore:
         if buckets is not None:
             require_whole("buckets", buckets, 1)
         self.layouts = tuple(layouts)
+        timeline = timeline or Timeline()
         self._write_back = WriteBack(self.layouts, scratch, write_back_every, timeline)
         self._order = ReadingOrder(self.layouts)
         self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, timeline)
@@ -255,11 +244,10 @@ class SegmentStore:
     def prefetch(self, order: Sequence[int]) -> int:
         """Read ahead along this order from now on. See the contract."""
         with self._lock:
-            self._require_open()
+            self._open_loader()
             self._order.follow(order)
             self._read_ahead()
-            ahead = self._order.ahead()
-            return sum(1 for _ in itertools.takewhile(self._is_ready, ahead))
+            return sum(1 for _ in itertools.takewhile(self._is_ready, self._order.ahead()))
 
     def close(self) -> None:
         """Wait for reads and writes in flight and free the memory."""
@@ -275,9 +263,10 @@ class SegmentStore:
         """Wait until a segment is read. See the contract."""
         self._write_back.wait(index)
         with self._lock:
-            self._require_open()
+            self._open_loader()
             self._write_back.check()
-            memory = self._holding.get(index) or self._evictable(index)
+            memory = self._holding.get(index) or self._memory_for(index)
+            assert memory is not None, "not all buckets are acquired"
             before = memory.state
             assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
             self._change(memory, _Acquired(index))  # keeps prefetching from the segment and this memory
@@ -301,7 +290,7 @@ class SegmentStore:
         if version is not None and version != bucket.version:
             self._wait_for_states(bucket.segment, memory)  # a changed segment is written whole
         elif memory.states is not None:
-            memory.states.settle()
+            memory.states.failure()
         with self._lock:
             if version is None:
                 self._change(memory, _Empty(_NO_READS))
@@ -319,7 +308,7 @@ class SegmentStore:
             segments: Fewer blocks than there are buckets. Segments that were pinned until now have to be written.
         """
         with self._lock:
-            self._require_open()
+            self._open_loader()
             blocks = sum(not self.layouts[segment].resident for segment in segments)
             assert blocks < len(self._ring), "other blocks need a bucket"
             self._pinned = frozenset(segments)
@@ -346,7 +335,7 @@ class SegmentStore:
             ScratchError: if a segment cannot be written.
         """
         with self._lock:
-            self._require_open()
+            self._open_loader()
             for segment, memory in list(self._holding.items()):
                 if isinstance(memory.state, _Kept) and not self._write_back.busy(segment):
                     version = memory.state.version
@@ -373,58 +362,47 @@ class SegmentStore:
             if self._loader is None:
                 return
             for segment in self._order.ahead():
-                if segment not in self._holding and (memory := self._reusable(segment)) is not None:
+                if segment not in self._holding and (memory := self._memory_for(segment, idle=True)) is not None:
                     self._change(memory, _Ahead(segment, self._load(segment, memory)))
 
     def _is_ready(self, segment: int) -> bool:
         memory = self._holding.get(segment)
-        if memory is None or (isinstance(memory.state, _Ahead) and not memory.state.loading.done()):
-            return False
-        return not self._write_back.busy(segment)
+        return memory is not None and not self._is_in_flight(memory.state)
 
-    def _reusable(self, segment: int) -> _BucketMemory | None:
-        """The memory to prefetch a segment into, of a resident segment or of the block that is needed last and later.
+    def _memory_for(self, segment: int, *, idle: bool = False) -> _BucketMemory | None:
+        """The memory for a resident segment, or that of the block that is needed last and is neither acquired nor pinned.
 
-        Memory that is acquired, or has reads or writes in flight, is not reusable.
+        Args:
+            segment: The segment to read.
+            idle: Whether the memory must have no reads or writes in flight, and its block must be needed later.
         """
-        if segment in self._own:
-            resident = self._own[segment]
-            return resident if isinstance(resident.state, _Empty) and resident.state.reads.done() else None
-        best, latest = None, self._order.rank(segment)
-        for memory in self._ring:
-            state = memory.state
-            if isinstance(state, _Empty):
-                if state.reads.done():
-                    return memory
-            elif state.segment in self._pinned:
-                continue
-            elif isinstance(state, _Kept) or (isinstance(state, _Ahead) and state.loading.done()):
-                rank = self._order.rank(state.segment)
-                if rank > latest and not self._write_back.busy(state.segment):
-                    best, latest = memory, rank
-        return best
-
-    def _evictable(self, segment: int) -> _BucketMemory:
-        """The memory for a segment that is needed now, of a resident segment or of the block that is needed last."""
 
         def rank(memory: _BucketMemory) -> int:
             return NEVER + 1 if isinstance(memory.state, _Empty) else self._order.rank(memory.state.segment)
 
-        if segment in self._own:
-            return self._own[segment]
-        return max((memory for memory in self._ring if not self._stays(memory.state)), key=rank)
+        memories = [self._own[segment]] if segment in self._own else self._ring
+        free = (m for m in memories if not self._stays(m.state) and not (idle and self._is_in_flight(m.state)))
+        last = max(free, key=rank, default=None)
+        return None if idle and last is not None and rank(last) <= self._order.rank(segment) else last
 
     def _stays(self, state: _State) -> bool:
         """Whether a memory may not be given to another segment."""
         return isinstance(state, _Acquired) or (not isinstance(state, _Empty) and state.segment in self._pinned)
 
+    def _is_in_flight(self, state: _State) -> bool:
+        """Whether a memory's bytes are being read or written."""
+        if isinstance(state, _Empty):
+            return not state.reads.done()
+        is_read = isinstance(state, _Ahead) and not state.loading.done()
+        return is_read or self._write_back.busy(state.segment)
+
     def _evict(self, memory: _BucketMemory, before: _State) -> None:
         """Wait until reads into memory and writes from it have ended, dropping its content."""
         try:
             if isinstance(before, _Empty):
-                before.reads.settle()
+                before.reads.failure()
             elif isinstance(before, _Ahead):
-                before.loading.settle()
+                before.loading.failure()
             else:
                 self._write_back.wait(before.segment)
         except BaseException:
@@ -443,7 +421,9 @@ class SegmentStore:
         try:
             first = load() if ahead is None else ahead
             self._read_ahead()
-            if ahead is not None and ahead.failed():  # reads that started before the segment was needed are repeated once
+            if (
+                ahead is not None and ahead.failure() is not None
+            ):  # reads that started before the segment was needed are repeated once
                 first = load()
             if not first.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed
                 first = load()
@@ -470,16 +450,12 @@ class SegmentStore:
 
     def _wait_for_states(self, segment: int, memory: _BucketMemory) -> None:
         loading = self._start_states(segment, memory)
-        if loading.failed():
+        if loading.failure() is not None:
             memory.states = None
         loading.wait()
 
     def _open_loader(self) -> SegmentLoader:
-        """The reading threads."""
-        self._require_open()
-        assert self._loader is not None
-        return self._loader
-
-    def _require_open(self) -> None:
+        """The reading threads of a source that is open."""
         if self._loader is None:
             raise ClosedError("SegmentStore", found="a closed source", expected="an open one", remedy="open it again")
+        return self._loader

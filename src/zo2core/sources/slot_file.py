@@ -26,10 +26,10 @@ Write-ahead: the generation of step v is committed only once the journal's recor
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,29 +56,28 @@ class Written(NamedTuple):
     slot: int  # slot of the file
     version: int  # version of the bytes
     chain: int  # the journal's checksum at that version, or at that of the generation
-    checksum: str  # checksum of segment, version, chain and bytes
+    xxh3: str  # checksum of segment, version, chain and bytes
     is_checked: bool  # whether this process wrote the bytes, or compared them with their checksum
 
-    def record(self, segment: int) -> Record:
+    def record(self, segment: int) -> dict[str, Any]:
         """The manifest's values."""
-        return {
-            "segment": segment,
-            "slot": self.slot,
-            "version": self.version,
-            "chain": self.chain,
-            "xxh3": self.checksum,
-        }
+        return {"segment": segment, "slot": self.slot, "version": self.version, "chain": self.chain, "xxh3": self.xxh3}
 
 
-class SlotFile(ABC):
-    """Segments on disk at later versions than the base. Its files are locked until ``close``."""
+class SlotFile:
+    """Segments on disk at later versions than the base. Its files are locked until ``close``.
+
+    A subclass has ``write(segment, data, version)`` and the manifest: its ``_header``, what of the records of an earlier
+    process ``_load`` takes, where they are plausible, and ``_live``, the records that count. Bytes are checked when they are
+    first read: ``_mismatched`` treats a segment that does not match its record, and returns False if its bytes are dropped.
+    """
 
     def __init__(
         self,
         directory: Path,
         layouts: Sequence[BlockLayout],
         chain: Callable[[int], int | None],
-        require_version: Callable[[int, str], object] | None = None,
+        require_version: Callable[[int, str], object] = lambda version, where: None,
         *,
         spare: int = 1,
     ) -> None:
@@ -88,47 +87,38 @@ class SlotFile(ABC):
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._names = [layout.name for layout in layouts]
         self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
-        self._offsets: list[int] = []  # slot -> byte offset
-        self._slots: list[frozenset[int]] = []  # segment -> all slots it may use; all blocks have the same slots
-        self._assign_slots(layouts, spare)
-        self.nbytes = slot_bytes(layouts, spare)
+        # Byte offset of each slot, and each segment's slots.
+        (*self._offsets, self.nbytes), self._slots = _slots(layouts, spare)
         # Segment to its valid bytes. One thread reads while another one writes, but never the same segment, and each
         # changes the dictionary by single operations.
         self._written: dict[int, Written] = {}
-        try:
+        with self._typed_failures():
             make_directory(directory)
             self._data = RangedFile(directory / DATA, writable=True)  # before the manifest: its lock covers both
-        except OSError as error:
-            raise self._failed(error) from error
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
         try:
-            self._manifest = self._open_manifest()
-        except BaseException as error:
+            with self._typed_failures():
+                self._manifest = self._open_manifest()
+        except BaseException:
             self._hashing.shutdown()
             self._data.close()
-            if isinstance(error, OSError):
-                raise self._failed(error) from error
             raise
 
-    @abstractmethod
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
         """Write a segment."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _mismatched(self, segment: int) -> bool:
-        """Treat a segment whose bytes do not match their record; returns False if they are dropped."""
-
-    @abstractmethod
     def _header(self) -> Record:
-        """The manifest's first record."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _load(self, records: Sequence[Record], where: str) -> None:
-        """Load the records of an earlier process where they are plausible; bytes are checked when they are read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _live(self) -> Sequence[Record]:
-        """The loaded records that count."""
+        raise NotImplementedError
+
+    def _mismatched(self, segment: int) -> bool:
+        raise NotImplementedError
 
     def version(self, segment: int) -> int:
         """Version of a segment's written bytes; 0 if there are none."""
@@ -142,17 +132,15 @@ class SlotFile(ABC):
     def confirm(self, segment: int, checksums: Sequence[int]) -> bool:
         """Compare bytes that were read with their record."""
         written = self._written[segment]
-        if written.checksum == combined_checksum([segment, written.version, written.chain, *checksums]):
+        if written.xxh3 == combined_checksum([segment, written.version, written.chain, *checksums]):
             self._written[segment] = written._replace(is_checked=True)
             return True
         return self._mismatched(segment)
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a segment's bytes. May be called from several threads."""
-        try:
+        with self._typed_failures():
             self._data.read_into(self._offsets[self._written[segment].slot] + start, byte_view(out))
-        except (OSError, EOFError) as error:
-            raise self._failed(error) from error
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -173,22 +161,6 @@ class SlotFile(ABC):
             return Written(slot, version, chain, checksum, is_checked=True)
         finally:
             wait([hashing])  # the memory may change once this returns
-
-    def _assign_slots(self, layouts: Sequence[BlockLayout], spare: int) -> None:
-        """Assign slots: blocks share one slot each and the spare ones, a resident segment has two of its own."""
-        end = 0
-
-        def slots(count: int, size: int) -> frozenset[int]:
-            nonlocal end
-            first = len(self._offsets)
-            self._offsets += [end + i * size for i in range(count)]
-            end += count * size
-            return frozenset(range(first, first + count))
-
-        blocks = [size for size, layout in zip(self._sizes, layouts, strict=True) if not layout.resident]
-        shared = slots(len(blocks) + spare, max(blocks, default=0))
-        for size, layout in zip(self._sizes, layouts, strict=True):
-            self._slots.append(slots(2, size) if layout.resident else shared)
 
     def _open_manifest(self) -> RecordFile:
         """Load the records of this run, and rewrite the manifest without others."""
@@ -213,47 +185,70 @@ class SlotFile(ABC):
         manifest.lock()
         return manifest
 
-    def _is_in_file(self, segment: int, written: Written) -> bool:
-        """Whether the data file is long enough for a segment's bytes."""
+    def _parsed(self, record: Any) -> tuple[int | None, Written | None]:
+        """A record's segment and content; None where they are not valid."""
+        match record:
+            case {"segment": int(segment), **values} if 0 <= segment < len(self._sizes):
+                pass
+            case _:
+                return None, None
+        match values:
+            case {"slot": int(slot), "version": int(version), "chain": int(chain), "xxh3": str(checksum)} if (
+                slot in self._slots[segment] and 0 < version < _MOST_STEPS
+            ):
+                return segment, Written(slot, version, chain, checksum, is_checked=False)
+        return segment, None
+
+    def _are_in_file(self, written: Mapping[int, Written]) -> bool:
+        """Whether the data file is long enough for segments' bytes."""
         data = self.directory / DATA
         size = data.stat().st_size if data.exists() else 0
-        return self._offsets[written.slot] + self._sizes[segment] <= size
+        return all(self._offsets[one.slot] + self._sizes[segment] <= size for segment, one in written.items())
 
-    def _parsed(self, record: Record) -> tuple[int | None, Written | None]:
-        """A record's segment and content; None where they are not valid."""
-        segment, slot, version = (record.get(key) for key in ("segment", "slot", "version"))
-        chain, checksum = record.get("chain"), record.get("xxh3")
-        if type(segment) is not int or not 0 <= segment < len(self._sizes):
-            return None, None
-        if type(slot) is not int or slot not in self._slots[segment]:
-            return segment, None
-        if type(version) is not int or not 0 < version < _MOST_STEPS or type(chain) is not int:
-            return segment, None
-        if not isinstance(checksum, str):
-            return segment, None
-        return segment, Written(slot, version, chain, checksum, is_checked=False)
+    def _is_of_run(self, version: int, chain: object, where: str) -> bool:
+        """Whether the journal has this checksum at a version. One that is shorter has lost steps, which is an error."""
+        known = self._chain(version)
+        if known is None:
+            self._require_version(version, where)
+        return known == chain
 
-    def _failed(self, error: OSError | EOFError) -> ScratchError:
-        if isinstance(error, LockedFileError):
-            return ScratchError(
+    @contextlib.contextmanager
+    def _typed_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except LockedFileError as error:
+            raise ScratchError(
                 error.filename,
                 found=reason(error),
                 expected="a directory for written-back blocks that no other engine uses",
                 remedy="close that engine, wait until its process has ended, or choose another directory",
-            )
-        return ScratchError(
-            getattr(error, "filename", None) or self.directory / DATA,
-            found=reason(error),
-            expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
-            remedy="free space or repair the disk and resume the run; nothing is lost, the journal is complete",
-        )
+            ) from error
+        except (OSError, EOFError) as error:
+            raise ScratchError(
+                getattr(error, "filename", None) or self.directory / DATA,
+                found=reason(error),
+                expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
+                remedy="free space or repair the disk and resume the run; nothing is lost, the journal is complete",
+            ) from error
+
+
+def _slots(layouts: Sequence[BlockLayout], spare: int) -> tuple[list[int], list[frozenset[int]]]:
+    """Offsets of slots, with the file's largest size at the end, and each segment's slots.
+
+    Blocks share one slot each and the spare ones, a resident segment has two of its own.
+    """
+    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+    lengths = [max(blocks, default=0)] * (len(blocks) + spare)
+    shared, slots = frozenset(range(len(lengths))), list[frozenset[int]]()
+    for layout in layouts:
+        slots.append(frozenset((len(lengths), len(lengths) + 1)) if layout.resident else shared)
+        lengths += [whole_pages(layout.nbytes)] * 2 if layout.resident else []
+    return [0, *accumulate(lengths)], slots
 
 
 def slot_bytes(layouts: Sequence[BlockLayout], spare: int = 1) -> int:
     """Largest size of the file: a slot per block and the spare ones, two for each resident segment."""
-    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
-    resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
-    return (len(blocks) + spare) * max(blocks, default=0) + 2 * resident
+    return _slots(layouts, spare)[0][-1]
 
 
 SCRATCH_FORMAT = 2  # format of the manifest; records of format 1 had no checksum of the bytes
@@ -267,7 +262,7 @@ class Scratch(SlotFile):
         chain = self._chain(version)
         assert chain is not None, "bytes are written after the journal's records"
         slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
-        try:
+        with self._typed_failures():
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
             end = self._manifest.end
             written = self._put(segment, data, version, slot, chain, sync=True)
@@ -279,8 +274,6 @@ class Scratch(SlotFile):
                     with contextlib.suppress(OSError):
                         self._manifest.retract(end)
                 raise
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _mismatched(self, segment: int) -> bool:
         """Drop the bytes: replaying from the base gives them again."""
@@ -292,19 +285,12 @@ class Scratch(SlotFile):
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record of each segment where it is plausible."""
-        last: dict[int, Written] = {}
-        for record in records:
-            segment, written = self._parsed(record)
-            if segment is not None:
-                last.pop(segment, None)
-            if segment is not None and written is not None:
-                last[segment] = written
-        users = Counter(written.slot for written in last.values())
+        last = {segment: written for segment, written in map(self._parsed, records) if segment is not None}
+        users = Counter(written.slot for written in last.values() if written is not None)
         for segment, written in last.items():
-            if self._require_version is not None and self._chain(written.version) is None:
-                self._require_version(written.version, where)
-            is_alone = self._is_in_file(segment, written) and users[written.slot] == 1
-            if is_alone and self._chain(written.version) == written.chain:
+            if written is None or not self._is_of_run(written.version, written.chain, where):
+                continue
+            if users[written.slot] == 1 and self._are_in_file({segment: written}):
                 self._written[segment] = written
 
     def _live(self) -> Sequence[Record]:
@@ -322,7 +308,7 @@ class Generations(SlotFile):
         directory: Path,
         layouts: Sequence[BlockLayout],
         chain: Callable[[int], int | None],
-        require_version: Callable[[int, str], object] | None = None,
+        require_version: Callable[[int, str], object] = lambda version, where: None,
         *,
         spare: int,
     ) -> None:
@@ -337,70 +323,49 @@ class Generations(SlotFile):
         if segment not in self._pending:
             committed = {written.slot for written in self._committed.values()}
             self._pending[segment] = min(self._slots[segment] - committed - set(self._pending.values()))
-        try:
+        with self._typed_failures():
             # The checksum of a later generation's bytes is part of its record, which has the journal's.
             self._written[segment] = self._put(segment, data, version, self._pending[segment], 0, sync=False)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def commit(self, step: int, values: Mapping[str, Any]) -> None:
         """Make the next generation the present one. On return it is durable."""
-        chain = self._chain(step)
-        assert chain is not None, "a generation is committed after the journal's records"
-        record = {
-            "step": step,
-            "chain": chain,
-            "values": dict(values),
-            "segments": [self._written[segment].record(segment) for segment in sorted(self._written)],
-        }
-        try:
+        record = self._record(step, values, self._written)
+        assert record["chain"] is not None, "a generation is committed after the journal's records"
+        with self._typed_failures():
             self._data.sync()
             self._manifest.append(record)
-        except OSError as error:
-            raise self._failed(error) from error
         self.step, self.values = step, values
         self._committed, self._pending = dict(self._written), {}
 
+    def _record(self, step: int, values: Mapping[str, Any], written: Mapping[int, Written]) -> Record:
+        segments = [written[segment].record(segment) for segment in sorted(written)]
+        return {"step": step, "chain": self._chain(step), "values": dict(values), "segments": segments}
+
     def _mismatched(self, segment: int) -> bool:
-        written = self._written[segment]
         raise ScratchError(
             self.directory,
-            found=f"damaged bytes of {self._names[segment]} at step {written.version}",
+            found=f"damaged bytes of {self._names[segment]} at step {self._written[segment].version}",
             expected=f"the bytes that were written: they are part of step {self.step}, which cannot be replayed",
             remedy="restore the run's directory from a backup, or begin the run anew",
         )
 
     def _header(self) -> Record:
-        slots = len(self._offsets)
-        return {
-            "format": GENERATIONS_FORMAT,
-            "sizes": self._sizes,
-            "offsets": self._layout,
-            "slots": slots,
-            "chain": self._chain(0),
-        }
+        slots = {"slots": len(self._offsets), "chain": self._chain(0)}
+        return {"format": GENERATIONS_FORMAT, "sizes": self._sizes, "offsets": self._layout, **slots}
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record that is plausible."""
         for record in reversed(records):
-            step, chain, values, segments = (record.get(key) for key in ("step", "chain", "values", "segments"))
+            step, values, segments = (record.get(key) for key in ("step", "values", "segments"))
             if type(step) is not int or step < 1 or not isinstance(values, dict) or not isinstance(segments, list):
                 continue
-            if self._require_version is not None and self._chain(step) is None:
-                self._require_version(step, where)
-            parsed = [self._parsed(one) if isinstance(one, dict) else (None, None) for one in segments]
+            is_of_run, parsed = self._is_of_run(step, record.get("chain"), where), [self._parsed(one) for one in segments]
             written = {segment: one for segment, one in parsed if segment is not None and one is not None}
-            slots = {one.slot for one in written.values()}
-            if len(parsed) != len(written) or len(slots) != len(written) or self._chain(step) != chain:
-                continue
-            if not all(self._is_in_file(segment, one) and one.version <= step for segment, one in written.items()):
-                continue
-            self._written, self._committed = written, dict(written)
-            self.step, self.values = step, values
-            return
+            slots = {one.slot for one in written.values() if one.version <= step}
+            if is_of_run and len(parsed) == len(written) == len(slots) and self._are_in_file(written):
+                self._written, self._committed = written, dict(written)
+                self.step, self.values = step, values
+                return
 
     def _live(self) -> Sequence[Record]:
-        if self.step == 0:
-            return []
-        segments = [self._committed[segment].record(segment) for segment in sorted(self._committed)]
-        return [{"step": self.step, "chain": self._chain(self.step), "values": dict(self.values), "segments": segments}]
+        return [self._record(self.step, self.values, self._committed)] if self.step else []
