@@ -160,13 +160,13 @@ MOST_LINES = {
     "zo2adapters/tasks": 3521,
     "zo2adapters/trainers": 5165,
     "zo2core": 4590,
-    "zo2core/checkpoint": 940,
-    "zo2core/io": 442,
-    "zo2core/journal": 636,
+    "zo2core/checkpoint": 818,
+    "zo2core/io": 436,
+    "zo2core/journal": 512,
     "zo2core/kernels": 1357,
     "zo2core/methods": 1022,
     "zo2core/planning": 613,
-    "zo2core/sources": 1073,
+    "zo2core/sources": 980,
     "zo2core/sweep": 2651,
 }
 
