@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.scoring import score
+from zo2adapters.tasks.objectives import score
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import UnsupportedModelError

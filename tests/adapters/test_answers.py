@@ -13,7 +13,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.cli import main
-from zo2adapters.tasks.answers import f1_of_words, normalized
+from zo2adapters.tasks.measures import f1_of_words, normalized
 
 NOUNS = WORDS[3:]
 
@@ -63,7 +63,7 @@ def test_what_the_model_writes_is_compared(here: Path, capsys: pytest.CaptureFix
         (
             {"prompt": "the " * 30, "answers": ["cat"]},
             ["--max-new-tokens", "4"],
-            "line 1: found a prompt of 30 tokens; expected 1 to 28, so that --max-new-tokens fit, too. What to do: "
+            "which cannot be cut; expected at most 28, so that --max-new-tokens fit, too. What to do: "
             "shorten this row or remove it, or raise --sequence-length, up to what the model takes, or lower",
         ),
         (

@@ -18,7 +18,7 @@ from zo2adapters.models.architecture import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.scoring import score
+from zo2adapters.tasks.objectives import score
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder
 from zo2core.errors import UnsupportedModelError
 

@@ -17,8 +17,8 @@ from profiles import each_choice
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PretrainedConfig
 
 from zo2adapters import MonolithicMeZO
-from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.labelled import labelled_batch, read_labelled_rows
+from zo2adapters.tasks.batches import collate, training_batches
+from zo2adapters.tasks.row_reader import read_rows
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
@@ -82,19 +82,19 @@ def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> Non
     assert run_here(*asked(tmp_path, *HEAD, "--evaluation", tmp_path / "rows.jsonl")).status == 0
     assert run_here("train", "--resume", tmp_path / "run", "--steps", 6).status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_labelled_rows(tmp_path / "rows.jsonl", tokenizer, config, sequence_length=64)
+    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=64)
     model = whole(tmp_path)
     literal = MonolithicMeZO(model, lr=1e-2, zo_eps=1e-3)
     updates = Journal(tmp_path / "run" / "journal.jsonl").updates
     assert len(updates) == 6
     for update, batch_rows in zip(updates, itertools.islice(training_batches(read, batch_size=4, seed=0), 6), strict=True):
-        batch = labelled_batch(batch_rows, pad_token_id=0)
+        batch = collate(batch_rows, pad_token_id=0)
         assert literal.step(batch, *update.seeds).losses == update.losses
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
     own = dict(model.named_parameters())
     for name, value in trained.named_parameters():
         assert_same_bits(name, value.data, own[name].data)
-    everything = labelled_batch(list(read), pad_token_id=0)
+    everything = collate(list(read), pad_token_id=0)
     with torch.inference_mode():
         output = trained(**everything)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -121,7 +121,7 @@ def test_classes_have_names_and_long_texts_lose_their_end(tmp_path: Path) -> Non
     rows = [{"text": " ".join(NOUNS), "label": "good"}, {"text": NOUNS[0], "label": 0}]
     config = made(tmp_path, "bert", [*rows], **names)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_labelled_rows(tmp_path / "rows.jsonl", tokenizer, config, sequence_length=4)
+    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=4)
     assert [row.label for row in read] == [2, 0]
     assert (read.truncated, read.longest) == (1, 4)
 
@@ -130,8 +130,8 @@ def test_two_texts_are_told_apart_where_the_tokenizer_does(tmp_path: Path) -> No
     config = made(tmp_path, "bert", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    read = read_labelled_rows(tmp_path / "rows.jsonl", tokenizer, config, sequence_length=8)
-    batch = labelled_batch(list(read), pad_token_id=0)
+    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=8)
+    batch = collate(list(read), pad_token_id=0)
     assert batch["token_type_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
@@ -192,9 +192,9 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
     config = made(tmp_path, "llama", classes(), pad_token_id=5)
     assert run_here(*asked(tmp_path, *HEAD)).status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_labelled_rows(tmp_path / "rows.jsonl", tokenizer, config, sequence_length=64)
+    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=64)
     update = Journal(tmp_path / "run" / "journal.jsonl").updates[0]
-    batch = labelled_batch(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
+    batch = collate(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
     assert MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses == update.losses
     text = json.loads((tmp_path / "model" / "config.json").read_text())
     for pad in (None, -1):

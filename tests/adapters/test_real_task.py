@@ -25,8 +25,7 @@ from real_task.variants import VARIANTS, Learner, Questions, Score, Variant, rea
 
 from zo2adapters import MonolithicMeZO, open_checkpoint, score
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.candidates import read_choices
-from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.row_reader import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Batch, Engine, Journal
 from zo2core.errors import DataError, MissingPackageError, NonFiniteLossError, OptionError
@@ -145,7 +144,7 @@ def test_an_unbuilt_task_is_refused(tmp_path: Path) -> None:
 def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_path: Path) -> None:
     opened = Task.open(task)
     questions = read_questions(opened.evaluation, opened.model)
-    choices = read_choices(opened.evaluation, load_tokenizer(opened.model), sequence_length=100)
+    choices = read_rows(opened.evaluation, load_tokenizer(opened.model), sequence_length=100)
     model = open_checkpoint(opened.model)
     with Engine(model) as engine:
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
@@ -190,7 +189,7 @@ def test_exact_mezo_takes_monolithic_mezos_steps(task: Path, tmp_path: Path) -> 
     options = ["--lr", "0.001", "--seeds", "3", "--forwards", "6", "--every", "6", "--batch-size", "4"]
     call("run", task, "--output", tmp_path, "--variants", "mezo-float32", *options)
     opened = Task.open(task)
-    data = read_dataset(opened.train, load_tokenizer(opened.model), sequence_length=100)
+    data = read_rows(opened.train, load_tokenizer(opened.model), sequence_length=100)
     batches = training_batches(data, batch_size=4, seed=3)
     whole = MonolithicMeZO(AutoModelForCausalLM.from_pretrained(opened.model), lr=1e-3, zo_eps=1e-3)
     updates = Journal(tmp_path / "mezo-float32-lr0.001-seed3.journal.jsonl").updates

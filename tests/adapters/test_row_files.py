@@ -19,12 +19,10 @@ from runs import finish, outcome, small_run
 from tokenized_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
 
 from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.candidates import Choices
-from zo2adapters.tasks.labelled import read_labelled_rows
-from zo2adapters.tasks.row_files import DataFiles, read_rows, split_rows
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
+from zo2adapters.tasks.row_reader import DataFiles, read_rows
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
-from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
@@ -91,7 +89,7 @@ def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None
     expected = [{**row, "n": str(row["n"])} for row in ROWS] if name.endswith("csv") else ROWS
     assert list(parsed_rows(path)) == list(enumerate(expected, 1))
     template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
-    dataset = read_dataset(path, TOKENIZER, sequence_length=99, options=template)
+    dataset = read_rows(path, TOKENIZER, sequence_length=99, options=template)
     assert [text_of(row) for row in dataset] == ["1. The sky\nKind: good</s>", '2. a "b", c\nd\nKind: bad</s>']
 
 
@@ -109,7 +107,7 @@ def test_a_digest_changes_with_the_rows_and_with_nothing_else(name: str, tmp_pat
 def test_an_error_names_file_row_column_and_the_nearest_name(name: str, tmp_path: Path) -> None:
     path = KINDS[name](tmp_path / name, ROWS)
     with pytest.raises(DataError) as caught:
-        read_dataset(path, TOKENIZER, sequence_length=99, options=RowOptions(text_column="txt"))
+        read_rows(path, TOKENIZER, sequence_length=99, options=RowOptions(text_column="txt"))
     unit = "line" if name.endswith("jsonl") else "row"
     assert caught.value.where == f"{path}, {unit} 1"
     assert "'txt'" in caught.value.found
@@ -210,15 +208,15 @@ def test_a_hub_that_cannot_be_reached_is_one_typed_error(monkeypatch: pytest.Mon
 # Columns, templates and labels
 
 
-def choices(tmp_path: Path, rows: Sequence[dict[str, Any]], **options: Any) -> Choices:
+def choices(tmp_path: Path, rows: Sequence[dict[str, Any]], **options: Any) -> Rows:
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     files = DataFiles(path, None, RowOptions(**options))
     read, _ = files.read(TOKENIZER, sequence_length=99, labelled_for=None)
-    assert isinstance(read, Choices)
+    assert read.format is RowFormat.CANDIDATES
     return read
 
 
-def spoken(read: Choices) -> list[tuple[str, list[str], int]]:
+def spoken(read: Rows) -> list[tuple[str, list[str], int]]:
     def text(ids: Sequence[int]) -> str:
         return str(TOKENIZER.decode(list(ids)))
 
@@ -255,7 +253,7 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
     options = RowOptions(prompt_template="{text}", label_column="kind")
     evaluation = write_jsonl(tmp_path / "evaluation.jsonl", ROWS[:1])
     _, read = DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
-    assert isinstance(read, Choices)
+    assert read.format is RowFormat.CANDIDATES
     assert [len(row.candidates) for row in read] == [2]
     write_jsonl(evaluation, [{"text": "a", "kind": "goof"}])
     with pytest.raises(DataError) as caught:
@@ -296,7 +294,7 @@ def test_a_template_without_plain_columns_is_refused(template: str) -> None:
 def test_a_list_in_a_template_is_refused_by_row_and_column(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": ["a"], "completion": "b"}])
     with pytest.raises(DataError, match=r"line 1: found .* in the column 'text'"):
-        read_dataset(path, TOKENIZER, sequence_length=9, options=RowOptions(prompt_template="{text}"))
+        read_rows(path, TOKENIZER, sequence_length=9, options=RowOptions(prompt_template="{text}"))
 
 
 # Messages
@@ -305,21 +303,21 @@ def test_a_list_in_a_template_is_refused_by_row_and_column(tmp_path: Path) -> No
 def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
     talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"talk": talk}])
-    (row,) = read_dataset(path, TOKENIZER, sequence_length=99, options=RowOptions(messages_column="talk"))
+    (row,) = read_rows(path, TOKENIZER, sequence_length=99, options=RowOptions(messages_column="talk"))
     labels = collate([row], pad_token_id=0)["labels"][0]
     learned = TOKENIZER.decode([token for token in labels.tolist() if token >= 0])
     assert learned == "It is blue.<|end|>The sky is<|end|>"
     assert row.sequences == [(len(row.input_ids), int((labels[1:] >= 0).sum()))]
     options = RowOptions(messages_column="talk", train_on="all")
-    (everything,) = read_dataset(path, TOKENIZER, sequence_length=99, options=options)
+    (everything,) = read_rows(path, TOKENIZER, sequence_length=99, options=options)
     assert (everything.prompt_length, everything.later_prompts) == (0, ())
-    assert Dataset((row,), 0).digest() != Dataset((replace(row, later_prompts=()),), 0).digest()
+    assert Rows((row,)).digest() != Rows((replace(row, later_prompts=()),)).digest()
 
 
 def test_messages_without_an_answer_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK]}])
     with pytest.raises(DataError, match=r"line 1.*'assistant'.*--train-on all"):
-        read_dataset(path, TOKENIZER, sequence_length=99)
+        read_rows(path, TOKENIZER, sequence_length=99)
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> None:
@@ -328,7 +326,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> 
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
     with pytest.raises(DataError, match="changes an answer"):
-        read_dataset(path, make_tokenizer(template=template), sequence_length=99)
+        read_rows(path, make_tokenizer(template=template), sequence_length=99)
 
 
 # Lengths
@@ -343,7 +341,7 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(tmp_path: Path) -> No
     results = {}
     for choice in ("auto", "cut", "drop"):
         read = read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long=choice))
-        assert isinstance(read, Dataset)
+        assert read.format is RowFormat.TEXT
         results[choice] = (len(read), read.truncated, read.dropped)
     assert results == {"auto": (2, 1, 0), "cut": (2, 1, 0), "drop": (1, 0, 1)}
     with pytest.raises(DataError, match=r"line 2.*--too-long"):
@@ -379,14 +377,12 @@ def with_split(tmp_path: Path, **changes: Any) -> TrainOptions:
 def test_a_split_takes_rows_out_of_the_training_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
     rows = read_rows(path, TOKENIZER, sequence_length=9)
-    train, evaluation = split_rows(rows, 0.25, seed=0)
-    lines = [[row.line for row in part if isinstance(row, TokenizedRow)] for part in (train, evaluation)]
+    train, evaluation = rows.split(0.25)
+    lines = [[row.line for row in part] for part in (train, evaluation)]
     assert sorted(lines[0] + lines[1]) == list(range(1, 9))
     assert len(lines[1]) == 2
     assert lines == [sorted(part) for part in lines]
-    again = split_rows(rows, 0.25, seed=0)
-    assert [part.digest() for part in again] == [train.digest(), evaluation.digest()]
-    assert len({split_rows(rows, 0.25, seed=seed)[1].digest() for seed in range(8)}) > 1
+    assert [part.digest() for part in rows.split(0.25)] == [train.digest(), evaluation.digest()]
 
 
 def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> None:
@@ -433,7 +429,7 @@ def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
         tmp_path / "candidates", 'prompt,candidates,answer\nthe,"[""1"", ""2""]",1\nthe,"[""a"", ""b""]",1\n'
     )
     rows = read_rows(candidates, TOKENIZER, sequence_length=64)
-    assert isinstance(rows, Choices)
+    assert rows.format is RowFormat.CANDIDATES
     assert [row.answer for row in rows] == [0, 1]
 
 
@@ -463,7 +459,7 @@ def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Pat
         read_rows(path, TOKENIZER, sequence_length=64, options=RowOptions(labels=("no", "yes")))
     numbers = small_config("llama", num_labels=2)
     with pytest.raises(DataError, match="as 'label'; expected a class from 0 to 1"):
-        read_labelled_rows(path, TOKENIZER, numbers, sequence_length=64, options=RowOptions(text_column="prompt"))
+        read_rows(path, TOKENIZER, labelled_for=numbers, sequence_length=64, options=RowOptions(text_column="prompt"))
 
 
 @pytest.mark.parametrize("row", [{"candidates": ["a", "b"], "answer": True}, {"completion": True}])
@@ -477,7 +473,7 @@ def test_a_column_without_a_name_is_an_index(tmp_path: Path) -> None:
     path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")
     assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
     rows = read_rows(path, TOKENIZER, sequence_length=64)
-    assert isinstance(rows, Dataset)
+    assert rows.format is RowFormat.TEXT
     assert rows[0].prompt_length
 
 

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks import chat_template
-from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
+from zo2adapters.tasks.batches import collate, file_batches, training_batches
 from zo2adapters.tasks.chat_template import render_chat
-from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2core.errors import DataError, OptionError
 
@@ -38,20 +39,20 @@ def data_file(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Dataset:
+def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Rows:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return read_dataset(path, tokenizer, sequence_length=length)
+    return read_rows(path, tokenizer, sequence_length=length)
 
 
 def refusal(path: Path, content: bytes, *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> DataError:
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        read_dataset(path, tokenizer, sequence_length=length)
+        read_rows(path, tokenizer, sequence_length=length)
     return caught.value
 
 
-def numbered(count: int) -> Dataset:
-    return Dataset(tuple(TokenizedRow(array("i", [3, 4]), 0, line) for line in range(1, count + 1)), 0)
+def numbered(count: int) -> Rows:
+    return Rows(tuple(TokenizedRow(array("i", [3, 4]), 0, line) for line in range(1, count + 1)))
 
 
 def lines(batch: list[TokenizedRow]) -> list[int]:
@@ -147,13 +148,13 @@ def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_blank_lines_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
     data_file.write_bytes(start + b'\r\n  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
-    dataset = read_dataset(data_file, TOKENIZER, sequence_length=64)
+    dataset = read_rows(data_file, TOKENIZER, sequence_length=64)
     assert [(row.line, text_of(row)) for row in dataset] == [(3, "café</s>"), (5, "a\u2028b</s>")]
 
 
 def test_a_byte_order_mark_before_the_first_row_is_no_part_of_it(data_file: Path) -> None:
     data_file.write_bytes(b'\xef\xbb\xbf{"text": "The sky"}\n')
-    assert text_of(read_dataset(data_file, TOKENIZER, sequence_length=64)[0]) == "The sky</s>"
+    assert text_of(read_rows(data_file, TOKENIZER, sequence_length=64)[0]) == "The sky</s>"
 
 
 def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
@@ -257,7 +258,7 @@ def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "datasets has not saved")):
         with pytest.raises(DataError) as caught:
-            read_dataset(path, TOKENIZER, sequence_length=8)
+            read_rows(path, TOKENIZER, sequence_length=8)
         assert caught.value.where == str(path)
         assert found in caught.value.found
 
@@ -282,7 +283,7 @@ def test_padding_token_is_pad_then_eos_then_zero() -> None:
 
 
 def test_evaluation_goes_through_the_file_in_order_once() -> None:
-    assert [lines(batch) for batch in evaluation_batches(numbered(5), batch_size=2)] == [[1, 2], [3, 4], [5]]
+    assert [lines(batch) for batch in file_batches(numbered(5), 2)] == [[1, 2], [3, 4], [5]]
 
 
 @settings(deadline=None)
@@ -348,16 +349,16 @@ def test_training_batches_refuses_at_the_call_what_is_out_of_range(option: str, 
         training_batches(numbered(3), seed=0, **values)
 
 
-def test_evaluation_batches_and_read_dataset_refuse_sizes_out_of_range(data_file: Path) -> None:
+def test_batches_and_rows_refuse_sizes_out_of_range(data_file: Path) -> None:
     with pytest.raises(OptionError, match="batch_size"):
-        evaluation_batches(numbered(3), batch_size=0)
+        file_batches(numbered(3), 0)
     with pytest.raises(OptionError, match="sequence_length"):
         read(data_file, {"text": "The sky"}, length=1)
 
 
 def test_a_digest_tells_rows_boundaries_and_prompts_apart() -> None:
-    def dataset(*rows: tuple[list[int], int]) -> Dataset:
-        return Dataset(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows), 0)
+    def dataset(*rows: tuple[list[int], int]) -> Rows:
+        return Rows(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows))
 
     sets = [
         dataset(([1, 2], 0), ([3, 4], 0)),
@@ -432,6 +433,6 @@ def test_a_hostile_template_ends_in_bounded_time_and_memory(
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     data_file.write_text(json.dumps({"messages": [ASK, ANSWER]}))
     with pytest.raises(DataError, match=match) as info:
-        read_dataset(data_file, make_tokenizer(template=template), sequence_length=64)
+        read_rows(data_file, make_tokenizer(template=template), sequence_length=64)
     assert "\n" not in str(info.value)
     assert len(str(info.value)) < 1000

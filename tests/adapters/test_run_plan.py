@@ -20,7 +20,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.losses import KeptLosses
-from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.batching import Batching
@@ -270,7 +270,7 @@ def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
 
 def test_batches_have_the_shapes_that_their_rows_make() -> None:
     lengths = [(9, 4), (3, 0), (5, 2), (3, 1)]
-    rows = Dataset(tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths), 0)
+    rows = Rows(tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths))
     shapes = RowShapes.of_rows(Batching(batch_size=4), rows, rows, seed=0)
     assert shapes.longest == BatchShape.whole(4, 9)
     assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2)

@@ -21,13 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
-from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.objectives import choice_batch
-from zo2adapters.tasks.preference_task import PreferenceTask
+from zo2adapters.tasks.batches import choice_batch, collate, training_batches
 from zo2adapters.tasks.registry import TASKS
-from zo2adapters.tasks.row_files import read_rows
+from zo2adapters.tasks.row_reader import read_rows
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.task import Task
+from zo2adapters.tasks.task import PreferenceTask, Task
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
@@ -264,7 +262,7 @@ def test_what_dpo_cannot_heed_is_refused(here: Path, arguments: tuple[str, ...],
         ({"prompt": "the cat", "chosen": " sat", "rejected": [{"role": "user", "content": "x"}]}, "all texts or all lists"),
         (
             {"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40},
-            "43 with the longest completion; expected at most 32",
+            "a row of 43 tokens, with candidates, preferences or answers, which cannot be cut; expected at most 32",
         ),
         ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 token of each"),
         ({"prompt": "the cat", "chosen": "", "rejected": " ran"}, "text to learn from"),

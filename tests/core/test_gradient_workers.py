@@ -17,7 +17,8 @@ from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.tasks.objectives import PreferenceLoss, preference_batch
+from zo2adapters.tasks.batches import preference_batch
+from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import row_shards

@@ -12,7 +12,7 @@ from command_lines import Ended, make_place, refusal, run_here
 
 import zo2adapters
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks.language_modelling_task import user_function
+from zo2adapters.tasks.task import user_function
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import Journal
 from zo2core.errors import OptionError, UnsupportedModelError

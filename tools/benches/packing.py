@@ -17,7 +17,7 @@ from measuring import alternate, spread, times_faster, zeroth_order
 
 from zo2adapters import open_checkpoint, pack
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.row_reader import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import Batch, Distribution, Engine
 
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.model)
-    dataset = read_dataset(options.data, tokenizer, sequence_length=1 << 20)
+    dataset = read_rows(options.data, tokenizer, sequence_length=1 << 20)
     rows = training_batches(dataset, batch_size=options.rows, seed=0)
     batches = itertools.tee((collate(chosen, pad_token_id=pad_token_id(tokenizer)) for chosen in rows), 2)
     noise = Distribution.RADEMACHER if options.rank is None else Distribution.GAUSSIAN

@@ -35,8 +35,9 @@ from transformers import AutoTokenizer
 from zo2adapters import Adapter, BackpropGRPOMixin, open_checkpoint
 from zo2adapters.tasks.reward_program import arithmetic
 from zo2adapters.tasks.reward_task import RewardTask
-from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.tasks.task import RewardOptions, TaskOptions
+from zo2adapters.tasks.rewards import RewardOptions
+from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
@@ -125,7 +126,7 @@ class Scores:
     def __init__(self, base: Path, held_out: Path, rewards: RewardOptions) -> None:
         self._rewards = rewards
         self._tokenizer = AutoTokenizer.from_pretrained(base)
-        self._rows = read_dataset(held_out, self._tokenizer, sequence_length=64, keeps_sources=True)
+        self._rows = read_rows(held_out, self._tokenizer, sequence_length=64, keeps_sources=True)
         model = open_checkpoint(base)
         task = self._task(model)
         task.prepare(lambda: Engine(model), list)

@@ -33,7 +33,8 @@ from real_task.records import DEVELOPMENT, EVALUATION, Point, Run, provenance, r
 from real_task.rows import Task
 from real_task.variants import VARIANTS, Learner, Questions, Variant, read_questions, variants
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.rows import Dataset, read_dataset
+from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2core.errors import NonFiniteLossError, OptionError
@@ -98,7 +99,7 @@ class Series:
 
     task: Task
     folder: Path
-    data: Dataset
+    data: Rows
     pad: int  # token id at padded positions
     batch_size: int
     forwards: int  # forwards of a run
@@ -110,7 +111,7 @@ class Series:
         """Open a task, and make the folder."""
         task = Task.open(directory)
         tokenizer = load_tokenizer(task.model)
-        data = read_dataset(task.train, tokenizer, sequence_length=1 << 20)
+        data = read_rows(task.train, tokenizer, sequence_length=1 << 20)
         folder.mkdir(parents=True, exist_ok=True)
         return cls(task, folder, data, pad_token_id(tokenizer), **sizes)
 

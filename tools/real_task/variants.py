@@ -17,9 +17,9 @@ from zo2adapters import Adapter, HFBlockModel, Precision, open_checkpoint
 from zo2adapters.models.batches import predictions
 from zo2adapters.models.hf import Activations
 from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.candidates import read_choices
+from zo2adapters.tasks.objectives import LogLikelihood
+from zo2adapters.tasks.row_reader import read_rows
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
@@ -89,7 +89,7 @@ def read_questions(path: Path, model: Path) -> Questions:
         DataError: if the file cannot be used, or a candidate is not one token, the same ones in all rows.
     """
     tokenizer = load_tokenizer(model)
-    choices = sorted(read_choices(path, tokenizer, sequence_length=1 << 20), key=lambda choice: len(choice.prompt))
+    choices = sorted(read_rows(path, tokenizer, sequence_length=1 << 20), key=lambda choice: len(choice.prompt))
     words = {choice.candidates for choice in choices}
     if len(words) > 1 or any(len(candidate) != 1 for candidates in words for candidate in candidates):
         found = f"candidates of {sorted({len(c) for candidates in words for c in candidates})} tokens"

@@ -78,7 +78,7 @@ class Chat(Command):
 
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
-        from zo2adapters.tasks.next_token import sampling_of
+        from zo2adapters.tasks.generation import sampling_of
 
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         sampling = sampling_of(self.temperature, self.top_p, self.seed)
@@ -365,14 +365,14 @@ class _Labelling(_Session):
 
     def _answer(self, line: str) -> None:
         """Print the labels with their probabilities, the likeliest one first."""
-        from zo2adapters.tasks.candidates import tokenized_choice
-        from zo2adapters.tasks.scoring import score
+        from zo2adapters.tasks.objectives import score
+        from zo2adapters.tasks.row_reader import tokenized_choice
         from zo2adapters.tasks.tokenizer import pad_token_id
 
         labels = self._rows.labels
         label_column = self._rows.label_column or "label"
         row = self._rows.converted({self._column: with_line_breaks(line), label_column: labels[0]})
-        choice = tokenized_choice(row["prompt"], row["candidates"], 0, self._tokenizer)
+        choice = tokenized_choice(row["prompt"], row["candidates"], [0], self._tokenizer)
         longest = max(tokens for tokens, _ in choice.sequences)
         if longest > self._length:
             print(

@@ -111,11 +111,11 @@ def accuracy(
     labels: Sequence[str] = LABELS,
 ) -> TaskScore:
     """Compute how often the likeliest label is the right one."""
-    from zo2adapters.tasks.candidates import tokenized_choice
-    from zo2adapters.tasks.scoring import score
+    from zo2adapters.tasks.objectives import score
+    from zo2adapters.tasks.row_reader import tokenized_choice
     from zo2adapters.tasks.tokenizer import pad_token_id
 
-    choices = [tokenized_choice(row["prompt"], labels, labels.index(row["completion"]), tokenizer) for row in rows]
+    choices = [tokenized_choice(row["prompt"], labels, [labels.index(row["completion"])], tokenizer) for row in rows]
     scored = score(
         engine,
         model,
@@ -123,7 +123,7 @@ def accuracy(
         [choice.candidates for choice in choices],
         pad_token_id=pad_token_id(tokenizer),
     )
-    right = sum(choice.is_right(index) for choice, index in zip(choices, scored.choices(), strict=True))
+    right = sum(index in choice.answers for choice, index in zip(choices, scored.choices(), strict=True))
     log_likelihoods, tokens = [], 0
     for choice, likelihoods, lengths in zip(choices, scored.log_likelihoods, scored.tokens, strict=True):
         log_likelihoods.append(likelihoods[choice.answer])

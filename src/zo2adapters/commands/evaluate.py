@@ -23,7 +23,7 @@ from zo2core.ranges import parse_size, require_whole
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
     from zo2adapters.tasks.measures import Evaluated, Measure
-    from zo2adapters.tasks.row_files import EvaluationRows
+    from zo2adapters.tasks.rows import Rows
     from zo2core import Engine, SharedBase, Workers
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
@@ -112,41 +112,28 @@ class Evaluate(AtStep):
         if is_first(workers):
             print(_table(columns) if len(columns) > 1 else _line(evaluated))
 
-    def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> EvaluationRows:
+    def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> Rows:
         """The rows to evaluate on."""
-        from zo2adapters.tasks.answers import read_questions
-        from zo2adapters.tasks.row_files import format_of, read_rows, with_labels
+        from zo2adapters.tasks.row_reader import read_rows, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
         length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
         saved = None if self.run_directory is None else RunDirectory.options(self.run_directory)
-        reading: dict[str, Any] = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
+        reading: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config), "labelled_for": labelled_for}
         if self.data is None:
             if saved is None or not saved.evaluates:
                 found = "none" if saved is None else "none, for a run without rows to evaluate on"
                 raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
             files = saved.files()._replace(options=self.rows)
-            _, rows = files.read(tokenizer, labelled_for=labelled_for, **reading)
+            _, rows = files.read(tokenizer, **reading)
             assert rows is not None, "the run evaluates"
         else:
             options = self.rows
-            if is_causal:
-                if saved is not None and saved.data.exists():  # the labels of a run are those of its training rows
-                    options = with_labels(options, saved.data)
-                options = with_labels(options, self.data)
-            reading["options"] = options
-            if is_causal and format_of(self.data, options) is RowFormat.ANSWERS:
-                if self.max_new_tokens >= length:
-                    raise OptionError(
-                        "max_new_tokens",
-                        found=f"{self.max_new_tokens}, where prompt and answer together may have {length} tokens",
-                        expected=f"at most {length - 1}",
-                        remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
-                    )
-                return read_questions(self.data, tokenizer, max_new_tokens=self.max_new_tokens, **reading)
-            rows = read_rows(self.data, tokenizer, labelled_for=labelled_for, **reading)
+            if is_causal and saved is not None and saved.data.exists():  # a run's labels are those of its training rows
+                options = with_labels(options, saved.data)
+            rows = read_rows(self.data, tokenizer, options=options, new_tokens=self.max_new_tokens, **reading)
         if rows.format is RowFormat.PREFERENCES:
             raise OptionError(
                 "data",
@@ -160,13 +147,14 @@ class Evaluate(AtStep):
         self,
         at: AtStep,
         model: HFBlockModel,
-        rows: EvaluationRows,
+        rows: Rows,
         tokenizer: Any,
         workers: Workers | None,
         shared: SharedBase | None,
     ) -> tuple[str, Evaluated]:
         """Evaluate one model, and say what it is."""
         from zo2adapters.tasks.measures import Measuring, measured, units_of
+        from zo2adapters.tasks.tokenizer import pad_token_id
         from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
 
         total, unit = units_of(rows)
@@ -183,8 +171,9 @@ class Evaluate(AtStep):
                     sweeps = SharedSweeps(bar)
                     engine.watch(sweeps.visited)
                     progress = sweeps.took
-                options = Measuring(batch_size=size or batching.batch_size, packed=batching.pack, progress=progress)
-                evaluated = measured(engine, model, rows, tokenizer, options)
+                size = size or batching.batch_size
+                options = Measuring(tokenizer, pad_token_id(tokenizer), size, packed=batching.pack, progress=progress)
+                evaluated = measured(engine, model, rows, options)
             _require_finite(evaluated.finite, model, at)
         return name, evaluated
 

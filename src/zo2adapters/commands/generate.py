@@ -15,7 +15,7 @@ from zo2core.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.tasks.next_token import Sampling  # command lines are parsed without importing transformers
+    from zo2adapters.tasks.generation import Sampling  # command lines are parsed without importing transformers
     from zo2core import SharedBase
 
 
@@ -53,8 +53,7 @@ class Generate(AtStep):
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
-        from zo2adapters.tasks.generation import require_lengths
-        from zo2adapters.tasks.next_token import sampling_of
+        from zo2adapters.tasks.generation import require_lengths, sampling_of
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
         drawn = sampling_of(self.temperature, self.top_p, self.seed)

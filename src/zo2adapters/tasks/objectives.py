@@ -1,29 +1,173 @@
-"""Objectives of prompts with candidate answers: cross entropy, accuracy, F1, and preference optimisation.
+"""Objectives of prompts with candidates: log-likelihoods, cross entropy, accuracy, F1, and preference optimisation.
 
-Every pair of prompt and candidate is a row, as in ``score``. A candidate's score is the mean log-probability of its tokens.
+Candidates are compared by the mean log-probability of their tokens, in steps and evaluations, as in MeZO's program
+(arXiv 2305.17333): what training minimises is what is measured, and a candidate is not preferred for having few tokens.
+
+Every pair of prompt and candidate is a row; the batches whose activations fit into the engine's budget share a sweep.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.tasks.batches import collate
+from zo2adapters.models.packing import predictions
+from zo2adapters.tasks.batches import ANSWER, PROMPT, REFERENCE, collate, file_batches, with_completion
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.scoring import LogLikelihood
-from zo2core import Batch
+from zo2core import Batch, Engine, Forward
 from zo2core.errors import BatchError
-from zo2core.ranges import require_number
+from zo2core.ranges import counted, require_number
 from zo2core.sweep.microbatch import predicted
 
-PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
+Value = TypeVar("Value")
 
 BETA = 0.1  # default beta of DPO
+
+
+def is_own_shard(engine: Engine, number: int) -> bool:
+    """Whether a row, or a group of rows, belongs to this worker."""
+    return number % engine.workers.size == engine.workers.rank
+
+
+def in_order(engine: Engine, values: Sequence[Value], rows: object) -> list[Value]:
+    """Gather what all workers have computed of their rows or groups of rows, in the order of these."""
+    engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
+    return engine.workers.in_order(values)
+
+
+def sharded_forwards(
+    engine: Engine,
+    groups: Sequence[Sequence[Any]],
+    batch_of: Callable[[Any], Batch],
+    forward: Forward,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[list[list[float]], int]:
+    """Run groups of rows, of which each worker runs its part: the outputs of each group, and the number of sweeps."""
+
+    def batches() -> Iterator[Batch]:
+        for number, group in enumerate(groups):
+            if progress is not None:
+                progress(len(group))
+            if is_own_shard(engine, number):
+                yield batch_of(group)
+
+    sweeps = list(engine.forwards(batches(), forward))
+    values = [output.reshape(-1).tolist() for outputs in sweeps for output in outputs]
+    return in_order(engine, values, groups), len(sweeps)
+
+
+class Scored(NamedTuple):
+    """How likely the candidates of each prompt are."""
+
+    log_likelihoods: tuple[tuple[float, ...], ...]  # [prompt][candidate], summed over the candidate's tokens, in nats
+    tokens: tuple[tuple[int, ...], ...]  # [prompt][candidate], number of the candidate's tokens
+    sweeps: int  # number of passes over all blocks
+
+    @property
+    def means(self) -> list[list[float]]:
+        """Mean log-probability of the tokens of each candidate, by which candidates are compared: [prompt][candidate]."""
+        rows = zip(self.log_likelihoods, self.tokens, strict=True)
+        return [[value / count for value, count in zip(*row, strict=True)] for row in rows]
+
+    def choices(self) -> tuple[int, ...]:
+        """The index of each prompt's candidate with the largest mean, the first one if several are equal."""
+        return tuple(max(range(len(means)), key=means.__getitem__) for means in self.means)
+
+
+class LogLikelihood:
+    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead of a loss."""
+
+    def __init__(self, model: HFBlockModel) -> None:
+        self._model = model
+        self.prepared = model.prepared
+        self.embed = model.embed
+        self.block = model.block
+        self.held_bytes = model.held_bytes
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
+        targets = batch["labels"][:, 1:]
+        rows, columns = predictions(batch)
+        chunk = self._model.loss_chunk or len(rows)
+        hidden = self._model.by_token(activations.hidden)
+        sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
+        for start in range(0, len(rows), chunk):
+            index = rows[start : start + chunk], columns[start : start + chunk]
+            logits = self._model.logits(hidden[index]).float()
+            log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[index][:, None])[:, 0]
+            sums.index_add_(0, index[0], log_probabilities.double())
+        return sums
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """The model's bytes of activations, with logits of the labelled tokens only."""
+        rows, tokens = batch["input_ids"].shape
+        labelled = len(predictions(batch)[0])
+        chunk = min(labelled, self._model.loss_chunk or labelled)
+        return forward_bytes(self._model.config, rows, tokens, loss_chunk=chunk)
+
+
+def score(
+    engine: Engine,
+    model: HFBlockModel,
+    prompts: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    *,
+    batch_size: int = 16,
+    pad_token_id: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> Scored:
+    """Compute the log-likelihoods of each prompt's candidates with the engine's current weights.
+
+    Args:
+        engine: The engine whose current weights are used.
+        model: The model that the engine was made with.
+        prompts: Token ids of each prompt, at least one.
+        candidates: One or more candidates of each prompt, as token ids, at least one.
+        batch_size: Number of rows in a batch; a row is a prompt with one candidate.
+        pad_token_id: Token id at padded positions.
+        progress: Called with the number of rows of each batch.
+
+    Raises:
+        BatchError: if a prompt or a candidate is empty, or a row is longer than the model supports.
+        WorkerError: if another worker does not answer, or has other rows.
+    """
+    rows: list[TokenizedRow] = []
+    for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
+        sequences = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
+        for name, tokens in sequences:
+            if not tokens:
+                raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="add tokens")
+        longest_row, longest = len(prompt) + max(map(len, answers)), model.longest_row
+        if longest is not None and longest_row > longest:
+            raise BatchError(
+                f"prompts[{number}]",
+                found=f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate",
+                expected=f"at most {longest} together, the model's longest sequence",
+                remedy="shorten this prompt or its candidates",
+            )
+        rows += [with_completion(prompt, answer) for answer in answers]
+    if not rows:
+        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts to score")
+
+    groups, sweeps = sharded_forwards(
+        engine,
+        file_batches(rows, batch_size),
+        lambda group: collate(group, pad_token_id=pad_token_id),
+        LogLikelihood(model),
+        progress,
+    )
+    values = iter(value for group in groups for value in group)
+    return Scored(
+        log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
+        tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),
+        sweeps=sweeps,
+    )
 
 
 class CandidateScores(NamedTuple):
@@ -31,86 +175,6 @@ class CandidateScores(NamedTuple):
 
     scores: torch.Tensor  # (candidates,), float64
     answers: Sequence[int]  # indices of the right candidates, at least one
-
-
-def choice_batch(
-    prompts: Sequence[Sequence[int]],
-    candidates: Sequence[Sequence[Sequence[int]]],
-    answers: Sequence[int | Sequence[int]],
-    *,
-    pad_token_id: int = 0,
-) -> dict[str, torch.Tensor]:
-    """Make a batch for objectives of candidates; each pair of prompt and candidate is a row.
-
-    Args:
-        prompts: Token ids of each prompt, at least one.
-        candidates: Two or more candidates of each prompt, as token ids, at least one.
-        answers: Index of the right candidate of each prompt, or the indices of several.
-        pad_token_id: Token id at padded positions.
-
-    Returns:
-        ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), int64, with labels for the candidates' tokens
-        alone; ``prompt``, the index of a row's prompt, and ``is_answer``, 1 where its candidate is right, each (rows,),
-        int64.
-
-    Raises:
-        BatchError: if there is no prompt, or a prompt or candidate is empty, or a prompt has fewer than two candidates or
-            none that is right.
-    """
-    rows: list[TokenizedRow] = []
-    prompt_of: list[int] = []
-    is_answer: list[int] = []
-    if not prompts:
-        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts")
-    for number, (prompt, options, answer) in enumerate(zip(prompts, candidates, answers, strict=True)):
-        right = [answer] if isinstance(answer, int) else list(answer)
-        if not prompt or len(options) < 2 or not all(options) or not right or not set(right) <= set(range(len(options))):
-            sizes = [len(candidate) for candidate in options]
-            raise BatchError(
-                f"prompts[{number}]",
-                found=f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}",
-                expected="a prompt and at least two candidates, all with tokens, and the index of a right candidate",
-                remedy="add what is missing",
-            )
-        rows += [TokenizedRow(array("i", [*prompt, *candidate]), len(prompt), 0) for candidate in options]
-        prompt_of += [number] * len(options)
-        is_answer += [int(index in right) for index in range(len(options))]
-    batch = collate(rows, pad_token_id=pad_token_id)
-    return {**batch, PROMPT: torch.tensor(prompt_of), ANSWER: torch.tensor(is_answer)}
-
-
-def preference_batch(
-    prompts: Sequence[Sequence[int]],
-    candidates: Sequence[Sequence[Sequence[int]]],
-    references: Sequence[Sequence[float]],
-    *,
-    pad_token_id: int = 0,
-) -> dict[str, torch.Tensor]:
-    """Make a batch for ``PreferenceLoss``.
-
-    Args:
-        prompts: Token ids of each prompt, at least one.
-        candidates: The chosen and the rejected completion of each prompt, as token ids, at least one.
-        references: Log-likelihoods of these two under the reference model, from ``score``, for each prompt.
-        pad_token_id: Token id at padded positions.
-
-    Returns:
-        The batch of ``choice_batch``, and ``reference``, (rows,), float64.
-
-    Raises:
-        BatchError: if there is no prompt, or a prompt or completion is empty, or a prompt does not have two completions and
-            two references.
-    """
-    for number, (completions, likelihoods) in enumerate(zip(candidates, references, strict=True)):
-        if len(completions) != 2 or len(likelihoods) != 2:
-            raise BatchError(
-                f"prompts[{number}]",
-                found=f"{len(completions)} candidates, {len(likelihoods)} references",
-                expected="a chosen and a rejected candidate, and the log-likelihood of each",
-                remedy="add what is missing",
-            )
-    batch = choice_batch(prompts, candidates, [0] * len(prompts), pad_token_id=pad_token_id)
-    return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}
 
 
 class ChoiceObjective(ABC):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from zo2adapters.tasks.row_options import RowFormat
 from zo2core.errors import OptionError
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.tasks.row_files import EvaluationRows, Rows
+    from zo2adapters.tasks.rows import Rows
     from zo2adapters.tasks.task import Task, TaskOptions
     from zo2core import Engine
 
@@ -50,16 +49,16 @@ class TaskEntry(NamedTuple):
 _PREFERENCES = (RowFormat.PREFERENCES,)  # rows of preferences are candidates, too: the chosen one is right
 
 TASKS = (
-    TaskEntry(MODEL_LOSS, RowFormat.TEXT, "language_modelling_task:LanguageModelling", options=("pack", "per_row")),
-    TaskEntry(MODEL_LOSS, RowFormat.LABELS, "label_task:LabelTask"),
-    TaskEntry("choice-loss", RowFormat.CANDIDATES, "choice_task:ChoiceLossTask", other_rows=_PREFERENCES),
-    TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "choice_task:AnswerTask", options=("per_row",)),
-    TaskEntry("accuracy", RowFormat.CANDIDATES, "choice_task:AccuracyTask", other_rows=_PREFERENCES, has_gradient=False),
-    TaskEntry("f1", RowFormat.CANDIDATES, "choice_task:F1Task", other_rows=_PREFERENCES, has_gradient=False),
-    TaskEntry("dpo", RowFormat.PREFERENCES, "preference_task:PreferenceTask", options=("beta",)),
-    TaskEntry("exact-match", RowFormat.TEXT, "exact_match_task:ExactMatch", has_gradient=False),
+    TaskEntry(MODEL_LOSS, RowFormat.TEXT, "task:Task", options=("pack", "per_row")),
+    TaskEntry(MODEL_LOSS, RowFormat.LABELS, "task:Task"),
+    TaskEntry("choice-loss", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES),
+    TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "task:ChoiceTask", options=("per_row",)),
+    TaskEntry("accuracy", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry("f1", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry("dpo", RowFormat.PREFERENCES, "task:PreferenceTask", options=("beta",)),
+    TaskEntry("exact-match", RowFormat.TEXT, "reward_task:ExactMatch", has_gradient=False),
     TaskEntry(REWARD, RowFormat.TEXT, "reward_task:RewardTask", options=("rewards",), has_gradient=False),
-    TaskEntry(FUNCTION, RowFormat.TEXT, "language_modelling_task:FunctionTask"),
+    TaskEntry(FUNCTION, RowFormat.TEXT, "task:FunctionTask"),
 )
 
 
@@ -107,37 +106,25 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
 
 
 def make_evaluation(
-    task: Task, model: HFBlockModel, rows: Rows, evaluation: EvaluationRows, options: TaskOptions, tokenizer: Any
+    task: Task, model: HFBlockModel, rows: Rows, evaluation: Rows, options: TaskOptions
 ) -> Callable[[Engine], dict[str, float]]:
     """Make a function that evaluates the current weights of a runner on a run's rows.
 
     A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates
     and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
     """
-    if evaluation.format is rows.format:
-        return lambda engine: task.evaluate(engine, evaluation)
-    if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.CANDIDATES:
-        entry = _find(MODEL_LOSS, RowFormat.CANDIDATES)  # whose evaluation names the loss over the candidates apart
-        scored = entry.load()(model, cast("Rows", evaluation), replace(options, objective=entry.name))
-        return lambda engine: scored.evaluate(engine, evaluation)
-    if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.ANSWERS:
-        answers: Any = importlib.import_module("zo2adapters.tasks.answers")
-        pad, size = options.pad, options.batch_size
-        return partial(
-            answers.evaluate_answers,
-            model=model,
-            tokenizer=tokenizer,
-            questions=evaluation,
-            batch_size=size,
-            pad_token_id=pad,
-        )
-    raise OptionError(
-        "evaluation",
-        found=f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}",
-        expected="rows with the fields of the training rows"
-        + (", or with prompt and candidates, or with prompt and answers" if rows.format is RowFormat.TEXT else ""),
-        remedy="pass a file with such rows",
-    )
+    if evaluation.format is not rows.format:
+        if rows.format is not RowFormat.TEXT or evaluation.format is RowFormat.PREFERENCES:
+            raise OptionError(
+                "evaluation",
+                found=f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}",
+                expected="rows with the fields of the training rows"
+                + (", or with prompt and candidates, or with prompt and answers" if rows.format is RowFormat.TEXT else ""),
+                remedy="pass a file with such rows",
+            )
+        entry = _find(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
+        task = entry.load()(model, evaluation, replace(options, objective=MODEL_LOSS))
+    return lambda engine: task.evaluate(engine, evaluation)
 
 
 def _find(objective: str, rows: RowFormat) -> TaskEntry:

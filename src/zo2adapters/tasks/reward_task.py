@@ -1,31 +1,136 @@
-"""A task that learns from rewards of what the model writes: ``--reward``."""
+"""Tasks whose objective is a function of what the model writes: exact matches, and rewards by ``--reward``.
+
+All evaluations of a step generate together.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.model_directory import end_token_ids
-from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.generated_task import Continued, GeneratedTask
-from zo2adapters.tasks.next_token import Sampling, sampling_of
-from zo2adapters.tasks.rewards import Completion, Rewards
-from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.scoring import LogLikelihood
-from zo2adapters.tasks.task import RewardOptions, TaskOptions, gather_in_order
-from zo2core import Batch, Engine, StepResult
+from zo2adapters.tasks.batches import collate, with_completion
+from zo2adapters.tasks.generation import Generation, Sampling, sampling_of
+from zo2adapters.tasks.objectives import LogLikelihood, in_order, is_own_shard
+from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
+from zo2adapters.tasks.rows import Rows, TokenizedRow
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Engine, Evaluation, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.ranges import counted, parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements
+
+
+class Continued(NamedTuple):
+    """A row and what the model wrote after its prompt."""
+
+    row: TokenizedRow
+    tokens: Sequence[int]  # with the token that ended it, if it has ended
+
+
+class GeneratedTask(Task):
+    """A task for rows with prompts. See ``Task``."""
+
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions, *, ends: Sequence[int] = ()) -> None:
+        super().__init__(model, rows, options)
+        self._ends = ends
+        if not all(row.prompt_length for row in rows):
+            option = "objective" if options.rewards is None else "reward"
+            expected = "rows with a prompt, after which text is generated"
+            remedy = f"pass other rows, or leave `{option}` out"
+            raise OptionError(option, found="rows without a prompt", expected=expected, remedy=remedy)
+
+    @abstractmethod
+    def _new_tokens(self, row: TokenizedRow) -> int:
+        """Most tokens of a row's continuation; rows that run together have the largest number."""
+
+    @abstractmethod
+    def _losses(self, continued: Sequence[Continued]) -> list[float]:
+        """The loss of each row."""
+
+    def _sampling(self, step: int) -> Sampling | None:
+        """How the tokens of a step are sampled; None takes the likeliest token, as evaluations do."""
+        return None
+
+    def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+        """Take a step; text is generated at all of its evaluations together."""
+        sampling = self._sampling(engine.version)
+        evaluations = engine.ask()
+        losses = self._losses(
+            [c for of_evaluation in self._continued(engine, rows, evaluations, sampling) for c in of_evaluation]
+        )
+        starts = range(0, len(losses), len(rows))
+        return engine.tell([math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts])
+
+    def _evaluated(self, engine: Engine, rows: Rows) -> list[Continued]:
+        """Continue this worker's part of the rows with the present weights."""
+        own = [row for number, row in enumerate(rows) if is_own_shard(engine, number)]
+        return self._continued(engine, own, [None], None)[0]
+
+    def _continued(
+        self,
+        engine: Engine,
+        rows: Sequence[TokenizedRow],
+        evaluations: Sequence[Evaluation | None],
+        sampling: Sampling | None,
+    ) -> list[list[Continued]]:
+        """Continue the prompts of rows at each evaluation."""
+        continued: list[list[Continued]] = [[] for _ in evaluations]
+        for group in self._groups(rows) if rows and evaluations else ():
+            generation = Generation(
+                engine,
+                self._model,
+                max_new_tokens=max(map(self._new_tokens, group)),
+                sampling=sampling,
+                eos_token_ids=self._ends,
+                pad_token_id=self._options.pad,
+                evaluations=evaluations,
+                allowed=engine.activation_bytes,
+            )
+            made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])
+            for so_far, tokens in zip(continued, made, strict=True):
+                so_far += map(Continued, group, tokens)
+        return continued
+
+    def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
+        """Yield rows in order, in groups whose longest prompt and longest continuation together fit the model's length."""
+        limit = self._model.longest_row or math.inf
+        group: list[TokenizedRow] = []
+        for row in rows:
+            extended = [*group, row]
+            longest = max(member.prompt_length for member in extended) + max(map(self._new_tokens, extended))
+            if group and longest > limit:
+                yield group
+                extended = [row]
+            group = extended
+        yield group
+
+
+class ExactMatch(GeneratedTask):
+    """A task for prompts and completions: the share of prompts that the model does not continue with their completion."""
+
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
+        """Compute the share of rows that match, and ``loss``, 1 minus that share."""
+        mismatches = int(sum(in_order(engine, self._losses(self._evaluated(engine, rows)), rows.rows)))
+        return {"loss": mismatches / len(rows), "exact_match": 1 - mismatches / len(rows)}
+
+    def _new_tokens(self, row: TokenizedRow) -> int:
+        return len(row.input_ids) - row.prompt_length
+
+    def _losses(self, continued: Sequence[Continued]) -> list[float]:
+        """1 for each row that does not match."""
+        return [
+            float(list(tokens[: self._new_tokens(row)]) != list(row.input_ids[row.prompt_length :]))
+            for row, tokens in continued
+        ]
 
 
 class _Kept(NamedTuple):
@@ -43,7 +148,7 @@ class RewardTask(GeneratedTask):
     likely, for the first rows to train on. It estimates the divergence of the model from the base.
     """
 
-    def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions) -> None:
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         assert options.rewards is not None, "the registry needs --reward for this task"
         assert options.tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = options.tokenizer
@@ -63,7 +168,7 @@ class RewardTask(GeneratedTask):
         self._kept: _Kept | None = None
         self._seen: dict[str, float] = {}  # of the last step
 
-    def _require_room(self, rows: Dataset, option: str) -> None:
+    def _require_room(self, rows: Rows, option: str) -> None:
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
         if limit is not None and longest.prompt_length + self._settings.max_new_tokens > limit:
@@ -83,12 +188,8 @@ class RewardTask(GeneratedTask):
         """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""
         self._rewards.start()
         with open_base() as base:
-            first = [self._rows[index] for index in range(min(_KEPT_ROWS, len(self._rows)))]
-            continued = self._continued(base, first, [None], None)[0]
-            kept = [
-                TokenizedRow(array("i", [*row.input_ids[: row.prompt_length], *tokens]), row.prompt_length, row.line)
-                for row, tokens in continued
-            ]
+            continued = self._continued(base, self._rows[:_KEPT_ROWS], [None], None)[0]
+            kept = [with_completion(row.input_ids[: row.prompt_length], tokens, row.line) for row, tokens in continued]
             tokens = sum(len(row.input_ids) - row.prompt_length for row in kept)
             self._kept = _Kept(kept, self._log_likelihoods(base, kept), tokens)
 
@@ -128,17 +229,16 @@ class RewardTask(GeneratedTask):
         """Mean reward and length of the completions of the last step, by this worker, and the drift. See the contract."""
         return self._seen
 
-    def evaluate(self, engine: Engine, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the mean reward of greedy completions, of each reward if there are several, their length and the drift."""
         self._require_room(rows, "evaluation")
-        parts, continued = self._evaluated(engine, rows)
-        counts = list(map(len, parts))
+        continued = self._evaluated(engine, rows)
 
         def mean(values: Sequence[float]) -> float:
-            return math.fsum(gather_in_order(engine, values, counts, rows.rows)) / len(rows)
+            return math.fsum(in_order(engine, values, rows.rows)) / len(rows)
 
         each = self._rewards.of(self._completions(continued), option="evaluation")
-        total = mean(self._rewards.total(each) if continued else [])
+        total = mean(self._rewards.total(each))
         results = {"loss": 0.0 - total, "reward": total}
         for name, values in zip(self._rewards.names, each, strict=True):
             if len(each) > 1:

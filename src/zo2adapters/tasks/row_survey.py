@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_options import RowOptions, empty_label, is_plain
+from zo2adapters.tasks.row_options import RowFormat, RowOptions, empty_label, is_plain
 from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core.errors import DataError
 
@@ -46,6 +46,7 @@ class Survey(NamedTuple):
     """How a file's rows are read."""
 
     options: RowOptions
+    format: RowFormat
     kind: str  # what the rows are, in words
     labels: tuple[str, ...]  # labels of a causal language model's rows; empty: they have none
     named: tuple[str, ...]  # options that the survey has set
@@ -70,7 +71,8 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     except DataError as error:
         raise at_row(error, path, 1) from error
     unused = _unused(rows, chosen, first, takes_labels=takes_labels)
-    return Survey(chosen, _kind(first, labels, takes_labels=takes_labels), labels, changed, unused)
+    form = RowFormat.LABELS if takes_labels else RowFormat.of(first)
+    return Survey(chosen, form, _kind(first, labels, takes_labels=takes_labels), labels, changed, unused)
 
 
 def _unused(

@@ -1,82 +1,43 @@
-"""Options of runs that learn from rewards of what the model writes.
-
-The contract of a task: how a run trains on rows of one format, and how it is evaluated on them.
-
-Shard groups of rows over the workers of a run, and gather the results in order.
-"""
+"""Tasks: how a run trains on rows of one format, and how it is evaluated on them."""
 
 from __future__ import annotations
 
-import zlib
-from abc import abstractmethod
+import importlib.util
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from zo2adapters.tasks.rewards import RewardName
+import torch
+
+from zo2adapters.models.called_forward import CalledForward
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.packing import pack
+from zo2adapters.tasks.batches import choice_batch, collate, file_batches, preference_batch, with_completion
+from zo2adapters.tasks.measures import Measuring, measured
+from zo2adapters.tasks.objectives import (
+    BETA,
+    CandidateScores,
+    ChoiceError,
+    ChoiceF1Error,
+    ChoiceLoss,
+    ChoiceObjective,
+    PreferenceLoss,
+    Scored,
+    score,
+    sharded_forwards,
+)
+from zo2adapters.tasks.registry import MODEL_LOSS
+from zo2adapters.tasks.rewards import RewardOptions
+from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.row_reader import padding_of
+from zo2adapters.tasks.rows import Choice, Rows
+from zo2core import Batch, Engine, Forward, StepResult
 from zo2core.errors import OptionError
-from zo2core.ranges import parse_size, require_number, require_whole
-
-if TYPE_CHECKING:
-    from zo2core import Batch, Engine, StepResult
-
-
-_MOST_SECONDS = 1e6  # of a call; the system's timers end at some number
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardOptions:
-    """Rewards, and how the completions that they judge are generated."""
-
-    reward: tuple[str, ...] = ()
-    """Learn from a number that says how good each completion is that the model writes, instead of from the rows' own
-    completions. exact-match, arithmetic, json-schema, regex and length are ready; FILE.py:function is a function of the
-    prompt, the completion and the row. Several are added; NAME=0.5 gives one a weight. Use it with --estimator es."""
-    max_new_tokens: int = 32
-    """With --reward: most tokens of a completion. Each takes a pass over the blocks, for all rows together."""
-    temperature: float = 0.0
-    """With --reward: temperature at which completions are sampled; 0 takes the likeliest token."""
-    top_p: float = 1.0
-    """With --reward: probability mass of the likeliest tokens that are sampled from."""
-    reward_seconds: float = 5.0
-    """With --reward: most seconds that one call of a reward may take."""
-    reward_memory: str = "1GiB"
-    """With --reward: most memory that the process of the rewards may take."""
-    max_drift: float | None = None
-    """With --reward: end the run if what the base wrote has become less likely than this, in nats a token, for the first
-    rows to train on. Every tenth step and every evaluation say how much less likely it is."""
-
-    @property
-    def names(self) -> Sequence[RewardName]:
-        """The rewards."""
-        return [RewardName.parsed(text) for text in self.reward]
-
-    @property
-    def new_tokens(self) -> int | None:
-        """Most tokens of a completion; None: nothing is generated."""
-        return self.max_new_tokens if self.reward else None
-
-    def require_valid(self) -> None:
-        """Check the options."""
-        if not self.names:
-            for option, value in vars(RewardOptions()).items():
-                if getattr(self, option) != value:
-                    found = f"{getattr(self, option)} without --reward"
-                    raise OptionError(option, found=found, expected="--reward", remedy="pass --reward, or leave it out")
-            return
-        if len(set(self.reward)) < len(self.reward):
-            raise OptionError("reward", found="one twice", expected="different ones", remedy="give it a weight of 2")
-        require_whole("max_new_tokens", self.max_new_tokens, 1)
-        require_number("reward_seconds", self.reward_seconds, above=0, most=_MOST_SECONDS)
-        parse_size(self.reward_memory, option="reward_memory")
-        if self.max_drift is not None:
-            require_number("max_drift", self.max_drift, above=0)
-
-    def absolute(self) -> RewardOptions:
-        """The same options, whose files do not depend on the current directory."""
-        return replace(self, reward=tuple(str(name.absolute) for name in self.names))
+from zo2core.io.durable import open_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +57,16 @@ class TaskOptions:
     seed: int = 0  # of the run
 
 
-class Task(Protocol):
-    """How a run trains on rows of one format.
+class Task:
+    """A task on the model's own loss, and what all tasks have in common."""
 
-    A task's constructor takes an ``HFBlockModel``, the rows to train on, and ``TaskOptions``.
-    """
-
+    forward: Forward | None = None  # what steps minimise; None: the model's own loss
     provenance: Mapping[str, Any] = MappingProxyType({})
     """Values that the steps depend on and the options do not determine, as JSON values for the journal's header."""
+
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
+        self._model, self._options = model, options
+        self._pad = padding_of(model.config) if rows.format is RowFormat.LABELS else options.pad
 
     def prepare(
         self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
@@ -120,27 +83,160 @@ class Task(Protocol):
     def close(self) -> None:
         """End what the task has started. May be called twice. By default there is nothing."""
 
-    @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:
-        """Make a batch from the rows of one step."""
+        """Make a batch from the rows of one step: padded to one length, or packed."""
+        batch = collate(rows, pad_token_id=self._pad)
+        return pack(batch) if self._options.pack else batch
 
-    @abstractmethod
     def step(self, engine: Engine, rows: Sequence[Any], batch: Batch) -> StepResult:
         """Take one step."""
+        return engine.step(batch, self.forward)
 
-    @abstractmethod
-    def evaluate(self, engine: Engine, rows: Any) -> dict[str, float]:
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Evaluate the current weights."""
+        options, size = self._options, self._options.batch_size
+        if rows.format is RowFormat.LABELS:  # each batch's loss is the model's own, and takes no micro-batches
+            size = options.micro_batch_size or size
+        measuring = Measuring(options.tokenizer, options.pad, batch_size=size, packed=options.pack)
+        return measured(engine, self._model, rows, measuring).results
 
 
-def is_own_shard(engine: Engine, number: int) -> bool:
-    """Whether a group of rows belongs to this worker."""
-    return number % engine.workers.size == engine.workers.rank
+class FunctionTask(Task):
+    """A task for rows of text with a function of model and batch as objective, which runs block by block."""
+
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
+        super().__init__(model, rows, options)
+        self.forward = CalledForward(model, user_function(options.objective))
+
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
+        """Compute the mean of the function over batches, and the model's own loss."""
+        assert self.forward is not None
+        values, _ = sharded_forwards(engine, file_batches(rows, self._options.batch_size), self.batch, self.forward)
+        loss = math.fsum(value for [value] in values) / len(values)
+        return {"loss": loss, "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
-def gather_in_order(engine: Engine, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
-    """Gather the results of all workers' groups, in the order of the groups."""
-    engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
-    remaining = iter(values)
-    own = [[next(remaining) for _ in range(count)] for number, count in enumerate(counts) if is_own_shard(engine, number)]
-    return [value for group in engine.workers.in_order(own) for value in group]
+class CandidatesTask(Task):
+    """What tasks for rows with candidates have in common."""
+
+    def _scored(self, engine: Engine, rows: Sequence[Choice]) -> Scored:
+        """The candidates' log-likelihoods by the current weights."""
+        options, sequences = self._options, max(len(row.candidates) for row in rows)
+        size = options.micro_batch_size or options.batch_size * sequences
+        prompts, candidates = [row.prompt for row in rows], [row.candidates for row in rows]
+        return score(engine, self._model, prompts, candidates, batch_size=size, pad_token_id=options.pad)
+
+
+class ChoiceTask(CandidatesTask):
+    """A task for rows with candidates.
+
+    The objective is the loss over the candidates, 1 - accuracy, 1 - F1 of the second candidate, or the model's own loss on
+    the right candidate alone, one sequence a row.
+    """
+
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
+        super().__init__(model, rows, options)
+        kinds: dict[str, type[ChoiceObjective]] = {"accuracy": ChoiceError, "f1": ChoiceF1Error}
+        self._objective = kinds.get(options.objective, ChoiceLoss)(model)
+        self._learns_answer = options.objective == MODEL_LOSS
+        if self._learns_answer:
+            self.provenance = {"objective": MODEL_LOSS}  # which does not say it for other rows
+        else:
+            self.forward = self._objective
+        if options.objective == "f1" and len({len(row.candidates) for row in rows}) > 1:
+            raise OptionError(
+                "objective",
+                found=f"{options.objective} for rows with different numbers of candidates",
+                expected="the same candidates in each row",
+                remedy="pass another objective, or other rows",
+            )
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """Make a batch with a sequence for each candidate, or for the right ones."""
+        pad = self._options.pad
+        if self._learns_answer:
+            return collate([with_completion(row.prompt, row.candidates[row.answer]) for row in rows], pad_token_id=pad)
+        prompts, candidates = [row.prompt for row in rows], [row.candidates for row in rows]
+        return choice_batch(prompts, candidates, [row.answers for row in rows], pad_token_id=pad)
+
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
+        """Compute the objective and accuracy. For the model's own loss, the objective is another one, with its own name."""
+        scored = self._scored(engine, rows)
+        right = sum(index in row.answers for row, index in zip(rows, scored.choices(), strict=True))
+        rated = [
+            CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers)
+            for means, row in zip(scored.means, rows, strict=True)
+        ]
+        name = "choice_loss" if self._learns_answer else "loss"
+        return {name: float(self._objective.value(rated)), "accuracy": right / len(rows)}
+
+
+class PreferenceTask(CandidatesTask):
+    """A task for rows with a chosen and a rejected completion: DPO, with the base as reference model."""
+
+    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
+        super().__init__(model, rows, options)
+        self.forward = self._objective = PreferenceLoss(model, beta=BETA if options.beta is None else options.beta)
+        self._references: dict[Choice, tuple[float, ...]] = {}
+        self.provenance = {"objective": options.objective, "beta": self._objective.beta}
+
+    def prepare(
+        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Choice]]
+    ) -> None:
+        """Compute the log-likelihoods of these rows under the base, the reference model of DPO. See ``Task``."""
+        rows = list(dict.fromkeys(rows_to_come()))
+        if rows:
+            with open_base() as base:
+                self._references = dict(zip(rows, self._scored(base, rows).log_likelihoods, strict=True))
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """Make a batch with two sequences for each row, and their log-likelihoods under the reference model."""
+        prompts, completions = [row.prompt for row in rows], [row.candidates for row in rows]
+        references = [self._references[row] for row in rows]
+        return preference_batch(prompts, completions, references, pad_token_id=self._options.pad)
+
+    def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
+        """Compute DPO's loss, and the share of rows whose chosen completion gained more likelihood than the rejected one."""
+        pairs = zip(self._scored(engine, rows).log_likelihoods, map(self._references.__getitem__, rows), strict=True)
+        gains = [torch.tensor(now, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for now, base in pairs]
+        right = sum(bool(gain[0] > gain[1]) for gain in gains)
+        loss = self._objective.value([CandidateScores(gain, (0,)) for gain in gains])
+        return {"loss": float(loss), "accuracy": right / len(gains)}
+
+
+def user_function(name: str) -> Any:
+    """Import a function by ``FILE.py:function``.
+
+    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which no digest of the
+    source covers.
+    """
+    path, _, function = name.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("zo2_objective", path)
+        assert spec is not None, "a path that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        with open_regular(path) as file:
+            code = compile(file.read(), path, "exec")
+        sys.modules[spec.name] = module  # classes of the module look it up there
+        exec(code, module.__dict__)  # noqa: S102 - the user named this program
+        objective = getattr(module, function)
+        if not callable(objective):
+            raise TypeError(f"{function} is a {type(objective).__name__}, not a function")
+    except Exception as error:  # the user's program may raise anything
+        raise OptionError(
+            "objective",
+            found=f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300],
+            expected="FILE.py:function, a function of the model and a batch that returns a number",
+            remedy="check the path and the name",
+        ) from error
+
+    def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        value = objective(model, batch)
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value
+        found = (
+            f"{f'shape {list(value.shape)}' if isinstance(value, torch.Tensor) else type(value).__name__} from {function}"
+        )
+        raise OptionError("objective", found=found, expected="a 0-d tensor", remedy="return the loss of the batch")
+
+    return one_number

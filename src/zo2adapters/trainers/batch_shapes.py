@@ -7,8 +7,8 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
-from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.row_files import EvaluationRows, Rows
+from zo2adapters.tasks.batches import file_batches, training_batches
+from zo2adapters.tasks.rows import Rows
 from zo2adapters.trainers.batching import Batching
 
 Sequences: TypeAlias = Sequence[tuple[int, int]]  # of a row: tokens of each, and for how many the loss needs logits
@@ -50,7 +50,7 @@ class RowShapes(NamedTuple):
         cls,
         batching: Batching,
         data: Rows,
-        evaluation: EvaluationRows | None,
+        evaluation: Rows | None,
         *,
         seed: int,
         trained: Callable[[Any], Sequences] = lambda row: row.sequences,
@@ -64,10 +64,9 @@ class RowShapes(NamedTuple):
         largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
         if evaluation is None:
             return cls(largest, step, None, 0, batching.micro_batch_size)
-        starts = range(0, len(evaluation), batching.batch_size)
-        batches = ([evaluation[i] for i in range(at, min(at + batching.batch_size, len(evaluation)))] for at in starts)
+        batches = file_batches(evaluation, batching.batch_size)
         mean = _mean(_shape([row.sequences for row in rows], pack=batching.pack) for rows in batches)
-        return cls(largest, step, mean, len(starts), batching.micro_batch_size)
+        return cls(largest, step, mean, len(batches), batching.micro_batch_size)
 
 
 def _shape(rows: Sequence[Sequences], *, pack: bool) -> BatchShape:

@@ -16,7 +16,6 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
-from zo2adapters.tasks.row_files import format_of, with_labels
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -126,7 +125,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     """Choose the options of a run for a model and its data. Nothing is trained; the probes take some seconds."""
     surveyed = survey(request.data, request.rows, takes_labels=request.takes_labels)
     objective = MODEL_LOSS if surveyed.labels and request.objective == AUTO else request.objective
-    opened = _opened(replace(request, rows=surveyed.options, objective=objective))
+    opened = _opened(replace(request, rows=surveyed.options, objective=objective), surveyed.format)
     options, lengths, rows = _with_lengths(opened)
     inputs = RunInputs.read(_with_held_out_rows(options, rows))
     inputs, plan = _fitting(inputs)
@@ -146,10 +145,9 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     return InitialRecipe(choices=choices, summary=_summary(inputs, options, plan, schedule))
 
 
-def _opened(request: TrainOptions) -> _Opened:
+def _opened(request: TrainOptions, rows: RowFormat) -> _Opened:
     """Choose AdamW on a LoRA adapter where objective and model allow it, else zeroth-order steps; and a precision."""
     directory = resolve_directory(request.model)
-    rows = RowFormat.LABELS if request.takes_labels else format_of(request.data, with_labels(request.rows, request.data))
     lora = replace(request.model_options, lora_rank=LORA_RANK)
     adamw = replace(
         request,

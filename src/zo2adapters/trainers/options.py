@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from zo2adapters.tasks.registry import AUTO, REWARD, function_file
+from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.tasks.task import RewardOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.json_fields import from_json
@@ -25,7 +25,7 @@ from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.tasks.row_files import DataFiles
+    from zo2adapters.tasks.row_reader import DataFiles
     from zo2core import BlockUpdate, ZOEstimator
 
 
@@ -253,9 +253,9 @@ class TrainOptions(RunOptions):
 
     def files(self) -> DataFiles:
         """The files of rows, and how they are read."""
-        from zo2adapters.tasks.row_files import DataFiles  # a command line is read without transformers
+        from zo2adapters.tasks.row_reader import DataFiles  # a command line is read without transformers
 
-        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, 0, bool(self.rewards.reward))
+        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, bool(self.rewards.reward))
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""

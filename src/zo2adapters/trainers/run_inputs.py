@@ -12,8 +12,8 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.chat_template import is_dated
 from zo2adapters.tasks.registry import MODEL_LOSS
-from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.options import TrainOptions
@@ -32,7 +32,7 @@ class RunInputs:
     pad: int  # token id at padded positions
     length: int  # most tokens of a row
     data: Rows
-    evaluation: EvaluationRows | None  # None: the run does not evaluate
+    evaluation: Rows | None  # None: the run does not evaluate
 
     @classmethod
     def read(cls, options: TrainOptions, workers: Workers | None = None) -> Self:
@@ -63,7 +63,7 @@ class RunInputs:
         return replace(self, options=options.settled(model), model=model)
 
     @property
-    def files(self) -> list[EvaluationRows]:
+    def files(self) -> list[Rows]:
         """The rows of each file."""
         return [self.data, *([] if self.evaluation is None else [self.evaluation])]
 

@@ -10,9 +10,8 @@ import torch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import names_model_loss
-from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.row_source import parsed_rows
+from zo2adapters.tasks.rows import Rows
 from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.factor_store import kept_bytes_a_step
@@ -24,7 +23,7 @@ _MOST_COLUMNS = 12  # that a line lists
 _NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
 
 
-def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: EvaluationRows | None) -> list[str]:
+def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: Rows | None) -> list[str]:
     """Lines about precision and data."""
     rows, batch_size = len(data), options.batching.batch_size
     lines = [_precision(options, model)]
@@ -44,17 +43,14 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: 
 def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
     """A line about the other columns of rows whose text alone is trained on, although nobody has named it."""
     is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
-    if not is_plain or not options.data.exists():  # a hub's split would be loaded again
-        return []
-    first = next((row for _, row in parsed_rows(options.data)), {})
-    others = [column for column in first if column != "text"]
-    if "text" not in first or not others:
+    others = [column for column in data.columns if column != "text"]
+    if not is_plain or "text" not in data.columns or not others:
         return []
     listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
     return [f"trained on: the column text; not used: {listed}. --prompt-template and --label-column, or zo2 init, use more"]
 
 
-def length_notices(rows: EvaluationRows) -> list[str]:
+def length_notices(rows: Rows) -> list[str]:
     """Lines about rows that are longer than the sequence length."""
     numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
     return [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]

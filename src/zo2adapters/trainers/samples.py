@@ -10,12 +10,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.model_directory import end_token_ids
-from zo2adapters.tasks.answers import Question
-from zo2adapters.tasks.candidates import Choice
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.row_files import EvaluationRows
-from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow
 from zo2adapters.trainers.run_directory import read_samples
 from zo2core import Engine
 from zo2core.errors import OptionError
@@ -35,7 +31,7 @@ class Samples:
     """The prompts of a run that are answered."""
 
     def __init__(
-        self, model: HFBlockModel, rows: EvaluationRows, count: int, tokenizer: PreTrainedTokenizerBase, pad_token_id: int
+        self, model: HFBlockModel, rows: Rows, count: int, tokenizer: PreTrainedTokenizerBase, pad_token_id: int
     ) -> None:
         self._model, self._tokenizer, self._pad = model, tokenizer, pad_token_id
         self._prompts = [self._prompt(row) for row in list(rows)[:count]]

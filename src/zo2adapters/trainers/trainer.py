@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.answers import Questions
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.task import Task, TaskOptions
@@ -152,7 +151,7 @@ class Trainer:
         task = make_task(model, inputs.data, task_options)
         if inputs.evaluation is None or not evaluates:
             return task, None
-        return task, make_evaluation(task, model, inputs.data, inputs.evaluation, task_options, inputs.tokenizer)
+        return task, make_evaluation(task, model, inputs.data, inputs.evaluation, task_options)
 
     def _made_samples(self, inputs: RunInputs) -> Samples | None:
         """The prompts that are answered; None: the options ask for none."""
@@ -168,7 +167,7 @@ class Trainer:
         if options.storage.activation_memory is not None:
             return activations, least
         generated = [] if self._samples is None else [self._samples.shape]
-        if isinstance(inputs.evaluation, Questions):
+        if inputs.evaluation is not None and inputs.evaluation.new_tokens:
             generated.append((options.batching.batch_size, inputs.longest))
         cache = max((cache_bytes(inputs.model.config, *shape) for shape in generated), default=0)
         return activations + cache, least + cache
