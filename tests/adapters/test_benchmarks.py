@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from zo2adapters.cli import main
-from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows
-from zo2adapters.tasks.benchmarks import BENCHMARKS
+from zo2adapters.tasks.benchmarks import BENCHMARKS, Sizes, benchmark_of, benchmark_rows
 from zo2core.errors import DataError, MissingPackageError, OptionError
 
 # Rows as the benchmark's own files have them, or as ``datasets`` gives them, and what becomes of them.

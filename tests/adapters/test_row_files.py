@@ -253,6 +253,7 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
     options = RowOptions(prompt_template="{text}", label_column="kind")
     evaluation = write_jsonl(tmp_path / "evaluation.jsonl", ROWS[:1])
     _, read = DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
+    assert read is not None
     assert read.format is RowFormat.CANDIDATES
     assert [len(row.candidates) for row in read] == [2]
     write_jsonl(evaluation, [{"text": "a", "kind": "goof"}])

@@ -5,6 +5,7 @@ import json
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def numbered(count: int) -> Rows:
     return Rows(tuple(TokenizedRow(array("i", [3, 4]), 0, line) for line in range(1, count + 1)))
 
 
-def lines(batch: list[TokenizedRow]) -> list[int]:
+def lines(batch: Sequence[TokenizedRow]) -> list[int]:
     return [row.line for row in batch]
 
 

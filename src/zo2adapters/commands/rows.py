@@ -59,7 +59,7 @@ class WriteRows(Command):
 
     def files(self) -> dict[str, bytes]:
         """The content of each file, by its name."""
-        from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows, with_demonstrations
+        from zo2adapters.tasks.benchmarks import Sizes, benchmark_of, benchmark_rows, with_demonstrations
 
         benchmark = benchmark_of(self.task)
         for name in ("train_rows", "dev_rows", "test_rows"):

@@ -1,19 +1,24 @@
-"""Benchmarks by name, the eleven tasks of MeZO and those of P-RGE: where their rows come from, and their prompts."""
+"""Benchmarks by name, the eleven tasks of MeZO and those of P-RGE: their prompts, and rows sampled as MeZO's are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_source import Cell
-from zo2core.errors import DataError
+from zo2adapters.optional_package import optional_package
+from zo2adapters.tasks.row_source import Cell, parsed_rows
+from zo2adapters.tasks.rows import shuffled
+from zo2core.errors import DataError, OptionError
 
 Row = Mapping[str, Any]
+Rows = list[dict[str, Any]]
+
+_HELD_OUT = ("validation", "val", "dev", "valid")  # names of the file of labelled rows that are not trained on
+_SEPARATOR = "\n\n"  # between demonstrations
 
 
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     """A benchmark.
 
     Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7) where MeZO has none.
@@ -24,7 +29,7 @@ class Benchmark:
     questions: Callable[[Row], Iterable[dict[str, Any]]]
 
 
-def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> list[dict[str, Any]]:
+def _question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> Rows:
     """Make a row with candidates."""
     if len(candidates) < 2 or answer == []:
         raise DataError(
@@ -36,7 +41,7 @@ def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) ->
     return [{"prompt": prompt, "candidates": list(candidates), "answer": answer}]
 
 
-def label(row: Row, *names: str) -> int:
+def _label(row: Row, *names: str) -> int:
     """Read a row's label as a number."""
     value = row.get("label")
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -51,27 +56,27 @@ def label(row: Row, *names: str) -> int:
     )
 
 
-def _boolq(row: Row) -> list[dict[str, Any]]:
+def _boolq(row: Row) -> Rows:
     """BoolQ: is the answer to a question about a passage yes?"""
     text = row["question"] if row["question"].endswith("?") else f"{row['question']}?"
     prompt = f"{row['passage']} {text[:1].upper()}{text[1:]}\n"
-    return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
+    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
 
 
-def _cb(row: Row) -> list[dict[str, Any]]:
+def _cb(row: Row) -> Rows:
     """CommitmentBank: does a premise entail a hypothesis, contradict it, or neither?"""
     prompt = f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n'
-    return question(prompt, ("Yes", "No", "Maybe"), label(row, "entailment", "contradiction", "neutral"))
+    return _question(prompt, ("Yes", "No", "Maybe"), _label(row, "entailment", "contradiction", "neutral"))
 
 
 _CONJUNCTIONS = {"cause": "because", "effect": "so"}
 
 
-def _copa(row: Row) -> list[dict[str, Any]]:
+def _copa(row: Row) -> Rows:
     """COPA: which of two sentences is the cause, or the effect, of a premise?"""
     prompt = f"{row['premise'].rstrip().removesuffix('.')} {_CONJUNCTIONS[row['question']]}"
     candidates = [f" {_continued(row[choice])}" for choice in ("choice1", "choice2")]
-    return question(prompt, candidates, label(row, "choice1", "choice2"))
+    return _question(prompt, candidates, _label(row, "choice1", "choice2"))
 
 
 def _continued(sentence: str) -> str:
@@ -80,21 +85,21 @@ def _continued(sentence: str) -> str:
     return f"{first if first == 'I' else first.lower()}{space}{rest}"
 
 
-def _drop(row: Row) -> list[dict[str, Any]]:
+def _drop(row: Row) -> Rows:
     """DROP: answer a question about a passage, by counting and comparing."""
     answers = row["answers_spans"]["spans"]
     prompt = f"Passage: {row['passage']}\nQuestion: {row['question'].strip()}\nAnswer:"
     return [{"prompt": prompt, "completion": f" {answers[0]}\n", "answers": answers}]
 
 
-def _mrpc(row: Row) -> list[dict[str, Any]]:
+def _mrpc(row: Row) -> Rows:
     """MRPC: do two sentences mean the same?"""
     instruction = "Do the following two sentences mean the same thing? Yes or No?"
     prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
-    return question(prompt, ("No", "Yes"), label(row, "not_equivalent", "equivalent"))
+    return _question(prompt, ("No", "Yes"), _label(row, "not_equivalent", "equivalent"))
 
 
-def _multirc(row: Row) -> list[dict[str, Any]]:
+def _multirc(row: Row) -> Rows:
     """MultiRC: is an answer to a question about a paragraph right? Each answer gives a row."""
     if "passage" not in row:
         return _multirc_question(row["paragraph"], row["question"], row["answer"], row)
@@ -107,26 +112,26 @@ def _multirc(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def _multirc_question(paragraph: str, text: str, answer: str, labelled: Row) -> list[dict[str, Any]]:
+def _multirc_question(paragraph: str, text: str, answer: str, labelled: Row) -> Rows:
     prompt = f'{paragraph}\nQuestion: {text}\nI found this answer "{answer}". Is that correct? Yes or No?\n'
-    return question(prompt, ("No", "Yes"), label(labelled, "no", "yes"))
+    return _question(prompt, ("No", "Yes"), _label(labelled, "no", "yes"))
 
 
-def _qnli(row: Row) -> list[dict[str, Any]]:
+def _qnli(row: Row) -> Rows:
     """QNLI: does a sentence answer a question?"""
     instruction = "Does this sentence answer the question? Yes or No?"
     prompt = f"{instruction}\nSentence 1: {row['question']}\nSentence 2: {row['sentence']}\n"
-    return question(prompt, ("Yes", "No"), label(row, "entailment", "not_entailment"))
+    return _question(prompt, ("Yes", "No"), _label(row, "entailment", "not_entailment"))
 
 
-def _qqp(row: Row) -> list[dict[str, Any]]:
+def _qqp(row: Row) -> Rows:
     """QQP: do two questions ask the same?"""
     instruction = "Are these two questions asking the same thing? Yes or No?"
     prompt = f"{instruction}\nQuestion 1: {row['question1']}\nQuestion 2: {row['question2']}\n"
-    return question(prompt, ("No", "Yes"), label(row, "not_duplicate", "duplicate"))
+    return _question(prompt, ("No", "Yes"), _label(row, "not_duplicate", "duplicate"))
 
 
-def _record(row: Row) -> list[dict[str, Any]]:
+def _record(row: Row) -> Rows:
     """ReCoRD: which entity of a passage belongs in a sentence? Several names of it may be right."""
     if isinstance(row["passage"], str):
         return _record_question(row["passage"], row["query"], row["entities"], row["answers"])
@@ -139,78 +144,179 @@ def _record(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def _record_question(passage: str, query: str, entities: list[str], answers: list[str]) -> list[dict[str, Any]]:
+def _record_question(passage: str, query: str, entities: list[str], answers: list[str]) -> Rows:
     right = [index for index, entity in enumerate(entities) if entity in answers]
     prompt = passage.replace("@highlight\n", "- ") + "\n-"
-    return question(prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right)
+    return _question(prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right)
 
 
-def _rte(row: Row) -> list[dict[str, Any]]:
+def _rte(row: Row) -> Rows:
     """RTE: does a premise entail a hypothesis?"""
     prompt = f'{row["premise"]}\nDoes this mean that "{row["hypothesis"]}" is true? Yes or No?\n'
-    return question(prompt, ("Yes", "No"), label(row, "entailment", "not_entailment"))
+    return _question(prompt, ("Yes", "No"), _label(row, "entailment", "not_entailment"))
 
 
-def _squad(row: Row) -> list[dict[str, Any]]:
+def _squad(row: Row) -> Rows:
     """SQuAD: answer a question with words of a paragraph."""
     answers = row["answers"]["text"]
     prompt = f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question'].strip()}\nAnswer:"
     return [{"prompt": prompt, "completion": f" {answers[0]}\n", "answers": answers}]
 
 
-def _sst2(row: Row) -> list[dict[str, Any]]:
+def _sst2(row: Row) -> Rows:
     """SST-2: is a sentence of a film review positive?"""
     prompt = f"{row['sentence'].strip()} It was"
-    return question(prompt, (" terrible", " great"), label(row, "negative", "positive"))
+    return _question(prompt, (" terrible", " great"), _label(row, "negative", "positive"))
 
 
-def _wic(row: Row) -> list[dict[str, Any]]:
+def _wic(row: Row) -> Rows:
     """Words in context: has a word the same meaning in two sentences?"""
     instruction = f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?'
     prompt = f"{instruction}\n{row['sentence1']}\n{row['sentence2']}\n"
-    return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
+    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
 
 
-def _winogrande(row: Row) -> list[dict[str, Any]]:
+def _winogrande(row: Row) -> Rows:
     """WinoGrande: which of two nouns belongs in a sentence? The candidates are the noun and the rest of the sentence."""
     before, _, after = row["sentence"].partition("_")
     answer = {"1": 0, "2": 1}[str(row["answer"])]
-    return question(before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer)
+    return _question(before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer)
 
 
-def _wnli(row: Row) -> list[dict[str, Any]]:
+def _wnli(row: Row) -> Rows:
     """WNLI: does one sentence follow from another?"""
     instruction = "Given the first sentence, is the second sentence true? Yes or No?"
     prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
-    return question(prompt, ("No", "Yes"), label(row, "not_entailment", "entailment"))
+    return _question(prompt, ("No", "Yes"), _label(row, "not_entailment", "entailment"))
 
 
-def _wsc(row: Row) -> list[dict[str, Any]]:
+def _wsc(row: Row) -> Rows:
     """Winograd schemas: does a pronoun refer to a noun?"""
     spans = row.get("target", row)  # an object in the benchmark's own files
     noun, pronoun = spans["span1_text"], spans["span2_text"].lower()
     prompt = f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n'
-    return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
+    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark(name="boolq", hub=("aps/super_glue", "boolq"), questions=_boolq),
-        Benchmark(name="cb", hub=("aps/super_glue", "cb"), questions=_cb),
-        Benchmark(name="copa", hub=("aps/super_glue", "copa"), questions=_copa),
-        Benchmark(name="drop", hub=("ucinlp/drop", None), questions=_drop),
-        Benchmark(name="mrpc", hub=("nyu-mll/glue", "mrpc"), questions=_mrpc),
-        Benchmark(name="multirc", hub=("aps/super_glue", "multirc"), questions=_multirc),
-        Benchmark(name="qnli", hub=("nyu-mll/glue", "qnli"), questions=_qnli),
-        Benchmark(name="qqp", hub=("nyu-mll/glue", "qqp"), questions=_qqp),
-        Benchmark(name="record", hub=("aps/super_glue", "record"), questions=_record),
-        Benchmark(name="rte", hub=("aps/super_glue", "rte"), questions=_rte),
-        Benchmark(name="squad", hub=("rajpurkar/squad", None), questions=_squad),
-        Benchmark(name="sst2", hub=("nyu-mll/glue", "sst2"), questions=_sst2),
-        Benchmark(name="wic", hub=("aps/super_glue", "wic"), questions=_wic),
-        Benchmark(name="winogrande", hub=("allenai/winogrande", "winogrande_debiased"), questions=_winogrande),
-        Benchmark(name="wnli", hub=("nyu-mll/glue", "wnli"), questions=_wnli),
-        Benchmark(name="wsc", hub=("aps/super_glue", "wsc.fixed"), questions=_wsc),
+        Benchmark("boolq", ("aps/super_glue", "boolq"), _boolq),
+        Benchmark("cb", ("aps/super_glue", "cb"), _cb),
+        Benchmark("copa", ("aps/super_glue", "copa"), _copa),
+        Benchmark("drop", ("ucinlp/drop", None), _drop),
+        Benchmark("mrpc", ("nyu-mll/glue", "mrpc"), _mrpc),
+        Benchmark("multirc", ("aps/super_glue", "multirc"), _multirc),
+        Benchmark("qnli", ("nyu-mll/glue", "qnli"), _qnli),
+        Benchmark("qqp", ("nyu-mll/glue", "qqp"), _qqp),
+        Benchmark("record", ("aps/super_glue", "record"), _record),
+        Benchmark("rte", ("aps/super_glue", "rte"), _rte),
+        Benchmark("squad", ("rajpurkar/squad", None), _squad),
+        Benchmark("sst2", ("nyu-mll/glue", "sst2"), _sst2),
+        Benchmark("wic", ("aps/super_glue", "wic"), _wic),
+        Benchmark("winogrande", ("allenai/winogrande", "winogrande_debiased"), _winogrande),
+        Benchmark("wnli", ("nyu-mll/glue", "wnli"), _wnli),
+        Benchmark("wsc", ("aps/super_glue", "wsc.fixed"), _wsc),
     )
 }
+
+
+class Sizes(NamedTuple):
+    """Most rows of each part; the defaults are MeZO's."""
+
+    train: int = 1000
+    dev: int = 500
+    test: int = 1000
+
+
+class Parts(NamedTuple):
+    """A benchmark's rows."""
+
+    train: Rows
+    dev: Rows  # other rows of the training file
+    test: Rows  # rows of the held-out file
+
+
+def benchmark_of(name: str) -> Benchmark:
+    """Look up a benchmark by name."""
+    if name not in BENCHMARKS:
+        raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="pass one of these")
+    return BENCHMARKS[name]
+
+
+def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *, seed: int) -> Parts:
+    """Read a benchmark and sample its parts."""
+    training = _questions(benchmark, directory, ("train",))
+    held_out = _questions(benchmark, directory, _HELD_OUT)
+    count = len(training)
+    dev = sizes.dev if sizes.train + sizes.dev <= count else min(sizes.dev, max(count // 4, count - sizes.train))
+    order = shuffled(count, f"train {seed}")
+    train = order[: min(sizes.train, count - dev)]
+    others = order[len(train) : len(train) + dev]
+    test = sorted(shuffled(len(held_out), f"test {seed}")[: sizes.test])
+    return Parts(
+        [training[index] for index in train], [training[index] for index in others], [held_out[index] for index in test]
+    )
+
+
+def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
+    """Prefix the prompts of rows with the first training rows and their answers, for in-context learning."""
+    if not 1 <= shots <= len(train):
+        raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="pass a value in this range")
+    demonstrations = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
+    return [{**row, "prompt": demonstrations + row["prompt"]} for row in rows]
+
+
+def _answer(row: dict[str, Any]) -> str:
+    if "completion" in row:
+        return str(row["completion"]).rstrip("\n")
+    answer = row["answer"]
+    return str(row["candidates"][answer[0] if isinstance(answer, list) else answer])
+
+
+def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Rows:
+    questions: Rows = []
+    for where, row in _rows(benchmark, directory, names):
+        try:
+            questions += benchmark.questions(row)
+        except DataError as error:
+            raise DataError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DataError(
+                where,
+                found=f"a row that cannot be read ({type(error).__name__}: {error})"[:200],
+                expected=f"a row of {benchmark.name}, in the benchmark's own format or that of datasets",
+                remedy="download the file again, or pass another task",
+            ) from error
+    return questions
+
+
+def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row is, for messages, and the row."""
+    if directory is None:
+        yield from _rows_of_the_hub(benchmark, names[0])
+        return
+    paths = [path for name in names if (path := directory / f"{name}.jsonl").exists()]
+    if not paths:
+        raise DataError(
+            directory,
+            found=f"no {names[0]}.jsonl",
+            expected=f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}",
+            remedy="check the directory, or leave it out to download the rows from the hub",
+        )
+    yield from ((f"{paths[0]}, line {line}", row) for line, row in parsed_rows(paths[0]))
+
+
+def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    path, configuration = benchmark.hub
+    load = optional_package("datasets", install="zo2core[data]").load_dataset
+    try:
+        rows = load(path, configuration, split=split)
+    except Exception as error:  # errors of the network, the hub or the data set's own code
+        raise DataError(
+            f"{path} on the hub",
+            found=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+            expected=f"its {split} rows",
+            remedy="check the network, or pass a directory with the rows as JSONL",
+        ) from error
+    return ((f"{path}, {split}, row {index}", dict(row)) for index, row in enumerate(rows))

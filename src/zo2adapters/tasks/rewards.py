@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import math
+import symtable
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -224,30 +224,12 @@ def _source(path: Path, function: str) -> str:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         raise OptionError("reward", found=f"{path}: {found}", expected="a readable file", remedy="check the path") from error
     try:
-        names = _defined(ast.parse(source, str(path)))
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError, RecursionError) as error:
         found = f"{path}, line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
         raise OptionError("reward", found=found, expected="a file of Python", remedy="correct the file") from error
-    if function not in names and "*" not in names:
-        found = f"{path} without {function}" + (f", but with {', '.join(sorted(names)[:_MOST_NAMES])}" if names else "")
+    names = sorted(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
+    if function not in names and "import *" not in source:  # whose names only running it tells
+        found = f"{path} without {function}" + (f", but with {', '.join(names[:_MOST_NAMES])}" if names else "")
         raise OptionError("reward", found=found, expected="the name of a function in the file", remedy="check the name")
     return source
-
-
-def _defined(file: ast.Module) -> set[str]:
-    """The names that a file defines at its top level; ``*`` if only running it tells them all."""
-    names: set[str] = set()
-    for node in file.body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Assign() | ast.AnnAssign():
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
-                names |= {alias.asname or alias.name for alias in imported}
-            case ast.Expr(value=ast.Constant()):
-                pass  # a docstring
-            case _:
-                names.add("*")
-    return names

@@ -71,7 +71,7 @@ class RowOptions:
     def require_valid(self, *, takes_labels: bool = False) -> None:
         """Check the template and the labels."""
         if self.prompt_template is not None:
-            self._require_template(self.prompt_template)
+            _require_template(self.prompt_template)
             if self.prompt_column is not None:
                 raise OptionError(
                     "prompt_column",
@@ -93,17 +93,6 @@ class RowOptions:
                 expected="none" if takes_labels else "at least two different texts",
                 remedy="leave it out" if takes_labels else "pass the text of each label once",
             )
-
-    def _require_template(self, template: str) -> None:
-        try:
-            parts = list(Formatter().parse(template))
-        except ValueError as error:
-            raise _template_error(template, f"{template[:60]!r} ({error})") from error
-        columns = [column for _, column, _, _ in parts if column is not None]
-        if not columns or any(not column or form or change for _, column, form, change in parts if column is not None):
-            raise _template_error(template, repr(template[:60]))
-        if any(mark in column for column in columns for mark in ".["):
-            raise _template_error(template, repr(template[:60]))
 
     @property
     def names_columns(self) -> bool:
@@ -161,7 +150,7 @@ class RowOptions:
 
     def _example(self, row: Mapping[str, Any]) -> str:
         """A template with a column of the row, for a remedy."""
-        column = next((name for name in row if name != self.label_column and is_plain(name)), "text")
+        column = next((name for name in row if name != self.label_column and is_column(name)), "text")
         return f"{{{column}}} Label:"
 
     def _require_label(self, label: Any) -> None:
@@ -270,13 +259,23 @@ def empty_label(column: str) -> DataError:
     )
 
 
-def _template_error(template: str, found: str) -> OptionError:
-    return OptionError(
-        "prompt_template",
-        found=found,
-        expected="text with names of columns between braces, such as 'Tweet: {text} Sentiment:'",
-        remedy="name at least one column; write {{ and }} for braces",
-    )
+def _require_template(template: str) -> None:
+    """Refuse a template without plain names of columns."""
+    found, is_plain = repr(template[:60]), False
+    try:
+        parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+        is_plain = bool(parts) and all(
+            name and not {*".["} & {*name} and not (form or change) for name, form, change in parts
+        )
+    except ValueError as error:
+        found += f" ({error})"
+    if not is_plain:
+        raise OptionError(
+            "prompt_template",
+            found=found,
+            expected="text with names of columns between braces, such as 'Tweet: {text} Sentiment:'",
+            remedy="name at least one column; write {{ and }} for braces",
+        )
 
 
 def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
@@ -296,7 +295,7 @@ def with_line_breaks(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def is_plain(column: str) -> bool:
+def is_column(column: str) -> bool:
     """Whether a template can name a column."""
     return bool(column) and not set("{}.[!:") & set(column)
 

@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from string import Formatter
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_options import RowFormat, RowOptions, empty_label, is_plain
+from zo2adapters.tasks.row_options import RowFormat, RowOptions, empty_label, is_column
 from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core.errors import DataError
 
@@ -32,12 +31,13 @@ _ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a response "
     "that appropriately completes the request.\\n\\n"
 )
-_USED = {  # keys of a row that has the first key
-    "candidates": ("prompt", "candidates", "answer", "label"),
-    "chosen": ("prompt", "chosen", "rejected"),
-    "messages": ("messages", "conversations"),
-    "completion": ("prompt", "completion"),
+_FORMATS = {  # by a key of a converted row: the columns that it is made from, and what it is, in words
+    "candidates": (("prompt", "candidates", "answer", "label"), "prompts with candidates, one of which is right"),
+    "chosen": (("prompt", "chosen", "rejected"), "prompts with a chosen and a rejected completion"),
+    "messages": (("messages", "conversations"), "conversations, of which the assistant's answers are learned"),
+    "completion": (("prompt", "completion"), "prompts with completions, which are learned"),
 }
+_PLAIN = (("text",), "texts, of which every token is learned")
 _LABELLED = ("text", "text_pair", "label")  # keys of a row for a classifier
 _KNOWN = {"text", "prompt", "completion", "messages", "candidates", "chosen", "rejected", "label", "answers"}
 
@@ -49,7 +49,6 @@ class Survey(NamedTuple):
     format: RowFormat
     kind: str  # what the rows are, in words
     labels: tuple[str, ...]  # labels of a causal language model's rows; empty: they have none
-    named: tuple[str, ...]  # options that the survey has set
     unused: tuple[str, ...]  # columns that are not trained on
 
 
@@ -60,11 +59,6 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     chosen = options if takes_labels else _completed(path, rows, options)
     if chosen.label_column is not None and options.label_column is None:
         _require_labels(path, numbered, chosen.label_column)
-    changed = tuple(
-        name
-        for name in ("prompt_template", "prompt_column", "completion_column", "label_column")
-        if getattr(chosen, name) != getattr(options, name)
-    )
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
     try:
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
@@ -72,14 +66,14 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
         raise at_row(error, path, 1) from error
     unused = _unused(rows, chosen, first, takes_labels=takes_labels)
     form = RowFormat.LABELS if takes_labels else RowFormat.of(first)
-    return Survey(chosen, form, _kind(first, labels, takes_labels=takes_labels), labels, changed, unused)
+    return Survey(chosen, form, _kind(first, labels, takes_labels=takes_labels), labels, unused)
 
 
 def _unused(
     rows: Sequence[Mapping[str, Any]], options: RowOptions, first: Mapping[str, Any], *, takes_labels: bool
 ) -> tuple[str, ...]:
     """The columns that are not trained on."""
-    keys = _LABELLED if takes_labels else next((keys for key, keys in _USED.items() if key in first), ("text",))
+    keys = _LABELLED if takes_labels else _format_of(first)[0]
     made = {"text", "prompt"} if options.prompt_template is not None else {"prompt"}
     used = {getattr(options, f"{key}_column", None) or key for key in keys if key not in made}
     used |= set(options.prompt_columns) if made & set(keys) else set()
@@ -99,14 +93,15 @@ def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOption
             return options
         return _with_prompt(options, _longest(rows, texts), label=options.label_column)
     if answer is None and not set(columns) & _ANSWERS:
-        used = {options.prompt_column, *(column for _, column, _, _ in Formatter().parse(options.prompt_template or ""))}
-        return replace(options, label_column=_label_of(rows, [name for name in columns if name not in used]))
+        return replace(
+            options, label_column=_label_of(rows, [name for name in columns if name not in options.prompt_columns])
+        )
     return options
 
 
 def _with_prompt(options: RowOptions, text: str, *, label: str | None) -> RowOptions:
     """The options with a column as the prompt, in a template that ends with the name of the labels."""
-    if label is None or not is_plain(text) or not is_plain(label):
+    if label is None or not is_column(text) or not is_column(label):
         return replace(options, prompt_column=text)
     return replace(options, prompt_template=f"{{{text}}}\\n{label.capitalize()}:")
 
@@ -200,10 +195,8 @@ def _kind(row: Mapping[str, Any], labels: Sequence[str], *, takes_labels: bool) 
     if labels:
         shown = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
         return f"prompts with one of {len(labels)} labels: {shown}"
-    kinds = {
-        "messages": "conversations, of which the assistant's answers are learned",
-        "chosen": "prompts with a chosen and a rejected completion",
-        "candidates": "prompts with candidates, one of which is right",
-        "completion": "prompts with completions, which are learned",
-    }
-    return next((words for key, words in kinds.items() if key in row), "texts, of which every token is learned")
+    return _format_of(row)[1]
+
+
+def _format_of(row: Mapping[str, Any]) -> tuple[Sequence[str], str]:
+    return next((known for key, known in _FORMATS.items() if key in row), _PLAIN)
