@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import STREAM, NextToken, Sampling, generate
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import RewardOptions

@@ -34,7 +34,7 @@ BATCHES = 8  # batches of the longest rows that memory is reserved for by defaul
 class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
-    needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.scoring")
+    needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.objectives")
     first_options: ClassVar = (
         "run_directory",
         "model",

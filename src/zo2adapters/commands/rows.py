@@ -18,7 +18,7 @@ NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
 class WriteRows(Command):
     """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments."""
 
-    needs: ClassVar = ("zo2adapters.tasks.benchmark_rows",)
+    needs: ClassVar = ("zo2adapters.tasks.benchmarks",)
 
     task: str
     """Name of the benchmark: boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande,

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zo2adapters.models.batches import pack
 from zo2adapters.models.called_forward import CalledForward
-from zo2adapters.models.companions import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.packing import pack
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.batches import collate, file_batches
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import in_order, is_own_shard, score, sharded_forwards

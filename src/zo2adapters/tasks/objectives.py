@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from zo2adapters.models.batches import predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.packing import predictions
 from zo2adapters.tasks.batches import ANSWER, PROMPT, REFERENCE, collate, file_batches, with_completion
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2core import Batch, Engine, Forward

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.batches import collate, with_completion
 from zo2adapters.tasks.generation import Generation, Sampling, sampling_of
 from zo2adapters.tasks.objectives import LogLikelihood, in_order, is_own_shard

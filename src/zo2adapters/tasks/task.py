@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from zo2adapters.models.batches import pack
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import choice_batch, collate, file_batches, preference_batch, with_completion
 from zo2adapters.tasks.measures import Measuring, measured
 from zo2adapters.tasks.objectives import (
