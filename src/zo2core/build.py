@@ -74,7 +74,7 @@ from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
-from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import SoleUse
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
@@ -339,7 +339,7 @@ def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
     opened.callback(runner.source.close)
     runner.scheduler = _scheduler(spec, runner, runner.source, overlap=options.overlap)
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
-    runner.activations = ActivationOffload(device, allowed, spec.waiting_bytes, timeline=timeline)
+    runner.activations = StreamActivations(device, allowed, spec.waiting_bytes, timeline=timeline)
     runner.activation_bytes = spec.activation_bytes
     runner.spare_bytes = partial(spec.spare_bytes, in_place=device.in_place)
 
@@ -376,7 +376,7 @@ def _place_given(runner: Runner, method: Method, options: RunOptions, source: Bl
         scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
     runner.opened.callback(scheduler.release_all)  # the source stays open
     runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
-    runner.activations = ActivationOffload(runner.device, None, timeline=timeline)
+    runner.activations = StreamActivations(runner.device, None, timeline=timeline)
     runner.activation_bytes = options.memory.activation_bytes
 
 
@@ -395,7 +395,7 @@ def _place_shared(runner: Runner, method: Method, options: RunOptions, base: Sha
     runner.opened.callback(joined.leave)
     _begin(runner, method, options)
     runner.scheduler = joined
-    runner.activations = ActivationOffload(runner.device, None, timeline=timeline)
+    runner.activations = StreamActivations(runner.device, None, timeline=timeline)
     runner.activation_bytes, runner.spare_bytes = joined.activation_bytes, base.spare_bytes
 
 

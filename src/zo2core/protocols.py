@@ -300,12 +300,11 @@ class Wait(Enum):
     RETURNED = "a bucket is released only after the offload into it"
     SENT = "a bucket is released only after the upload from it"
     COMPUTED = "activations are offloaded only after the forward that computed them"
-    ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
-    STAGING_OFFLOADED = "a staging buffer, or freed memory, is used again only after the offload of what was in it"
+    STAGING_OFFLOADED = "freed memory is used again, and what was in it uploaded, only after its offload"
     ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
-    INPUT_OFFLOADED = "an input in host memory is written to disk only after its copy from the device"
-    INPUT_UPLOADED = "an input's host memory is used again only after its copy to the device"
-    STAGING_READ = "a staging buffer, or freed memory, is uploaded into only after the forward that read what was in it"
+    INPUT_OFFLOADED = "activations in host memory are written to disk only after their copy from the device"
+    INPUT_UPLOADED = "the host uses memory of activations again only after their copy to the device"
+    STAGING_READ = "freed memory is uploaded into only after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):

@@ -17,7 +17,7 @@ from zo2core.profiling import TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.slot_file import Generations
-from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.evaluation_loop import fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.stored_parameters import StoredParameters
@@ -55,7 +55,7 @@ class Runner:
     scheduler: Scheduler = field(init=False)
     base_digests: BaseDigests = field(init=False)  # empty if the caller passed the source
     generations: Generations | None = None  # segments on disk that change at each step
-    activations: ActivationOffload = field(init=False)
+    activations: StreamActivations = field(init=False)
     activation_bytes: int = 0  # for activations in the memory in which forwards run
     spare_bytes: Callable[[], int] = lambda: 0  # further bytes there that the present plan leaves over
     work_buffer: WorkBuffer = field(init=False)
@@ -98,8 +98,7 @@ class Runner:
     def filled(self, batches: Iterable[Batch], forward: Forward) -> Iterator[list[Batch]]:
         """Prepare batches, and group them by sweep, as memory for activations allows."""
         self.use.require_open()
-        allowed = self.activation_bytes - self.activations.staging_bytes
-        for group in fill_sweeps(self.prepared(batches, forward), forward, allowed):
+        for group in fill_sweeps(self.prepared(batches, forward), forward, self.activation_bytes):
             self.use.require_open()
             yield group
 

@@ -28,7 +28,7 @@ from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, OptionError, UnsupportedModelError
-from zo2core.sweep.activation_offload import storage_bytes
+from zo2core.sweep.activations import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 

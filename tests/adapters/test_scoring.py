@@ -23,7 +23,7 @@ from zo2adapters.tasks.task import ChoiceTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, DataError
-from zo2core.sweep.activation_offload import storage_bytes
+from zo2core.sweep.activations import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]

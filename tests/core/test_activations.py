@@ -18,9 +18,10 @@ from torch.utils._pytree import register_pytree_node
 from waits import FOR_ACTIVATIONS, nothing, slow
 
 from zo2core import HostDevice
+from zo2core.io.direct_file import PAGE
 from zo2core.profiling import Timeline
 from zo2core.protocols import Wait
-from zo2core.sweep.activation_offload import STAGING_BUFFERS, ActivationOffload, storage_bytes
+from zo2core.sweep.activations import IN_TRANSIT, StreamActivations, storage_bytes
 from zo2core.types import Lane
 
 SEGMENTS = 4
@@ -41,10 +42,8 @@ class Case(NamedTuple):
 
 CASES: dict[Wait, Case] = {
     Wait.COMPUTED: Case(forward=slow),
-    Wait.ACTIVATIONS_OFFLOADED: Case(offload=slow, streams=1),
-    Wait.STAGING_OFFLOADED: Case(offload=slow),
+    Wait.STAGING_OFFLOADED: Case(offload=slow, streams=1),
     Wait.ACTIVATIONS_UPLOADED: Case(upload=slow),
-    Wait.STAGING_READ: Case(head=slow),
 }
 
 
@@ -59,14 +58,8 @@ class Sweeps:
         self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
         self.device = ThreadedDevice(self.streams)
         self.timeline = Timeline()
-        self.memory = ActivationOffload(self.device, case.allowed, timeline=self.timeline)
+        self.memory = StreamActivations(self.device, case.allowed, timeline=self.timeline)
         self.errors: list[str] = []
-        fill = self.memory._fill
-
-        def issued(*arguments: Any) -> None:
-            self.streams.compute(lambda: fill(*arguments))
-
-        self.memory._fill = issued  # type: ignore[method-assign, assignment]
 
     def run(self, segments: int = SEGMENTS) -> None:
         """One sweep, or the beginning of one."""
@@ -76,14 +69,11 @@ class Sweeps:
             self.memory.add(stream, self.forward(stream, 0, None, 0.0), lambda: NBYTES)
         for segment in range(1, segments):
             for stream in range(count):
-                found = self.memory.take(stream)
-                if stream + 1 < count or segment + 1 < SEGMENTS:
-                    self.memory.prefetch((stream + 1) % count)
+                found = self.memory.take(segment, stream)
                 if segment + 1 < SEGMENTS:
-                    self.memory.put(stream, self.forward(stream, segment, found, self.case.forward()))
+                    self.memory.put(segment + 1, stream, self.forward(stream, segment, found, self.case.forward()))
                 else:
                     self.forward(stream, segment, found, self.case.head())
-                    self.memory.drop(stream)
 
     def forward(self, stream: int, segment: int, found: Any, seconds: float) -> tuple[torch.Tensor]:
         out = torch.full((NUMBERS,), float("nan"))
@@ -127,28 +117,36 @@ def test_whatever_takes_long_nothing_is_mixed_up(streams: int, staying: int) -> 
     def some() -> float:
         return rng.choice([0.0, 0.0, 0.001, 0.004])
 
-    # Room for the streams that stay, for one forward, and for staging buffers.
-    case = Case(some, some, some, some, streams=streams, allowed=(staying + 1 + STAGING_BUFFERS) * NBYTES)
+    # Room for the streams that stay, for one forward, and for streams in transit.
+    case = Case(some, some, some, some, streams=streams, allowed=(staying + 1 + IN_TRANSIT) * NBYTES)
     assert sweep_twice(case) == []
 
 
 def test_streams_wait_only_if_they_must() -> None:
-    for staying, streams in ((0, 5), (2, 5), (5, 5)):
-        buffers = STAGING_BUFFERS if staying < streams else 0
-        sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + buffers) * NBYTES))
+    for staying, streams in ((0, 5), (2, 7), (5, 5)):
+        in_transit = IN_TRANSIT if staying < streams else 0
+        sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + in_transit) * NBYTES))
         sweeps.run()
         assert sweeps.end() == []
-        names = {span.name for span in sweeps.timeline.take()}
+        names = {span.name.split(", ")[-1] for span in sweeps.timeline.take()}
         assert names == {f"stream {stream}" for stream in range(staying, streams)}
 
 
 def test_nothing_is_allocated_from_the_second_sweep_on() -> None:
-    sweeps = Sweeps(Case(streams=4))
+    sweeps, allocated = Sweeps(Case(streams=4)), []
+    take = sweeps.device.host_memory
+
+    def counted(nbytes: int) -> torch.Tensor:
+        allocated.append(nbytes)
+        return take(nbytes)
+
+    sweeps.device.host_memory = counted  # type: ignore[method-assign]
     sweeps.run()
-    allocated = sum(sweeps.device.allocated)
-    assert allocated == STAGING_BUFFERS * NBYTES
+    first = sum(allocated)
+    assert PAGE <= first <= (4 + IN_TRANSIT) * PAGE, "streams have memory in turn"
     sweeps.run()
-    assert sum(sweeps.device.allocated) == allocated
+    assert sum(allocated) == first
+    assert sweeps.device.allocated == []
     assert sweeps.end() == []
 
 
@@ -157,8 +155,7 @@ def test_nothing_is_allocated_from_the_second_sweep_on() -> None:
 def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     sweeps = Sweeps(Case(upload=slow))
     sweeps.run(segments)
-    sweeps.memory.take(0)  # and its forward fails
-    sweeps.memory.prefetch(1)
+    sweeps.memory.take(segments, 0)  # and its forward fails
     sweeps.run()
     sweeps.run()
     assert sweeps.end() == []
@@ -166,10 +163,10 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("at", range(1, 12))
-@pytest.mark.parametrize("what", ["copy", "empty", "host_memory"])
-def test_a_failed_allocation_or_copy_loses_no_staging_buffer(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["copy", "resize", "host_memory"])
+def test_a_failed_allocation_or_copy_loses_no_memory(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = Sweeps(Case())
-    owner = sweeps.streams if what == "copy" else sweeps.device
+    owner = {"copy": sweeps.streams, "resize": sweeps.memory._kept._elsewhere, "host_memory": sweeps.device}[what]
     work, calls = getattr(owner, what), 0
 
     def failing(*arguments: Any) -> Any:
@@ -186,56 +183,22 @@ def test_a_failed_allocation_or_copy_loses_no_staging_buffer(what: str, at: int,
     sweeps.run()
     sweeps.run()
     assert sweeps.end() == []
-    assert len(sweeps.memory._free) == STAGING_BUFFERS
 
 
-def test_a_staging_buffer_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
-    """A device's allocator hands out what the host has freed, though compute issued before may still read it."""
-    streams = ThreadedStreams(lambda lane, nbytes: 0.0, asynchronous=True)
-    device = ThreadedDevice(streams)
-    used = torch.zeros(4096, dtype=torch.uint8)
-    changed: list[bool] = []
-
-    def read() -> None:
-        sleep(0.05)
-        changed.append(bool(used.any()))
-
-    memory = ActivationOffload(device, 0)
-    memory.begin(3)
-    for stream, numbers in enumerate((5, 8, 6)):
-        memory.add(stream, torch.ones(64 * numbers), lambda: 0)
-    memory.prefetch(0)
-    empty, device.empty = device.empty, lambda nbytes: used[:nbytes]  # type: ignore[method-assign]
-    streams.compute(read)
-    memory.prefetch(1)  # into the smallest staging buffer
-    device.empty = empty  # type: ignore[method-assign]
-    device.close()
-    assert changed == [False]
-    assert bool(used.any()), "it was filled in the end"
-
-
-@pytest.mark.parametrize("streams", range(1, 7))
+@pytest.mark.parametrize("streams", range(1, 9))
 @pytest.mark.parametrize("numbers", [1, 3, 8])
-def test_a_later_sweep_counts_the_staging_buffers_that_are_there(streams: int, numbers: int) -> None:
-    own = 64 * numbers
+def test_streams_stay_only_while_those_in_transit_have_room(streams: int, numbers: int) -> None:
+    nbytes, allowed = 64 * numbers, 20 * 64
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    memory = ActivationOffload(device, allowed := 10 * 64)
-    memory.begin(2)
-    for stream in range(2):
-        memory.add(stream, torch.zeros(4 * 64, dtype=torch.uint8), lambda: 64)
-    staging = memory.staging_bytes
-    assert staging == 0
-    memory.begin(4)
-    for stream in range(4):
-        memory.add(stream, torch.zeros(3 * 64, dtype=torch.uint8), lambda: 64)
-    assert memory.staging_bytes == STAGING_BUFFERS * 3 * 64
-    memory.begin(streams)
-    for stream in range(streams):
-        memory.add(stream, torch.zeros(own, dtype=torch.uint8), lambda: 64)
+    memory = StreamActivations(device, allowed)
+    for count, size in ((2, 4 * 64), (9, 3 * 64), (streams, nbytes)):
+        memory.begin(count)
+        for stream in range(count):
+            memory.add(stream, torch.zeros(size, dtype=torch.uint8), lambda: 64)
     staying = len(memory._on_device)
-    beside = staying * own + 64
-    assert staying in (0, streams) or beside + memory.staging_bytes <= allowed
-    assert staying == 0 or beside + STAGING_BUFFERS * 3 * 64 <= allowed
+    assert staying in (0, streams) or (staying + IN_TRANSIT) * nbytes + 64 <= allowed
+    assert staying < streams or streams * nbytes + 64 <= allowed
+    assert staying == streams or (staying + 1 + IN_TRANSIT) * nbytes + 64 > allowed
     device.close()
 
 
@@ -263,11 +226,11 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         [{"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)}, base[5:7], torch.empty(0), "x", 7],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    memory = ActivationOffload(device, 0)
+    memory = StreamActivations(device, 0)
     memory.begin(1)
     memory.add(0, activations, lambda: 0)
     for larger in range(3):
-        found = memory.take(0)
+        found = memory.take(1 + larger, 0)
         assert found.hidden.stride() == (1, 6)
         assert torch.equal(found.hidden, activations.hidden)
         mapping, part, *rest = found.others
@@ -278,10 +241,9 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         assert mapping["mask"].data_ptr() == mapping["again"].data_ptr()
         assert mapping["bytes"].tolist() == [3]
         assert (rest[0].shape, *rest[1:]) == ((0,), "x", 7)
-        # What stands first grows: everything behind it in the staging buffer has to move.
         base = torch.arange(24 + 100 * larger, dtype=torch.float64)
         activations = Named(base[:24].view(4, 6).t(), [mapping, base[5:7], *rest])
-        memory.put(0, activations)
+        memory.put(2 + larger, 0, activations)
     device.close()
 
 
@@ -299,10 +261,10 @@ def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
     )
     cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    memory = ActivationOffload(device, 0)
+    memory = StreamActivations(device, 0)
     memory.begin(1)
     memory.add(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
-    tensor, others = memory.take(0)
+    tensor, others = memory.take(1, 0)
     assert torch.equal(tensor, hidden)
     assert tensor is not hidden
     assert others["cache"] is cache
@@ -313,13 +275,11 @@ def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
 
 def test_where_the_device_is_the_host_everything_stays() -> None:
     timeline = Timeline()
-    memory = ActivationOffload(HostDevice(), 0, timeline=timeline)
+    memory = StreamActivations(HostDevice(), 0, timeline=timeline)
     memory.begin(1)
     tensor = torch.zeros(3)
     memory.add(0, [tensor], lambda: 10**9)
-    memory.prefetch(0)
-    assert memory.take(0)[0] is tensor
-    memory.drop(0)
+    assert memory.take(1, 0)[0] is tensor
     assert timeline.take() == []
 
 

@@ -30,15 +30,15 @@ from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import Wait
 from zo2core.runner import Runner
+from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
-from zo2core.sweep.kept_inputs import AHEAD, InputFile, InputKey, InputOffload, KeptInputs
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
 BLOCKS = 6
 LENGTHS = [7, 5, 6, 4]
 NBYTES = PAGE  # of an input
-FIRST, SECOND = InputKey(1, 0), InputKey(2, 0)
+FIRST, SECOND = Use(-1, 0), Use(-2, 0)
 
 
 class Departed:
@@ -58,10 +58,10 @@ class Memory:
     """A store that keeps bytes, and counts how many are in the storages of all inputs."""
 
     def __init__(self) -> None:
-        self.away: dict[InputKey, list[tuple[torch.UntypedStorage, bytes]]] = {}
-        self.sent: list[InputKey] = []
+        self.away: dict[Use, list[tuple[torch.UntypedStorage, bytes]]] = {}
+        self.sent: list[Use] = []
 
-    def send(self, key: InputKey, storages: Sequence[torch.UntypedStorage]) -> Departed:
+    def send(self, key: Use, storages: Sequence[torch.UntypedStorage]) -> Departed:
         self.sent.append(key)
 
         def leave() -> None:
@@ -71,7 +71,7 @@ class Memory:
 
         return Departed(leave)
 
-    def bring(self, key: InputKey) -> Departed:
+    def bring(self, key: Use) -> Departed:
         left = self.away.pop(key)
         for storage, content in left:
             storage.resize_(len(content))
@@ -94,41 +94,42 @@ def filled(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), blocks=st.integers(1, 6), room=st.integers(0, 400))
-def test_the_oldest_inputs_leave_and_all_are_there_when_their_backward_needs_them(
+def test_the_first_blocks_inputs_leave_and_all_are_there_when_their_backward_needs_them(
     sizes: list[int], blocks: int, room: int
 ) -> None:
     store, tensors = Memory(), {}
-    inputs = KeptInputs(store)
+    inputs = KeptActivations(store)
     for _ in range(2):
-        inputs.begin(room)
+        inputs.room = room
         store.sent.clear()
         most = max(room, (AHEAD + 1) * max(sizes))
         for block in range(1, blocks + 1):
             for stream, size in enumerate(sizes):
                 tensor = torch.full((size,), 10 * block + stream, dtype=torch.uint8)
-                tensors[InputKey(block, stream)] = tensor
-                inputs.put(InputKey(block, stream), [tensor.untyped_storage()] if size else [])
+                tensors[Use(-block, stream)] = tensor
+                inputs.put(Use(-block, stream), [tensor.untyped_storage()] if size else [])
                 assert sum(kept.untyped_storage().nbytes() for kept in tensors.values()) <= most
         order = [key for key in tensors if sizes[key.stream]]
-        assert store.sent == order[: len(store.sent)], "the first blocks' inputs leave"
+        segments = [key.segment for key in order]
+        assert [key.segment for key in store.sent] == segments[: len(store.sent)], "the first blocks' inputs leave"
         if blocks * sum(sizes) + AHEAD * max(sizes) <= room:
             assert store.sent == []
         for block in range(blocks, 0, -1):
             for stream, size in enumerate(sizes):
-                inputs.take(InputKey(block, stream))
+                inputs.take(Use(-block, stream))
                 present = sum(kept.untyped_storage().nbytes() for kept in tensors.values())
                 assert present <= max(room, AHEAD * max(sizes)) + max(sizes), "what is read ahead has room"
-                assert tensors.pop(InputKey(block, stream)).tolist() == [10 * block + stream] * size
+                assert tensors.pop(Use(-block, stream)).tolist() == [10 * block + stream] * size
         inputs.clear()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[InputFile]:
-    with closing(InputFile(tmp_path, Timeline())) as made:
+def file(tmp_path: Path) -> Iterator[ActivationFile]:
+    with closing(ActivationFile(tmp_path, Timeline())) as made:
         yield made
 
 
-def test_a_file_gives_back_what_it_was_sent(file: InputFile, tmp_path: Path) -> None:
+def test_a_file_gives_back_what_it_was_sent(file: ActivationFile, tmp_path: Path) -> None:
     for _ in range(2):
         tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, (9 << 20) + 5, 77)]
         expected = [tensor.clone() for tensor in tensors]
@@ -145,7 +146,7 @@ def test_a_file_gives_back_what_it_was_sent(file: InputFile, tmp_path: Path) -> 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     storages = [torch.zeros(5).untyped_storage()]
-    with closing(InputFile(tmp_path / "missing", Timeline())) as file:
+    with closing(ActivationFile(tmp_path / "missing", Timeline())) as file:
         with pytest.raises(ScratchError, match=r"missing: found No such file or directory.* inputs of blocks"):
             file.send(FIRST, storages).result()
         file.clear()
@@ -257,7 +258,7 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, 
     with make(base, room_for(base, 0)) as engine:
         expected = outcome(engine, batch)
     with make(base, room_for(base, 0)) as engine, monkeypatch.context() as patched:
-        write, calls = InputFile._write, [0]
+        write, calls = ActivationFile._write, [0]
 
         def refused(*arguments: Any) -> None:
             calls[0] += 1
@@ -265,7 +266,7 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, 
                 raise ScratchError("disk", found="a full disk", expected="space", remedy="free it")
             write(*arguments)
 
-        patched.setattr(InputFile, "_write", refused)
+        patched.setattr(ActivationFile, "_write", refused)
         with pytest.raises(ScratchError, match="a full disk"):
             engine.step(batch)
         assert engine.version == 0
@@ -294,7 +295,7 @@ class Computed:
         self.allocated: list[int] = []  # bytes of page-locked memory
         self.device.host_memory = self.host_memory  # type: ignore[method-assign]
         self.timeline = Timeline()
-        self.store = InputOffload(self.device, self.timeline, InputFile(spill, self.timeline), host_room)
+        self.store = ActivationOffload(self.device, self.timeline, ActivationFile(spill, self.timeline), host_room)
         self.store.resize = self.overwritten  # type: ignore[method-assign]
         self.errors: list[str] = []
 
@@ -310,17 +311,17 @@ class Computed:
         self.streams.compute(work)
 
     def run(self, blocks: int = 5, room: int = 0, streams: int = 2) -> None:
-        inputs, tensors = KeptInputs(self.store), {}
-        inputs.begin(room)
+        inputs, tensors = KeptActivations(self.store), {}
+        inputs.room = room
         for block in range(1, blocks + 1):
             for stream in range(streams):
                 tensors[block, stream] = tensor = torch.full((NBYTES,), 3, dtype=torch.uint8)
                 self.streams.compute(partial(self.make, tensor, 10 * block + stream))
-                inputs.put(InputKey(block, stream), [tensor.untyped_storage()])
+                inputs.put(Use(-block, stream), [tensor.untyped_storage()])
         inputs.end_departures()
         for block in range(blocks, 0, -1):
             for stream in range(streams):
-                inputs.take(InputKey(block, stream))
+                inputs.take(Use(-block, stream))
                 self.streams.compute(partial(self.check, tensors[block, stream], 10 * block + stream))
         inputs.clear()
 
@@ -361,7 +362,7 @@ SLOW_FOR_INPUTS = {Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED, Wait.INPUT_UPLO
 
 @pytest.mark.parametrize(("wait", "slow"), SLOW_FOR_INPUTS.items())
 def test_host_memory_of_an_input_is_used_again_after_its_copies(wait: Wait, slow: Wait, tmp_path: Path) -> None:
-    assert set(SLOW_FOR_INPUTS) == FOR_INPUTS
+    assert {*WAITS, *SLOW_FOR_INPUTS} == FOR_INPUTS
     assert swept(tmp_path, {slow: SLOW}, host_room=0).errors == []
     assert swept(tmp_path, {slow: SLOW}, host_room=0, without=[wait]).errors != []
 
@@ -385,12 +386,12 @@ def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_p
 @pytest.mark.parametrize("host_room", [0, ALL_ON_HOST])
 def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path: Path) -> None:
     computed = Computed({}, (), host_room, tmp_path)
-    inputs, tensors = KeptInputs(computed.store), [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)]
-    inputs.begin(0)
+    inputs, tensors = KeptActivations(computed.store), [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)]
+    inputs.room = 0
     for block in range(1, 6):
-        inputs.put(InputKey(block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else [])
+        inputs.put(Use(-block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else [])
     for block in range(5, 0, -1):
-        inputs.take(InputKey(block, 0))
+        inputs.take(Use(-block, 0))
     computed.streams.compute(lambda: computed.errors.extend([] if tensors[1].tolist() == [3] * 5 else ["lost"]))
     inputs.clear()
     assert computed.end() == []
@@ -401,11 +402,11 @@ def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path
 def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_bits(
     host_room: int | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class LittleRoom(InputOffload):
+    class LittleRoom(ActivationOffload):
         def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
             super().__init__(device, timeline, file, room if host_room is None else host_room)
 
-    monkeypatch.setattr("zo2core.methods.first_order.InputOffload", LittleRoom)
+    monkeypatch.setattr("zo2core.methods.first_order.ActivationOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)

@@ -69,9 +69,7 @@ def slow() -> float:
 # The case in which each wait counts: what it waits for is slow.
 FOR_ACTIVATIONS = {  # in test_activations.py
     Wait.COMPUTED,
-    Wait.ACTIVATIONS_OFFLOADED,
     Wait.STAGING_OFFLOADED,
     Wait.ACTIVATIONS_UPLOADED,
-    Wait.STAGING_READ,
 }
-FOR_INPUTS = {Wait.INPUT_OFFLOADED, Wait.INPUT_UPLOADED}  # in test_kept_inputs.py
+FOR_INPUTS = {*FOR_ACTIVATIONS, Wait.STAGING_READ, Wait.INPUT_OFFLOADED, Wait.INPUT_UPLOADED}  # in test_kept_inputs.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from zo2core.sweep.activation_offload import STAGING_BUFFERS
+from zo2core.sweep.activations import IN_TRANSIT
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
 _FLOAT_BYTES = 4  # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
@@ -86,7 +86,7 @@ def activation_bytes(
 
 def least_activation_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
     """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory."""
-    return activation_bytes(config, rows, tokens, streams=1 + STAGING_BUFFERS, loss_chunk=loss_chunk)
+    return activation_bytes(config, rows, tokens, streams=IN_TRANSIT, loss_chunk=loss_chunk)
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:

@@ -22,7 +22,7 @@ from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.kernels.encoding import decode
 from zo2core.optimizer_states import StateMemory
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.activations import flattened
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_visitor import tensor_ids
 from zo2core.types import aligned, flat_views, widened

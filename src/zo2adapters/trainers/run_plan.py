@@ -46,7 +46,7 @@ from zo2core.protocols import CounterNoise
 from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
-from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device
+from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
 from zo2core.types import shown_bytes
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
@@ -494,4 +494,4 @@ def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimiz
     held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
     streams = -(-optimization.evaluations // stacked) * -(-rows // running)
     forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
-    return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=STAGING_BUFFERS * held))
+    return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=IN_TRANSIT * held))

@@ -21,9 +21,9 @@ from zo2core.optimizers import Delayed, OptimizerFactory
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
 from zo2core.runner import Runner
+from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
 from zo2core.sweep.gradient_memory import GradientMemory, MemoryLimit
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.kept_inputs import InputFile, InputOffload, KeptInputs
 from zo2core.sweep.microbatch import batches_of
 from zo2core.sweep.trained_parameters import PresentWeights
 from zo2core.types import Batch, BlockLayout, Commit, StepResult
@@ -194,8 +194,8 @@ def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]]
     """What makes the visitors of first-order steps."""
     device, timeline, trained = runner.device, runner.recorder.timeline, runner.trained
     assert trained is not None, "it was built for first-order steps"
-    file = InputFile(spill, timeline)
-    inputs = KeptInputs(file if device.in_place else InputOffload(device, timeline, file, runner.waiting_bytes))
+    file = ActivationFile(spill, timeline)
+    inputs = KeptActivations(file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes))
     runner.opened.callback(inputs.close)
     return GradientVisits(
         layouts=runner.model.layouts,

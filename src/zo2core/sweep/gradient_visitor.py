@@ -11,7 +11,7 @@ forward. Inputs for which there is no room leave memory in between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from zo2core.errors import OptionError
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
-from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
 from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_memory import GraphRoom, MemoryLimit, gradient_bytes
-from zo2core.sweep.kept_inputs import InputKey, KeptInputs
 from zo2core.sweep.trained_parameters import PresentWeights
 from zo2core.types import Batch, BlockLayout, Lane
 
@@ -46,7 +45,7 @@ class _SegmentInput:
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the values through which gradients flow, by address."""
-        return _storages(self.values[index] for index in self.differentiable)
+        return storages_of(self.values[index] for index in self.differentiable)
 
 
 class _Pass(NamedTuple):
@@ -76,7 +75,7 @@ class GradientVisits:
     present: PresentWeights  # loads weights into the work buffer, and accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
-    inputs: KeptInputs[torch.UntypedStorage]
+    inputs: KeptActivations[torch.UntypedStorage]
     limit: MemoryLimit
     streams: Streams
     timeline: Timeline
@@ -95,7 +94,7 @@ class GradientVisits:
         self.present.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
-        self.inputs.begin(inputs)
+        self.inputs.room = inputs
         room = GraphRoom(kept_bytes - inputs, sizes)
         return GradientVisitor(self, forward, batches, weights, joint_loss, room, loss_scale)
 
@@ -221,9 +220,9 @@ class GradientVisitor:
             segment_input = stream.next_input if index > 0 else None
             stream.next_input = _SegmentInput(values, nesting, differentiable)
             if segment_input is not None and index >= self._first:
-                needed = _storages(outputs)  # what later blocks get as well stays
+                needed = storages_of(outputs)  # what later blocks get as well stays
                 own = [storage for address, storage in segment_input.storages().items() if address not in needed]
-                self._inputs.put(InputKey(index, number), own)
+                self._inputs.put(Use(-index, number), own)
 
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
@@ -283,7 +282,7 @@ class GradientVisitor:
         """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
             if index > 0:
-                self._inputs.take(InputKey(index, number))
+                self._inputs.take(Use(-index, number))
             forward, graph, outputs, inputs = stream.passes.pop(index)
             graph.restore(forward)
             reached = [outputs[i] for i in stream.gradients]
@@ -335,12 +334,6 @@ class GradientVisitor:
                 expected="blocks that are connected by their outputs alone",
                 remedy="train this model by ZerothOrder, whose steps need no gradient",
             )
-
-
-def _storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
-    """The storages of the tensors among values, by address."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def tensor_ids(value: object) -> object:

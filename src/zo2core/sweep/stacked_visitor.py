@@ -15,7 +15,7 @@ from zo2core.kernels.encoding import decode
 from zo2core.perturbation import PerturbedParameter, StackedForward, StackedModel
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
-from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.visitor import Groups, run_stream
 from zo2core.sweep.work_buffer import WorkBuffer, can_be_read, is_encoded
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
@@ -38,7 +38,7 @@ class StackedVisits:
     factors: FactorStore  # of all parameters
     trajectory: Callable[[int, Sequence[Evaluation | None]], Trajectory]  # to a version and through evaluations
     buffer: WorkBuffer  # for weights that cannot be read from the store
-    activations: ActivationOffload  # of the stacks between segments; one sweep uses it at a time
+    activations: StreamActivations  # of the stacks between segments; one sweep uses it at a time
     streams: Streams
     timeline: Timeline
     worker: Executor | None  # helps to decode weights; None uses one thread
@@ -145,9 +145,9 @@ class StackedVisitor:
 
     def _run(self, index: int, number: int, stack: Stack) -> None:
         """Run a segment's forward of one stack."""
-        kind, last = self._model.layouts[index].kind, number == len(self._stacks) - 1
+        kind = self._model.layouts[index].kind
         head = partial(self._heads, stack)
-        outputs = run_stream(self._activations, self._forward, kind, index, number, stack.batch, head, last=last)
+        outputs = run_stream(self._activations, self._forward, kind, index, number, stack.batch, head)
         if outputs is not None:
             for group, output in zip(stack.groups, outputs, strict=True):
                 self.outputs[group].append(output)

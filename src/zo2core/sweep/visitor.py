@@ -23,7 +23,7 @@ import torch
 
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, Visitor
-from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.counter_perturber import CounterPerturber
 from zo2core.sweep.drawn_perturber import DrawnPerturber
 from zo2core.sweep.perturber import Perturber
@@ -36,31 +36,23 @@ Output = TypeVar("Output")
 
 
 def run_stream(
-    memory: ActivationOffload,
+    memory: StreamActivations,
     forward: Forward,
     kind: SegmentKind,
     index: int,
     stream: int,
     batch: Batch,
     head: Callable[[Activations], Output],
-    *,
-    last: bool,
 ) -> Output | None:
     """Run a segment's forward of one stream."""
     if kind is SegmentKind.EMBEDDING:
         memory.add(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
-        if last:
-            memory.prefetch(0)
         return None
-    activations = memory.take(stream)
-    if not last or kind is SegmentKind.BLOCK:
-        memory.prefetch(0 if last else stream + 1)
+    activations = memory.take(index, stream)
     if kind is SegmentKind.BLOCK:
-        memory.put(stream, forward.block(index - 1, activations))
+        memory.put(index + 1, stream, forward.block(index - 1, activations))
         return None
-    output = head(activations)
-    memory.drop(stream)
-    return output
+    return head(activations)
 
 
 Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
@@ -71,7 +63,7 @@ class SegmentVisits:
     """The objects that all sweeps of a run share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    activations: ActivationOffload  # of the streams between segments; one sweep uses it at a time
+    activations: StreamActivations  # of the streams between segments; one sweep uses it at a time
     streams: Streams
     timeline: Timeline
     update_loss: UpdateLoss  # samples segments at the present version
@@ -149,8 +141,8 @@ class SegmentVisitor:
     def _run(self, index: int, stream: int, group: int) -> None:
         """Run a segment's forward of one stream."""
         batch, kind = self._batches[stream], self._layouts[index].kind
-        head, last = partial(self._forward.head, batch), stream == len(self._batches) - 1
-        output = run_stream(self._activations, self._forward, kind, index, stream, batch, head, last=last)
+        head = partial(self._forward.head, batch)
+        output = run_stream(self._activations, self._forward, kind, index, stream, batch, head)
         if output is not None:
             self.outputs[group].append(output)
 
