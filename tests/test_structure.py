@@ -164,10 +164,10 @@ MOST_LINES = {
     "zo2core/io": 436,
     "zo2core/journal": 512,
     "zo2core/kernels": 1357,
-    "zo2core/methods": 1022,
+    "zo2core/methods": 987,
     "zo2core/planning": 613,
     "zo2core/sources": 980,
-    "zo2core/sweep": 2493,
+    "zo2core/sweep": 2297,
 }
 
 

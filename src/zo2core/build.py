@@ -25,20 +25,18 @@ from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.first_order import (
     TRAINED_COPIES,
-    AdapterSteps,
     FirstOrder,
-    gradient_visits,
     require_trainable,
     trained_bytes,
 )
-from zo2core.methods.fused import FusedSteps
-from zo2core.methods.loss_scale import LossScale
+from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps, gradient_visits
 from zo2core.methods.states import (
     AdapterState,
     AtSnapshot,
     GenerationState,
     JournalState,
     KeptSnapshots,
+    LossScale,
     StoredState,
     TrainedState,
 )
@@ -62,6 +60,7 @@ from zo2core.protocols import (
     CounterNoise,
     Device,
     DifferentiableModel,
+    Forward,
     NoiseGenerator,
     Scheduler,
     ZOEstimator,
@@ -75,14 +74,15 @@ from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
+from zo2core.sweep.drawn_perturber import DrawnPerturber
 from zo2core.sweep.exclusive_use import SoleUse
+from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.stacked_visitor import StackedVisits
-from zo2core.sweep.stored_parameters import StoredParameters
-from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
+from zo2core.sweep.perturber import CounterPerturber, Groups, Perturber
+from zo2core.sweep.trained import PresentWeights, StoredParameters, TrainedParameters
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visitor import Visits, WeightVisits
+from zo2core.sweep.visitor import Visits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import Trajectory, seeds_of
@@ -431,37 +431,32 @@ def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParame
 
 def _visits(runner: Runner) -> Visits:
     """Choose how the visitors of sweeps are made, by where what is trained is."""
-    model, estimator, trained, buffer = runner.model, runner.estimator, runner.trained, runner.work_buffer
-    worker = None
+    model, estimator, trained, noise = runner.model, runner.estimator, runner.trained, runner.noise
+    factors, buffer, worker = runner.factors, runner.work_buffer, None
     if runner.device.torch_device.type == "cpu":
         worker = runner.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
-    common: dict[str, Any] = {
-        "activations": runner.activations,
-        "streams": runner.device.streams,
-        "timeline": runner.recorder.timeline,
-    }
-    if trained is not None:
-        return PresentVisits(
-            layouts=model.layouts,
-            weights=PresentWeights(trained, buffer),
-            update_loss=runner.update_loss,
-            **common,
-        )
     zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, runner.perturb_in_place)
-    trajectory = partial(Trajectory, runner.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
-    if runner.factors is not None:
-        assert isinstance(model, StackedModel), "other models were refused"
-        return StackedVisits(
-            model=model, factors=runner.factors, trajectory=trajectory, buffer=buffer, worker=worker, **common
-        )
-    return WeightVisits(
+
+    def perturber(version: int, groups: Groups, forward: Forward) -> Perturber:
+        if trained is not None:
+            trained.begin_sweep()
+            return PresentWeights(trained, buffer)
+        evaluations = [evaluation for evaluation, _ in groups]
+        trajectory = Trajectory(runner.journal.updates, version, evaluations, zo_eps, in_place)
+        if factors is not None:
+            assert isinstance(model, StackedModel), "other models were refused"
+            return FactorPerturber(model, factors, buffer, worker, trajectory, groups, forward)
+        if isinstance(noise, CounterNoise):
+            return CounterPerturber(noise, buffer, worker, trajectory)
+        return DrawnPerturber(noise, buffer, worker, trajectory)
+
+    return Visits(
         layouts=model.layouts,
-        trajectory=trajectory,
-        noise=runner.noise,
-        buffer=buffer,
-        worker=worker,
-        update_loss=runner.update_loss,
-        **common,
+        perturber=perturber,
+        activations=runner.activations,
+        streams=runner.device.streams,
+        timeline=runner.recorder.timeline,
+        update_loss=runner.update_loss if factors is None else None,
     )
 
 

@@ -19,7 +19,7 @@ from zo2core.errors import OptionError
 from zo2core.factor_store import Learned
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
-from zo2core.methods.first_order import AdapterSteps
+from zo2core.methods.gradient_steps import AdapterSteps
 from zo2core.methods.states import AdapterState, GenerationState, KeptSnapshots
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
@@ -35,7 +35,7 @@ from zo2core.protocols import (
 from zo2core.runner import counted
 from zo2core.shared import SharedBase
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective
-from zo2core.sweep.visitor import Groups
+from zo2core.sweep.perturber import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
 

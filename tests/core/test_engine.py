@@ -22,7 +22,6 @@ from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
 
 import zo2core.kernels
-import zo2core.sweep.counter_perturber
 import zo2core.sweep.drawn_perturber
 import zo2core.sweep.perturber
 from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
@@ -162,7 +161,7 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
 
 def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zo2core.sweep.perturber, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(zo2core.sweep.counter_perturber, "RANGE", 64)
+    monkeypatch.setattr(zo2core.sweep.perturber, "RANGE", 64)
     expected = []
     with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine:
         expected += [engine.step(BATCH).losses for _ in range(2)]
@@ -178,7 +177,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
                 raise FailureError
             zo2core.kernels.apply_drawing(*args, **options)
 
-        monkeypatch.setattr(zo2core.sweep.counter_perturber, "apply_drawing", watched)
+        monkeypatch.setattr(zo2core.sweep.perturber, "apply_drawing", watched)
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True

@@ -26,7 +26,7 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.sweep.stacked_visitor import StackedVisitor
+from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Program
 
 Stopped = tuple[Path, Path, dict[str, torch.Tensor]]
@@ -179,13 +179,13 @@ def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_pat
     bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
     written: list[int] = []  # bytes
     after_embedding: list[int] = []
-    write, evaluate = RangedFile.write, StackedVisitor._evaluate
+    write, evaluate = RangedFile.write, SegmentVisitor._evaluate
 
     def writing(file: RangedFile, offset: int, data: memoryview) -> None:
         written.append(len(data))
         write(file, offset, data)
 
-    def evaluating(visitor: StackedVisitor, index: int) -> None:
+    def evaluating(visitor: SegmentVisitor, index: int) -> None:
         if index == 0:
             after_embedding.append(sum(written))
         evaluate(visitor, index)
@@ -193,7 +193,7 @@ def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_pat
     with (
         opened(base, bare) as engine,
         patch.object(RangedFile, "write", writing),
-        patch.object(StackedVisitor, "_evaluate", evaluating),
+        patch.object(SegmentVisitor, "_evaluate", evaluating),
     ):
         engine.evaluate([BATCH])
     embedding = sum_elements(open_checkpoint(base).layouts[0].parameters, 2)

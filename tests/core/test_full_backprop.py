@@ -41,13 +41,13 @@ from zo2core import (
 )
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.methods.first_order import gradient_bytes, trained_bytes
-from zo2core.methods.fused import _Updating
-from zo2core.methods.loss_scale import LossScale
+from zo2core.methods.gradient_steps import _SegmentSteps
+from zo2core.methods.states import LossScale
 from zo2core.optimizer_states import _Zeros, copied_state, state_bytes
 from zo2core.optimizers import make_block_update
 from zo2core.planning.memory import DevicePlan
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.stored_parameters import StoredParameters
+from zo2core.sweep.trained import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
@@ -384,10 +384,10 @@ def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
 ) -> None:
     batch, real = make_batch(40, [7, 5]), StoredParameters.set_values
 
-    def interrupted(self: StoredParameters, index: int, *given: Any) -> int:
+    def interrupted(self: StoredParameters, index: int, *given: Any) -> None:
         if index == 2:
             raise KeyboardInterrupt
-        return real(self, index, *given)
+        real(self, index, *given)
 
     with engine_of(base, "lomo") as engine:
         engine.step(batch)
@@ -837,9 +837,10 @@ def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
     gradients, scale = dict(given), LossScale(LossScaling())
     method, unused = FirstOrder(BAdam(ADAMW), lr=0.1, clip_value=0.5, clip=1.0), cast("Any", None)
     state: Any = SimpleNamespace(update=method.update, scale=scale)
-    step = _Updating(unused, torch.tensor(8.0), given, method, state, step=0, lr=0.1)
+    step = _SegmentSteps(method, state, given, unused)
+    step.total = torch.tensor(8.0)
     with _LargestTensors(4 * 64 * 128) as made:
-        step.complete(0, gradients)
+        step.clip(gradients)
     assert made.most == 2
     for name, gradient in given.items():
         unscaled = gradient.float() * torch.tensor(1.0 / scale.scale, dtype=torch.float32)

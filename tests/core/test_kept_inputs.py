@@ -31,7 +31,7 @@ from zo2core.profiling import Timeline
 from zo2core.protocols import Wait
 from zo2core.runner import Runner
 from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
-from zo2core.sweep.gradient_memory import GRAPH_FORWARDS, PASSING
+from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS, PASSING
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
@@ -406,7 +406,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
         def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
             super().__init__(device, timeline, file, room if host_room is None else host_room)
 
-    monkeypatch.setattr("zo2core.methods.first_order.ActivationOffload", LittleRoom)
+    monkeypatch.setattr("zo2core.methods.gradient_steps.ActivationOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)

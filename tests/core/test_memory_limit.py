@@ -15,7 +15,7 @@ import ctypes
 import os
 import torch
 from zo2core.io.process_memory import resident_memory
-from zo2core.sweep.gradient_memory import MemoryLimit
+from zo2core.sweep.gradient_visitor import make_room
 
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
@@ -24,8 +24,7 @@ for text in {list(LIMITS)!r}:
         blocks = [torch.ones(1 << 18) for _ in range({BYTES} >> 20)]
         before = resident_memory()
         del blocks[1::2], blocks[:-1]
-        limit = MemoryLimit(eval(text))
-        limit.make_room(1 << 20)
+        make_room(eval(text), 1 << 20)
         print(before - resident_memory(), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0

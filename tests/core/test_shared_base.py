@@ -39,7 +39,7 @@ from zo2core.errors import (
 from zo2core.lockstep import Lockstep
 from zo2core.planning.memory import DevicePlan
 from zo2core.sources.loader import SegmentLoader
-from zo2core.sweep.gradient_memory import GraphRoom
+from zo2core.sweep.gradient_visitor import GraphRoom
 from zo2core.types import Lane
 
 BUCKETS = (None, 1, 2)

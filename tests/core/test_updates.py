@@ -10,8 +10,8 @@ import torch
 from models import make_batch, save_model, small_config
 
 import zo2core.kernels
-import zo2core.sweep.counter_perturber
 import zo2core.sweep.drawn_perturber
+import zo2core.sweep.perturber
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.types import Descend, Evaluation, Perturb, Program, Update
@@ -99,7 +99,7 @@ def test_a_sweep_compiles_its_programs_once_for_all_segments(
 
         return recorded
 
-    monkeypatch.setattr(zo2core.sweep.counter_perturber, "apply_drawing", record("apply_drawing"))
+    monkeypatch.setattr(zo2core.sweep.perturber, "apply_drawing", record("apply_drawing"))
     monkeypatch.setattr(zo2core.sweep.drawn_perturber, "apply", record("apply"))
     noise = None if distribution is None else PhiloxNoise(distribution)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, weight_decay=0.1)

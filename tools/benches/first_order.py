@@ -41,7 +41,7 @@ from zo2core import LOMO, AdaLOMO, BAdam, BlockLayout, BlockUpdate, Delayed, Eng
 from zo2core.methods.first_order import gradient_bytes as bytes_of_gradients
 from zo2core.optimizer_states import state_bytes
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.gradient_memory import gradient_bytes
+from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import Batch, StateSpec
 
 LR = 1e-6

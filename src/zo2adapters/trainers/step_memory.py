@@ -13,7 +13,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2core import BlockUpdate, SegmentKind
 from zo2core.methods.first_order import trained_bytes
 from zo2core.planning.memory import free_memory
-from zo2core.sweep.gradient_memory import gradient_bytes
+from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes
 
 # Share of the free memory that generation may take if it needs more; the other rows then wait.

@@ -1,34 +1,54 @@
-"""First-order steps: a sweep forward and backward computes gradients, and an optimizer changes the parameters."""
+"""The first-order method: its options, the memory that it needs, and what it refuses."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from zo2core.errors import NonFiniteLossError, OptionError
-from zo2core.methods.loss_scale import LossScaling
-from zo2core.methods.row_shards import RowShards
-from zo2core.methods.states import AdapterState
+from zo2core.errors import OptionError
 from zo2core.optimizer_states import state_bytes
 from zo2core.optimizers import Delayed, OptimizerFactory
-from zo2core.profiling import Sweep
-from zo2core.protocols import BlockModel, BlockUpdate, Forward, Objective
-from zo2core.runner import Runner
-from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
-from zo2core.sweep.gradient_memory import GradientMemory, MemoryLimit
-from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.microbatch import batches_of
-from zo2core.sweep.trained_parameters import PresentWeights
-from zo2core.types import Batch, BlockLayout, Commit, StepResult
+from zo2core.protocols import BlockModel, BlockUpdate
+from zo2core.types import BlockLayout
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the scale of the loss changes, so that small gradients do not vanish in float16.
+
+    See ``torch.amp.GradScaler``, whose defaults these are.
+
+    Args:
+        initial: The scale at first.
+        growth: Factor of the scale after ``interval`` steps in a row without overflow.
+        backoff: Factor of the scale after a step whose gradients overflow, and which is skipped.
+        interval: Number of these steps.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, value, is_valid, expected in (
+            ("initial", self.initial, 1 <= self.initial < math.inf, "a number of at least 1"),
+            ("growth", self.growth, 1 < self.growth < math.inf, "a number above 1"),
+            ("backoff", self.backoff, 0 < self.backoff < 1, "a number between 0 and 1"),
+            ("interval", self.interval, self.interval >= 1, "a number of steps of at least 1"),
+        ):
+            if not is_valid:
+                raise OptionError(f"loss_scaling.{name}", found=repr(value), expected=expected, remedy="pass such a number")
 
 
 @dataclass(frozen=True)
@@ -188,98 +208,3 @@ def gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
         largest = max((spec.nbytes for spec in trained), default=0)
         most = max(most, 2 * given, held + max(largest, update.copies * max(in_float32, default=0)))
     return most
-
-
-def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
-    """What makes the visitors of first-order steps."""
-    device, timeline, trained = runner.device, runner.recorder.timeline, runner.trained
-    assert trained is not None, "it was built for first-order steps"
-    file = ActivationFile(spill, timeline)
-    inputs = KeptActivations(file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes))
-    runner.opened.callback(inputs.close)
-    return GradientVisits(
-        layouts=runner.model.layouts,
-        present=PresentWeights(trained, runner.work_buffer),
-        leaves=leaves,
-        weights=runner.work_buffer.bound,
-        inputs=inputs,
-        limit=MemoryLimit(runner.host_limit),
-        streams=device.streams,
-        timeline=timeline,
-    )
-
-
-def step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
-    """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
-    sweep = Sweep.of_step(commit.step, started, time.perf_counter())
-    lanes, seconds = runner.recorder.ended(sweep), sweep.done - started
-    return StepResult(
-        commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
-    )
-
-
-class AdapterSteps:
-    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
-
-    def __init__(self, runner: Runner, method: FirstOrder, state: AdapterState, visits: GradientVisits) -> None:
-        self._runner, self._method, self._state, self._visits = runner, method, state, visits
-        self._rows = RowShards(runner.workers, state.trained)
-        self._memory = GradientMemory(budget=runner.activation_bytes, spare=runner.spare_bytes)
-
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
-        """Take a step on a batch. See ``Engine.step``."""
-        state, optimizer, started = self._state, self._state.optimizer, time.perf_counter()
-        if optimizer is None:
-            raise OptionError(
-                "optimizer",
-                found="None, and a call of step",
-                expected="an optimizer",
-                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
-            )
-        if self._method.lr is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = self._method.rate(state.version)
-        try:
-            loss = self.gradients(batch, forward)
-            norm = self._clipped(loss)
-            commit = Commit(state.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
-            state.commit(commit)
-            optimizer.step()
-        finally:
-            state.trained.clear_gradients()
-        state.version += 1
-        return step_result(self._runner, commit, started)
-
-    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
-        """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
-        runner = self._runner
-        is_model_loss = forward is None and not isinstance(runner.model, Objective)
-        forward = runner.model if forward is None else forward
-        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
-        prepared = list(runner.prepared(rows.batches, forward))
-        outputs: list[torch.Tensor] = []
-        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
-            visitor = self._visits.visitor(
-                forward,
-                prepared[start:stop],
-                weights=None if rows.weights is None else rows.weights[start:stop],
-                joint_loss=rows.joint_loss,
-                kept_bytes=kept_bytes,
-            )
-            outputs += runner.run(visitor, visitor.order)[0]
-        return rows.finish(outputs)
-
-    def _clipped(self, loss: float) -> float:
-        """Clip the gradients, and return their norm before clipping."""
-        parameters = [parameter for parameter in self._state.trained.parameters.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
-            raise NonFiniteLossError(
-                f"step {self._state.version}",
-                found=f"loss {loss}, norm of the gradients {norm.item()}",
-                expected="a finite loss and a finite norm",
-                remedy="lower the learning rate, or use bfloat16 or float32 where float16 overflows; no step was taken",
-            )
-        if self._method.clip is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
-        return norm.item()

@@ -15,7 +15,7 @@ from torch import nn
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import MicroBatches, labelled_tokens, rows_to_shard, shard_of_rows, split_batches
-from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.sweep.trained import TrainedParameters
 from zo2core.types import Batch
 from zo2core.workers import Split, Workers
 

@@ -16,7 +16,7 @@ import torch
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.methods.loss_scale import LossScale
+from zo2core.methods.first_order import LossScaling
 from zo2core.optimizer_states import (
     StateMemory,
     StatesInStores,
@@ -31,9 +31,8 @@ from zo2core.planning.memory import MOST_USEFUL_BUCKETS
 from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner
 from zo2core.sources import SegmentStore
-from zo2core.sweep.stored_parameters import StoredParameters
-from zo2core.sweep.trained_parameters import TrainedParameters
-from zo2core.types import BlockLayout, Commit, Update
+from zo2core.sweep.trained import StoredParameters, TrainedParameters
+from zo2core.types import LARGEST, BlockLayout, Commit, Update
 from zo2core.workers import sync_snapshots
 
 
@@ -114,8 +113,7 @@ class TrainedState:
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of the trained parameters."""
         self.require(parameters)
-        segments = range(len(self._runner.layouts))
-        self.trained.load(parameters, lambda visitor: self._runner.run(visitor, segments))
+        self.trained.load(parameters, lambda: self._runner.sweep(0, [], self._runner.model))
 
     def require(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Refuse values of other parameters than the trained ones, and values that are not finite."""
@@ -172,6 +170,59 @@ class AdapterState(TrainedState):
         if self._factory is not None:
             self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.version = state["steps"]
+
+
+class LossScale:
+    """The present scale of the loss, as in ``torch.amp.GradScaler``."""
+
+    def __init__(self, scaling: LossScaling | None) -> None:
+        self._scaling = scaling
+        self.scale = 1.0 if scaling is None else scaling.initial
+        self._good_steps = 0  # in a row, without overflow
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients overflow is skipped, and the next one scaled by less.
+
+        A loss that is not scaled up has gradients that are too large by themselves.
+        """
+        return self._scaling is not None and self.scale > 1.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether the scale ever changes."""
+        return self._scaling is not None
+
+    def unscaled(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is given."""
+        if self._scaling is None:
+            return gradient
+        return torch.mul(gradient, torch.tensor(1.0 / self.scale, dtype=torch.float32), out=out)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Choose the scale of the next step."""
+        if self._scaling is None:
+            return
+        if overflowed:
+            self.scale, self._good_steps = max(self.scale * self._scaling.backoff, 1.0), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._scaling.interval:
+            grown, self._good_steps = self.scale * self._scaling.growth, 0
+            self.scale = grown if grown <= LARGEST else self.scale
+
+    def values(self) -> dict[str, Any]:
+        """What later steps depend on, as JSON."""
+        return {} if self._scaling is None else {"loss_scale": self.scale, "good_steps": self._good_steps}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with what ``values`` returned."""
+        values = values if isinstance(values, Mapping) else {"loss_scale": values}
+        scale, steps = values.get("loss_scale", 1.0), values.get("good_steps", 0)
+        if not isinstance(scale, float) or not 1.0 <= scale <= LARGEST or type(steps) is not int or steps < 0:
+            raise unusable_state(f"{values!r:.80} as the scale of the loss")
+        if self._scaling is not None and "loss_scale" in values:
+            self.scale, self._good_steps = scale, steps
 
 
 class StoredState(TrainedState):

@@ -65,12 +65,12 @@ class DrawnPerturber(TrajectoryPerturber):
             raise
         return self._trajectory.version
 
-    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Write an evaluation's weights, unless the second thread has done so. See the contract."""
-        if self._join() and evaluation == self._first:
+        if self._join() and evaluation == 0:
             return
-        origin = before if self._trajectory.perturb_in_place else None
-        program = self._move(origin, evaluation)
+        origin = self._origin(evaluation)
+        program = self._move(origin, self._trajectory.evaluations[evaluation])
         if origin is None and not program.instructions:
             self._buffer.load(index, stores)
         sources = None if origin is not None else stores
@@ -187,10 +187,7 @@ class DrawnPerturber(TrajectoryPerturber):
                     kernels.perturb([view.work for view in group], thetas, drawn, move)
             return
         if not self._buffer.keeps_noise:
-            for view, start, stop in self._chunks(index):
-                z = self._noise_memory(view, start, stop, "move")
-                self._noise.fill(z, seed, view.spec, start)
-                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, "move 0")
+            self._perturb_part(index, move, 0, 1, sources, seed)
             return
         if self._drawn != seed:
             self._draw(index, seed)
@@ -199,23 +196,24 @@ class DrawnPerturber(TrajectoryPerturber):
     def _halve(self, index: int, move: Perturb, sources: Stores | None) -> None:
         """Perturb along kept noise, with every other chunk on a second thread if that saves time."""
         if self._worker is None or self._buffer.elements[index] < self._parallel_from:
-            self._perturb_half(index, move, 0, 1, sources)
+            self._perturb_part(index, move, 0, 1, sources)
             return
-        other = self._worker.submit(self._perturb_half, index, move, 1, 2, sources)
+        other = self._worker.submit(self._perturb_part, index, move, 1, 2, sources)
         try:
-            self._perturb_half(index, move, 0, 2, sources)
+            self._perturb_part(index, move, 0, 2, sources)
         finally:
             other.result()
 
-    def _perturb_half(self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None) -> None:
-        """Perturb every ``parts``-th chunk of each parameter; chunks do not overlap."""
-        for view, start, stop in self._chunks(index, part, parts):
-            z = self._noise_memory(view, start, stop, "move")
-            self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
-
-    def _chunks(self, index: int, part: int = 0, parts: int = 1) -> Iterator[tuple[ParameterView, int, int]]:
-        """Every ``parts``-th chunk of each of a segment's parameters."""
-        return ((view, *chunk) for view in self._buffer.segments[index] for chunk in view.chunks[part::parts])
+    def _perturb_part(
+        self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None, seed: int | None = None
+    ) -> None:
+        """Perturb every ``parts``-th chunk of each parameter, along noise that is kept or drawn; chunks do not overlap."""
+        for view in self._buffer.segments[index]:
+            for start, stop in view.chunks[part::parts]:
+                z = self._noise_memory(view, start, stop, "move")
+                if seed is not None:
+                    self._noise.fill(z, seed, view.spec, start)
+                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
 
     def _perturb_chunk(
         self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, move: Perturb, scratch: str

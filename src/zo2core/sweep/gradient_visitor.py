@@ -4,14 +4,15 @@ In the backward pass a segment's forward runs again from its kept input, and res
 ``torch.autograd`` computes the gradients of its trained parameters and of its input; the previous segment continues from the
 latter. The bits are those of autograd on the whole model: the same operations run on the same numbers, and gradients are
 added in the same order. This is gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over
-blocks that are in memory one at a time. The last blocks keep their activations where memory allows, and need no second
-forward. Inputs for which there is no room leave memory in between.
+blocks that are in memory one at a time. As many of the last blocks as memory allows keep their activations, and need no
+second forward. Inputs for which there is no room leave memory in between.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,13 +21,78 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from zo2core.errors import OptionError
+from zo2core.io.process_memory import resident_memory, return_freed_memory
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
 from zo2core.sweep.block_graph import BlockGraph
-from zo2core.sweep.gradient_memory import GraphRoom, MemoryLimit, gradient_bytes
-from zo2core.sweep.trained_parameters import PresentWeights
+from zo2core.sweep.trained import PresentWeights
 from zo2core.types import Batch, BlockLayout, Lane
+
+# Memory of a segment's forward and backward, in multiples of its forward's. Measured: 0.5 to 1.6 for blocks of OPT and
+# Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three float32 copies of the logits.
+GRAPH_FORWARDS = 1.5
+PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
+
+
+def gradient_bytes(held: int, running: int, kept: int) -> int:
+    """Memory of a sweep forward and backward."""
+    return (PASSING + kept) * held + math.ceil(GRAPH_FORWARDS * running)
+
+
+class Group(NamedTuple):
+    """Micro-batches that pass the blocks together."""
+
+    start: int
+    stop: int
+    kept_bytes: int  # memory for inputs and graphs that blocks keep
+
+
+def divided(forward: Forward, batches: Sequence[Batch], allowed: int, *, together: bool) -> Iterator[Group]:
+    """Divide micro-batches into groups, in order, for so much memory, which a single one may exceed."""
+    start, held, running = 0, 0, 0
+    for index, batch in enumerate(batches):
+        nbytes, forward_bytes = forward.held_bytes(batch), forward.forward_bytes(batch)
+        needed = gradient_bytes(held + nbytes, max(running, forward_bytes), 0)
+        if index > start and needed > allowed and not together:
+            yield Group(start, index, max(allowed - gradient_bytes(held, running, 0), 0))
+            start, held, running = index, 0, 0
+        held += nbytes
+        running = max(running, forward_bytes)
+    yield Group(start, len(batches), max(allowed - gradient_bytes(held, running, 0), 0))
+
+
+def make_room(limit: int | None, nbytes: int) -> None:
+    """Return freed memory to the system, if the process would exceed its limit with so many bytes more.
+
+    An allocator keeps what is freed, since the next activations are as large. It keeps more than was ever in use at a time:
+    inputs that stay lie between activations that go, and blocks aligned for vector instructions are seldom reused whole.
+    """
+    if limit is not None and resident_memory() + nbytes > limit:
+        return_freed_memory()
+
+
+class GraphRoom:
+    """The memory for the graphs of a sweep's last blocks, for all of its streams."""
+
+    def __init__(self, nbytes: int, sizes: Sequence[int]) -> None:
+        self._left = nbytes
+        self._sizes = sizes
+        self._largest = 0.0  # bytes of a block's graph for each unit of size, the most so far
+
+    def has_room(self, stream: int, blocks: int) -> bool:
+        """Whether the graph of a forward that runs next fits beside those of all later blocks, for all streams."""
+        sizes = (blocks - 1) * sum(self._sizes) + sum(self._sizes[stream:])
+        return sizes * self._largest <= self._left
+
+    def take(self, graph: BlockGraph, stream: int, blocks: int) -> None:
+        """Take the memory of a graph whose forward ran, or drop its activations if it proves too large."""
+        nbytes = graph.memory()
+        self._largest = max(self._largest, nbytes / max(self._sizes[stream], 1))
+        if self.has_room(stream, blocks):
+            self._left -= nbytes
+        else:
+            graph.drop()
 
 
 class _SegmentInput:
@@ -69,19 +135,26 @@ class _Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientVisits:
-    """Makes the visitors of first-order steps."""
+    """The objects that all sweeps of first-order steps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
     present: PresentWeights  # loads weights into the work buffer, and accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     inputs: KeptActivations[torch.UntypedStorage]
-    limit: MemoryLimit
+    limit: int | None  # resident bytes of the process; None: no limit
     streams: Streams
     timeline: Timeline
 
-    def visitor(
+
+class GradientVisitor:
+    """Visits the segments once forward and once backward, and adds gradients to the trained parameters."""
+
+    seeds: Collection[int] = ()  # nothing is drawn
+
+    def __init__(
         self,
+        visits: GradientVisits,
         forward: Forward,
         batches: Sequence[Batch],
         *,
@@ -89,52 +162,20 @@ class GradientVisits:
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         kept_bytes: int,
         loss_scale: float = 1.0,
-    ) -> GradientVisitor:
-        """Make the visitor of one sweep."""
-        self.present.trained.begin_sweep()
-        sizes = [forward.held_bytes(batch) for batch in batches]
-        inputs = min((len(self.layouts) - 2) * sum(sizes), kept_bytes)
-        self.inputs.room = inputs
-        room = GraphRoom(kept_bytes - inputs, sizes)
-        return GradientVisitor(self, forward, batches, weights, joint_loss, room, loss_scale)
-
-
-class GradientVisitor:
-    """Visits the segments once forward and once backward, and adds gradients to the trained parameters."""
-
-    def __init__(
-        self,
-        visits: GradientVisits,
-        forward: Forward,
-        batches: Sequence[Batch],
-        weights: Sequence[float] | None,
-        joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        room: GraphRoom,
-        loss_scale: float = 1.0,
     ) -> None:
-        self._layouts = visits.layouts
-        self._present = visits.present
-        self._trained = visits.present.trained
-        self._leaves = visits.leaves
-        self._queues = visits.streams
-        self._timeline = visits.timeline
-        self._forward = forward
+        self._visits, self._trained = visits, visits.present.trained
+        self._forward, self._weights, self._joint_loss, self._loss_scale = forward, weights, joint_loss, loss_scale
         self._streams = [_Stream(batch) for batch in batches]
-        self._weights = weights
-        self._joint_loss = joint_loss
-        self._loss_scale = loss_scale
-        self._room = room
-        self._inputs = visits.inputs
-        self._limit = visits.limit
-        self._running = gradient_bytes(
-            0, max(map(forward.forward_bytes, batches), default=0), 0
-        )  # bytes of a backward, at most
-        self._segment_weights = visits.weights
-        uses = Counter(name for leaves in self._leaves for name in leaves)
+        self._trained.begin_sweep()
+        sizes = [forward.held_bytes(batch) for batch in batches]
+        visits.inputs.room = min((len(visits.layouts) - 2) * sum(sizes), kept_bytes)
+        self._room = GraphRoom(kept_bytes - visits.inputs.room, sizes)
+        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches), default=0), 0)  # of a backward, at most
+        uses = Counter(name for leaves in self._visits.leaves for name in leaves)
         self._tied = {name for name, count in uses.items() if count > 1}
         self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
-        self._head = len(self._layouts) - 1
-        self._first = next(index for index, leaves in enumerate(self._leaves) if leaves)  # the first with a gradient
+        self._head = len(self._visits.layouts) - 1
+        self._first = next(index for index, leaves in enumerate(self._visits.leaves) if leaves)  # the first with a gradient
         self._last = min(self._first, *self._trained.updated, self._head)  # the last of the backward pass
         self._is_backward = False
         self._stores: dict[int, Store] = {}
@@ -144,11 +185,6 @@ class GradientVisitor:
     def order(self) -> Sequence[int]:
         """All segments, then back to the first one that has a gradient or is updated."""
         return [*range(self._head + 1), *range(self._head - 1, self._last - 1, -1)]
-
-    @property
-    def seeds(self) -> Collection[int]:
-        """No seeds: nothing is drawn."""
-        return ()
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass. See the contract."""
@@ -166,44 +202,42 @@ class GradientVisitor:
         except BaseException:
             commit(version)  # nothing was changed
             raise
-        started = self._queues.mark()
+        started = self._visits.streams.mark()
         updated = self._trained.update(index, store, version)
         if updated != version:
-            self._timeline.note(Lane.REPLAY, self._layouts[index].name, started, self._queues.mark())
+            self._visits.timeline.note(Lane.REPLAY, self._visits.layouts[index].name, started, self._visits.streams.mark())
         commit(updated)
 
     def _run(self, index: int) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass."""
-        started = self._queues.mark()
-        self._load(index)
-        self._limit.make_room(self._running if index == self._head else 0)  # logits are the largest of all
+        visits, layout = self._visits, self._visits.layouts[index]
+        started = visits.streams.mark()
+        with torch.no_grad():
+            visits.present.load_frozen(index, self._stores)
+            visits.present.perturb(index, self._stores, 0)
+        make_room(visits.limit, self._running if index == self._head else 0)  # logits are the largest of all
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
             self._run_forwards(index)
         elif index >= self._first:
             self._run_backward(index)
-        self._timeline.note(Lane.EVALUATE, self._layouts[index].name, started, self._queues.mark(), track=0)
-        if not self._layouts[index].resident:
+        visits.timeline.note(Lane.EVALUATE, layout.name, started, visits.streams.mark(), track=0)
+        if not layout.resident:
             del self._stores[index]
 
     @torch.no_grad()
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         self._stores[index] = store
-        return self._present.replay(index, self._stores, version)
+        return self._visits.present.replay(index, self._stores, version)
 
     def finish(self) -> None:
         """Free inputs, graphs and sums, however the sweep ended."""
-        self._inputs.clear()
+        self._visits.inputs.clear()
         self._streams.clear()
         self._tied_sums.clear()
-        self._limit.make_room(self._running)
-
-    @torch.no_grad()
-    def _load(self, index: int) -> None:
-        self._present.load_frozen(index, self._stores)
-        self._present.perturb(index, self._stores, None, None)
+        make_room(self._visits.limit, self._running)
 
     def _run_forwards(self, index: int) -> None:
         """Run a segment's forward for each micro-batch, and keep the next segment's input.
@@ -222,12 +256,12 @@ class GradientVisitor:
             if segment_input is not None and index >= self._first:
                 needed = storages_of(outputs)  # what later blocks get as well stays
                 own = [storage for address, storage in segment_input.storages().items() if address not in needed]
-                self._inputs.put(Use(-index, number), own)
+                self._visits.inputs.put(Use(-index, number), own)
 
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
         forward = partial(self._forward.embed, stream.batch)
-        graph = BlockGraph(self._segment_weights[0], ())
+        graph = BlockGraph(self._visits.weights[0], ())
         with torch.enable_grad(), graph.recorded(keep=False):
             outputs, nesting = flattened(forward())
         if self._first == 0:
@@ -243,7 +277,7 @@ class GradientVisitor:
         keep = index >= self._first and self._room.has_room(number, blocks)
         tensors = [value for value in segment_input.values if isinstance(value, torch.Tensor)]
         forward = partial(self._forward.block, index - 1, activations)
-        graph = BlockGraph(self._segment_weights[index], tensors)
+        graph = BlockGraph(self._visits.weights[index], tensors)
         with torch.enable_grad(), graph.recorded(keep=keep):
             outputs, nesting = flattened(forward())
         self._require_unchanged(index, segment_input, nesting, before)
@@ -255,7 +289,7 @@ class GradientVisitor:
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
-        self._inputs.end_departures()
+        self._visits.inputs.end_departures()
         graphs = []
         for number, stream in enumerate(self._streams):
             activations, inputs = stream.next_input.with_leaves()
@@ -282,7 +316,7 @@ class GradientVisitor:
         """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
             if index > 0:
-                self._inputs.take(Use(-index, number))
+                self._visits.inputs.take(Use(-index, number))
             forward, graph, outputs, inputs = stream.passes.pop(index)
             graph.restore(forward)
             reached = [outputs[i] for i in stream.gradients]
@@ -298,7 +332,7 @@ class GradientVisitor:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add the latter."""
-        leaves = self._leaves[index]
+        leaves = self._visits.leaves[index]
         sources = [*inputs.values(), *leaves.values()]
         if not sources:
             stream.gradients = {}
@@ -319,7 +353,7 @@ class GradientVisitor:
     def _add_tied_gradients(self) -> None:
         """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain loop does."""
         for number in range(len(self._streams)):
-            for name in self._trained.names:
+            for name in self._trained.forms:
                 if (name, number) in self._tied_sums:
                     self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
 
@@ -330,7 +364,7 @@ class GradientVisitor:
         if nesting != segment_input.nesting or before != [tensor_ids(value) for value in segment_input.values]:
             raise OptionError(
                 "model",
-                found=f"{self._layouts[index].name}, which passes tensors to later blocks besides its output",
+                found=f"{self._visits.layouts[index].name}, which passes tensors to later blocks besides its output",
                 expected="blocks that are connected by their outputs alone",
                 remedy="train this model by ZerothOrder, whose steps need no gradient",
             )

@@ -1,0 +1,299 @@
+"""First-order steps: a sweep forward and backward computes gradients, and an optimizer changes the parameters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.methods.first_order import FirstOrder
+from zo2core.methods.row_shards import RowShards, StepRows
+from zo2core.methods.states import AdapterState, GenerationState, StoredState
+from zo2core.profiling import Sweep
+from zo2core.protocols import Forward, Objective, Store, UpdateInputs
+from zo2core.runner import Runner
+from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
+from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, divided
+from zo2core.sweep.microbatch import batches_of, split_batches
+from zo2core.sweep.trained import Complete, PresentWeights, Update
+from zo2core.types import HALVES, Batch, Commit, StepResult, widened
+
+
+def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
+    """What makes the visitors of first-order steps."""
+    device, timeline, trained = runner.device, runner.recorder.timeline, runner.trained
+    assert trained is not None, "it was built for first-order steps"
+    file = ActivationFile(spill, timeline)
+    inputs = KeptActivations(file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes))
+    runner.opened.callback(inputs.close)
+    return GradientVisits(
+        layouts=runner.model.layouts,
+        present=PresentWeights(trained, runner.work_buffer),
+        leaves=leaves,
+        weights=runner.work_buffer.bound,
+        inputs=inputs,
+        limit=runner.host_limit,
+        streams=device.streams,
+        timeline=timeline,
+    )
+
+
+def _step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
+    """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
+    sweep = Sweep.of_step(commit.step, started, time.perf_counter())
+    lanes, seconds = runner.recorder.ended(sweep), sweep.done - started
+    return StepResult(
+        commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
+    )
+
+
+def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
+    remedy = f"lower the learning rate, or use bfloat16 or float32 where float16 overflows; {state}"
+    return NonFiniteLossError(f"step {step}", found=found, expected=expected, remedy=remedy)
+
+
+def _visitors(
+    runner: Runner,
+    visits: GradientVisits,
+    forward: Forward,
+    rows: StepRows,
+    batches: Sequence[Batch],
+    *,
+    together: bool,
+    loss_scale: float = 1.0,
+) -> Iterator[GradientVisitor]:
+    """Make the visitors of a step's sweeps: as many micro-batches are in one as have room at a block, or all of them."""
+    allowed = runner.activation_bytes + runner.spare_bytes()
+    for start, stop, kept_bytes in divided(forward, batches, allowed, together=together):
+        yield GradientVisitor(
+            visits,
+            forward,
+            batches[start:stop],
+            weights=None if rows.weights is None else rows.weights[start:stop],
+            joint_loss=rows.joint_loss,
+            kept_bytes=kept_bytes,
+            loss_scale=loss_scale,
+        )
+
+
+class AdapterSteps:
+    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
+
+    def __init__(self, runner: Runner, method: FirstOrder, state: AdapterState, visits: GradientVisits) -> None:
+        self._runner, self._method, self._state, self._visits = runner, method, state, visits
+        self._rows = RowShards(runner.workers, state.trained)
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
+        """Take a step on a batch. See ``Engine.step``."""
+        state, optimizer, started = self._state, self._state.optimizer, time.perf_counter()
+        if optimizer is None:
+            raise OptionError(
+                "optimizer",
+                found="None, and a call of step",
+                expected="an optimizer",
+                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
+            )
+        if self._method.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self._method.rate(state.version)
+        try:
+            loss = self.gradients(batch, forward)
+            norm = self._clipped(loss)
+            commit = Commit(state.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
+            state.commit(commit)
+            optimizer.step()
+        finally:
+            state.trained.clear_gradients()
+        state.version += 1
+        return _step_result(self._runner, commit, started)
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
+        """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
+        runner = self._runner
+        is_model_loss = forward is None and not isinstance(runner.model, Objective)
+        forward = runner.model if forward is None else forward
+        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
+        prepared = list(runner.prepared(rows.batches, forward))
+        outputs: list[torch.Tensor] = []
+        for visitor in _visitors(runner, self._visits, forward, rows, prepared, together=rows.weights is None):
+            outputs += runner.run(visitor, visitor.order)[0]
+        return rows.finish(outputs)
+
+    def _clipped(self, loss: float) -> float:
+        """Clip the gradients, and return their norm before clipping."""
+        parameters = [parameter for parameter in self._state.trained.parameters.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            found = f"loss {loss}, norm of the gradients {norm.item()}"
+            raise _not_finite(self._state.version, found, "a finite loss and a finite norm", "no step was taken")
+        if self._method.clip is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
+        return norm.item()
+
+
+class _SegmentSteps:
+    """What a step does with the gradients of each segment: they are measured, clipped, and change the weights."""
+
+    def __init__(
+        self,
+        method: FirstOrder,
+        state: StoredState,
+        names: Collection[str],
+        joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self._method, self._state, self._names, self._joint_loss = method, state, names, joint_loss
+        self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
+        self.outputs: Sequence[torch.Tensor] = ()  # of the head, once it has run
+        self.overflowed = False  # whether a gradient of the scaled loss is not finite
+        self.total: torch.Tensor | None = None  # norm of all gradients, if a sweep before has measured it
+        self.lr = 0.0
+        self.changed = 0  # segments that are changed, or were being changed when it failed
+
+    def measure(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Add a segment's norms, in a sweep that changes nothing."""
+        self._convert(gradients)
+        self._add_norms(gradients)
+
+    def clip(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Add a segment's norms, unless they were measured, and clip."""
+        converted = self._convert(gradients)
+        if self.total is None:
+            self._add_norms(gradients)
+        value, norm, scale = self._method.clip_value, self._method.clip, None
+        if norm is not None:
+            scale = torch.clamp(norm / ((self.norm() if self.total is None else self.total) + 1e-6), max=1.0)
+        for name, gradient in gradients.items():
+            out = gradient if name in converted else None  # others may share memory
+            if value is not None:
+                gradients[name] = torch.clamp(gradients[name], -value, value, out=out)
+            if scale is not None:
+                gradients[name] = torch.mul(gradients[name], scale, out=out)
+
+    def update(
+        self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
+    ) -> None:
+        """Change a segment's weights."""
+        self.changed += 1
+        state = self._state
+        states = state.states.of(segment, store)
+        state.update.apply(UpdateInputs(segment, weights, gradients, states, state.version, self.lr))
+
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients together, 0-d; 0 if one overflowed. The order of the names decides its last bit."""
+        if self.overflowed:
+            return torch.zeros(())
+        norms = [self._norms[name] for name in self._names if name in self._norms]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def _convert(self, gradients: dict[str, torch.Tensor]) -> set[str]:
+        """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss."""
+        widens, scale = self._state.update.widens_gradients, self._state.scale
+        converted = {name for name, gradient in gradients.items() if widens and gradient.dtype in HALVES}
+        for name, gradient in gradients.items():
+            if name in converted:
+                gradients[name] = widened(gradient)
+            gradients[name] = scale.unscaled(gradients[name], gradients[name] if name in converted else None)
+        return converted
+
+    def _add_norms(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+        loss = float(self._joint_loss(self.outputs))
+        wrong = [name for name, norm in norms.items() if not math.isfinite(norm.item())]
+        if wrong and math.isfinite(loss) and self._state.scale.may_skip:
+            self.overflowed = True
+        elif wrong or not math.isfinite(loss):
+            changed = f"{self.changed} segments had been changed: resume from the last snapshot"
+            raise _not_finite(
+                self._state.version,
+                f"loss {loss}" + (f", and a gradient of {wrong[0]} that is not finite" if wrong else ""),
+                "a finite loss and finite gradients",
+                changed if self.changed else "no step was taken",
+            )
+        self._norms.update(norms)
+
+
+class FusedSteps:
+    """Takes first-order steps of all parameters: each segment is updated as soon as its gradients are there.
+
+    One segment's gradients are in memory at a time. A norm of all gradients is then known only when all updates are made. So
+    clipping by norm takes a backward pass before, which only measures (LOMO, arXiv 2306.09782, section 3.3.1), unless a
+    single segment is trained.
+    """
+
+    def __init__(self, runner: Runner, method: FirstOrder, state: StoredState, visits: GradientVisits) -> None:
+        self._runner, self._method, self._state = runner, method, state
+        self._visits, self._leaves = visits, visits.leaves
+        self._trained: Collection[int] = ()  # segments whose leaves require gradients
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
+        """Take a step on a batch. See ``Engine.step``."""
+        started, state, runner = time.perf_counter(), self._state, self._runner
+        is_model_loss = forward is None and not isinstance(runner.model, Objective)
+        forward = runner.model if forward is None else forward
+        rows = StepRows(split_batches(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward))
+        prepared = list(runner.prepared(rows.batches, forward))
+        segments = state.update.segments(state.version, state.trained.segments)
+        self._train_only(segments)
+        work = _SegmentSteps(self._method, state, state.trained.forms, rows.joint_loss)
+        sweep = partial(self._sweep, forward, rows, prepared, segments, work)
+        state.states.begin(state.version)
+        if self._method.measures_first(len(segments)):
+            loss = sweep(work.measure, None)
+            work.total = work.norm()
+        try:
+            if not work.overflowed:
+                work.lr = self._method.rate(state.version)
+                loss = sweep(work.clip, work.update)
+            commit = Commit(state.version, loss, work.norm().item(), work.lr)
+            state.commit(commit)  # of a step that is skipped, norm and learning rate are 0
+        except BaseException:
+            if work.changed:
+                runner.use.close()  # segments are of two steps
+            raise
+        state.scale.update(overflowed=work.overflowed)
+        state.version += 1
+        return _step_result(runner, commit, started)
+
+    def _sweep(
+        self,
+        forward: Forward,
+        rows: StepRows,
+        batches: Sequence[Batch],
+        segments: Collection[int],
+        work: _SegmentSteps,
+        complete: Complete,
+        update: Update | None,
+    ) -> float:
+        """Sweep forward and backward; returns the loss."""
+        state = self._state
+        # Where segments are written, their version is the number of steps, and not that of their updates.
+        version = state.version + 1 if isinstance(state, GenerationState) else None
+        state.trained.expect(segments, complete, update, version)
+        [visitor] = _visitors(
+            self._runner, self._visits, forward, rows, batches, together=True, loss_scale=state.scale.scale
+        )
+        work.outputs = visitor.outputs[0]
+        try:
+            return rows.finish(self._runner.run(visitor, visitor.order)[0])
+        finally:
+            state.trained.clear_gradients()
+
+    def _train_only(self, segments: Collection[int]) -> None:
+        """Have autograd compute the gradients of these segments' own parameters, wherever they are used, and no others."""
+        if segments == self._trained:
+            return
+        self._trained = segments
+        names = {name for segment in segments for name in self._state.trained.names_of(segment)}
+        trained = []
+        for leaves in self._leaves:
+            for name, leaf in leaves.items():
+                leaf.requires_grad_(name in names)
+            trained.append({name: leaf for name, leaf in leaves.items() if name in names})
+        self._visits = replace(self._visits, leaves=trained)

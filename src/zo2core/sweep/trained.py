@@ -1,0 +1,272 @@
+"""What first-order steps train: an adapter's parameters in memory, or all parameters, where they are stored.
+
+An adapter's few parameters are the only place of their present values. A segment that owns some of them holds copies, whose
+version its bucket records; to bring the segment to the present version is to copy them again.
+
+All parameters change in the backward pass, one segment after the other. One segment's gradients are in memory at a time.
+Those of parameters that several segments share wait for the backward pass of the segment that owns them. What a step does
+with a segment's gradients is up to its method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from zo2core.errors import ClosedError, OptionError
+from zo2core.protocols import Store, Stores, TensorReader
+from zo2core.sweep.perturber import Perturber
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import BlockLayout, ParameterSpec
+
+
+class _Owned(NamedTuple):
+    """A parameter, and where it is."""
+
+    segment: int
+    position: int  # in the segment's store
+    spec: ParameterSpec
+
+
+def _owned(layouts: Sequence[BlockLayout]) -> list[_Owned]:
+    """All parameters, in registration order."""
+    owned = [
+        _Owned(segment, position, spec)
+        for segment, layout in enumerate(layouts)
+        for position, spec in enumerate(layout.parameters)
+    ]
+    return sorted(owned, key=lambda one: one.spec.index)
+
+
+class TrainedParameters:
+    """The values and gradients of an adapter's parameters, and the version of the copies in segments."""
+
+    updated: Collection[int] = ()  # segments that a sweep updates: the optimizer changes the parameters afterwards
+
+    def __init__(self, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device) -> None:
+        trained = [one for one in _owned(layouts) if not one.spec.frozen]
+        in_blocks = [one.spec.name for one in trained if not layouts[one.segment].resident]
+        if in_blocks or not trained:
+            raise OptionError(
+                "model",
+                found=f"{in_blocks[0]}, a trained parameter of a block" if in_blocks else "no trained parameter",
+                expected="trained parameters that stay in memory, such as an adapter's, and blocks that are only read",
+                remedy="open the model with an adapter, or train all parameters",
+            )
+        self.version = 0  # version of the segments' copies; it rises with each sweep
+        self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
+        self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}  # by segment: position in its store, and the parameter
+        for segment, position, spec in trained:
+            values = torch.empty(spec.shape, dtype=spec.dtype)
+            weights.read_into(spec.name, values.view(-1))
+            self.parameters[spec.name] = nn.Parameter(values.to(device))
+            self._copies.setdefault(segment, []).append((position, self.parameters[spec.name]))
+
+    @property
+    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each trained parameter, by name, in registration order."""
+        return {name: (parameter.shape, parameter.dtype) for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[], object]) -> None:
+        """Replace all values, without a sweep: segments copy them when they are visited."""
+        for name, value in values.items():
+            self.parameters[name].copy_(value)
+
+    def begin_sweep(self) -> None:
+        """Raise the version, so that segments copy the values again: not every optimizer marks what it has changed."""
+        self.version += 1
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Copy the present values into a segment, and return its new version."""
+        if index not in self._copies or version == self.version:
+            return version
+        for position, parameter in self._copies[index]:
+            store[position].copy_(parameter.detach().view(-1))
+        return self.version
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            parameter.grad += gradient.to(parameter.dtype)
+
+    def complete(self, index: int) -> None:
+        """Do nothing: gradients are complete when the sweep has ended."""
+
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Change nothing: the optimizer changes the parameters after the sweep."""
+        return version
+
+    def clear_gradients(self) -> None:
+        """Free all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+Complete: TypeAlias = Callable[[dict[str, torch.Tensor]], None]  # checks, clips and converts a segment's gradients, by name
+# Changes a segment, given its index, weights by name, gradients by name, and store.
+Update: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Store], None]
+
+
+class StoredParameters:
+    """The trained parameters of all segments, their gradients, and the versions of the segments."""
+
+    version = 0  # segments are always at their present version: there is none that all of them share
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._layouts = layouts
+        self._owned = {one.spec.name: one for one in _owned(layouts)}
+        for one in self._owned.values():
+            _require_trainable(one.spec)
+        self._versions: dict[int, int] = {}  # that segments have to have; 0 if there is none
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._summed: set[str] = set()  # those whose gradients have memory of their own
+        self._completed: dict[str, torch.Tensor] = {}  # gradients of the segment that is updated next
+        self._loading: Mapping[str, torch.Tensor] | None = None  # values that replace the weights in this sweep
+        self.updated: Collection[int] = ()  # segments that are updated in the backward pass of the present sweep
+        self._complete: Complete
+        self._update: Update | None = None
+        self._next: int | None = None  # version after the next update; None: the next number
+
+    @property
+    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each trained parameter, by name, in registration order."""
+        return {name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()}
+
+    @property
+    def segments(self) -> Sequence[int]:
+        """The segments that own trained parameters, in visiting order."""
+        return [segment for segment, layout in enumerate(self._layouts) if layout.parameters]
+
+    def names_of(self, segment: int) -> Sequence[str]:
+        """Names of a segment's own trained parameters."""
+        return [spec.name for spec in self._layouts[segment].parameters]
+
+    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[], object]) -> None:
+        """Replace the weights of all segments, in a sweep."""
+        self._loading = values
+        try:
+            sweep()
+        finally:
+            self._loading = None
+
+    def expect(
+        self, updated: Collection[int], complete: Complete, update: Update | None, version: int | None = None
+    ) -> None:
+        """Set what the next sweep does with the gradients of segments: it updates them, or only checks gradients."""
+        self.updated, self._complete, self._update, self._next = updated, complete, update, version
+
+    def begin_at(self, versions: Mapping[int, int]) -> None:
+        """Expect the versions that segments have on disk."""
+        self._versions = dict(versions)
+
+    def begin_sweep(self) -> None:
+        """Forget the gradients of a sweep that failed."""
+        self.clear_gradients()
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Return the version: a store always holds the present weights, unless others are loaded."""
+        if self._loading is not None and self.names_of(index):
+            self.set_values(index, store, self._loading)
+            self._versions[index] = version = version + 1
+        elif version != self._versions.get(index, 0):
+            raise ClosedError(
+                self._layouts[index].name,
+                found=f"weights of version {version}: an update was interrupted, or written bytes are damaged",
+                expected=f"version {self._versions.get(index, 0)}",
+                remedy="open the run again, which resumes from what was saved whole; if this is repeated, begin it anew",
+            )
+        return version
+
+    def set_values(self, index: int, store: Store, values: Mapping[str, torch.Tensor]) -> None:
+        """Replace a segment's weights."""
+        for name in self.names_of(index):
+            self._shaped(name, store).copy_(values[name])
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
+        gradient = gradient.to(self._owned[name].spec.dtype)
+        if name not in self._gradients:
+            self._gradients[name] = gradient.contiguous()  # autograd may use its memory elsewhere
+        elif name in self._summed:
+            self._gradients[name] += gradient
+        else:
+            self._gradients[name] = self._gradients[name] + gradient
+            self._summed.add(name)
+
+    @torch.no_grad()
+    def complete(self, index: int) -> None:
+        """Have the gradients of a segment's own parameters checked, which are all there. If it raises, nothing has changed.
+
+        A parameter that several segments use belongs to the first of them, whose backward pass is the last.
+        """
+        if index in self.updated:
+            names = [name for name in self.names_of(index) if name in self._gradients]
+            self._summed.difference_update(names)
+            self._completed = {name: self._gradients.pop(name) for name in names}
+            self._complete(self._completed)
+
+    @torch.no_grad()
+    def update(self, index: int, store: Store, version: int) -> int:
+        """Have a segment's stored weights changed, if this sweep updates it; returns the new version."""
+        gradients, self._completed = self._completed, {}
+        if index in self.updated and self._update is not None:
+            weights = {name: self._shaped(name, store) for name in self.names_of(index)}
+            self._update(index, weights, gradients, store)
+            self._versions[index] = version = version + 1 if self._next is None else self._next
+        return version
+
+    def clear_gradients(self) -> None:
+        """Free all gradients."""
+        self._gradients.clear()
+        self._summed.clear()
+        self._completed = {}
+
+    def _shaped(self, name: str, store: Store) -> torch.Tensor:
+        _, position, spec = self._owned[name]
+        return store[position].view(spec.shape)
+
+
+def _require_trainable(spec: ParameterSpec) -> None:
+    """Refuse a parameter that cannot be trained where it is stored."""
+    if spec.frozen or spec.encoding is not None:
+        raise OptionError(
+            "model",
+            found=f"{spec.name}, which is {'frozen' if spec.encoding is None else 'quantised'}",
+            expected="a model all of whose parameters are trained",
+            remedy="open it without an adapter and not quantised, or train an adapter by FirstOrder",
+        )
+    if spec.is_low_bit:
+        raise OptionError(
+            "transfer_dtype",
+            found=f"{spec.transfer_dtype} for {spec.name}",
+            expected="weights that travel as they are stored",
+            remedy="leave it out",
+        )
+
+
+class PresentWeights(Perturber):
+    """A perturber without perturbations: it loads the present weights into the work buffer."""
+
+    def __init__(self, trained: TrainedParameters | StoredParameters, buffer: WorkBuffer) -> None:
+        super().__init__(buffer)
+        self.trained = trained
+
+    @property
+    def version(self) -> int:
+        """The present version."""
+        return self.trained.version
+
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring a segment's store to the present version. See ``Perturber``."""
+        return self.trained.replay(index, stores[index], version)
+
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Load trained weights into the work buffer. See ``Perturber``."""
+        self._buffer.load(index, stores)
