@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bench
 import pytest
 import torch
 from command_lines import refusal
@@ -191,15 +190,3 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         small_run(
             tmp_path, batching=Batching(pack=True), model_options=RunModelOptions(head="sequence-classification")
         ).require_valid()
-
-
-@pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["in the weights", "beside the activations"])
-def test_packing_is_measured_on_the_same_rows(tmp_path: Path, rank: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = small_run(tmp_path)
-    given = [options.model, str(options.data), "--rows", "3", "--steps", "2", "--output", str(tmp_path / "out.json"), *rank]
-    monkeypatch.setattr("sys.argv", ["bench.py", "packing", *given])
-    bench.main()
-    measured = json.loads((tmp_path / "out.json").read_text())
-    sides = measured["sides"]
-    assert sides["packed"]["tokens"]["max"] <= sides["padded"]["tokens"]["max"]
-    assert measured["packed to padded"]["min"] > 0

@@ -1,0 +1,64 @@
+"""The comparison of steps: every kind of side runs, and sides with the same arithmetic have the same losses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench
+import pytest
+import torch
+from make_checkpoint import make_checkpoint
+from models import small_config
+from runs import small_run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "llama"
+    make_checkpoint(small_config("llama"), path, dtype=torch.float32, sparse=False)
+    return path
+
+
+def compared(model: object, sides: list[str], *more: str) -> dict[str, Any]:
+    """The rows of the sides."""
+    with pytest.MonkeyPatch.context() as patch:
+        out = Path(f"{model}-compared.json")
+        given = ["bench.py", "compare", str(model), "--tokens", "6", "--steps", "1", "--output", str(out), "--sides"]
+        patch.setattr(sys, "argv", [*given, *(f" {side}" for side in sides), *more])
+        bench.main()
+    measured = json.loads(out.read_text())
+    return {name.strip(): row for name, row in next(v for k, v in measured.items() if " x " in k).items()}
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ("--noise mezo", ["--noise mezo --loss-chunk none --whole", "--noise mezo --buckets 1 --every 1 --serial"]),
+        ("--rank 2", ["--rank 2 --buckets 2 --rate 100MB", "--rank 2 --bus 1"]),
+        ("--lora adamw", ["--lora adamw --recompute", "--lora adamw --whole", "--lora adamw --whole --checkpointing"]),
+        ("--full adamw", ["--full adamw --whole", "--full adamw --update-seconds 1e-3"]),
+    ],
+)
+def test_sides_with_the_same_arithmetic_have_the_same_losses(first: str, others: list[str], base: Path) -> None:
+    rows = compared(base, [first, *others])
+    assert list(rows) == [first, *others]
+    assert all(row["losses of the first"] and row["times faster"]["median"] > 0 for row in rows.values())
+    assert rows[first]["share of forwards"]["median"] < 1 <= rows[first]["to the slowest lane"]["min"]
+
+
+def test_sides_with_other_work_run(base: Path) -> None:
+    mixed = "--precision mixed --dtype bfloat16 --transfer-dtype bfloat16-back --bus 0.5 --replay device"
+    sides = ["", "--queries 2", "--batches 2 --micro-rows 1", "--whole --forward --queries 2", mixed]
+    rows = compared(base, [*sides, "--full adamw --delayed", "--full lomo"], "--labelled", "2")
+    assert list(rows) == [*sides, "--full adamw --delayed", "--full lomo"]
+    assert rows[mixed]["lanes"]["upload_bytes"] > 0
+
+
+@pytest.mark.parametrize("rank", ["", "--rank 2 "], ids=["in the weights", "beside the activations"])
+def test_packed_rows_are_the_same_rows(tmp_path: Path, rank: str) -> None:
+    options = small_run(tmp_path)
+    rows = compared(options.model, [rank, f"{rank}--packed"], "--data", str(options.data), "--rows", "3")
+    assert rows[f"{rank}--packed"]["times faster"]["min"] > 0
