@@ -3,17 +3,17 @@
     python tools/gpu_day.py --minutes 8 --output results
     python tools/gpu_day.py --device cpu --tiny --minutes 2 --output results
 
-Each job's JSON is written as it ends, so that an end at any moment loses nothing. A second call with the same output leaves
-out what has a result. What does not fit into the minutes is left out and named. Exits with 1 if a check has failed.
+Each job's result is written as it ends, so that an end at any moment loses nothing. A second call with the same output
+leaves out what has a result. What does not fit into the minutes is left out and named. Exits with 1 if a check has failed.
 
 Checks compare a run over blocks that stream with transformers and peft on the whole model, or with a run whose blocks all
-stay on the device: equal bits, or the tolerance that the job names. Benchmarks time a step on both sides in one process.
+stay on the device: equal bits, or the tolerance that the job names. What ``tests/core/test_gpu.py`` checks is one job, and
+benchmarks are commands of ``bench.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import platform
 import statistics
@@ -22,37 +22,35 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
+import bench
+import make_checkpoint
+import pytest
 import torch
+from coded_checkpoints import save_gpt_oss
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.quantizer import quantize
-from zo2adapters.tasks.generation import generate
 from zo2core import (
     DevicePlan,
-    Distribution,
     Engine,
-    EvolutionStrategies,
     FirstOrder,
     HostPlan,
-    LowRankPerturbation,
     MemoryPolicy,
-    MeZOSGD,
-    MultiQueryRGE,
-    PhiloxNoise,
     SharedBase,
     TorchOptimizer,
-    ZerothOrder,
 )
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.kernels.encoding import decode
-from zo2core.types import Lane, ParameterSpec
+from zo2core.types import ParameterSpec
 
 STEPS = 3
 ROOM = 1 << 28  # bytes for activations
@@ -65,7 +63,6 @@ class Place(NamedTuple):
     device: str
     tiny: bool  # whether models are so small that a CPU runs them in a second
     folder: Path  # for its files
-    output: Path  # for what is kept beside its result
 
 
 class Job(NamedTuple):
@@ -148,8 +145,6 @@ def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quanti
     """A LoRA trained by AdamW over the stream, against peft on the whole model with the same (decoded) weights."""
     config = lora()
     if quantized == "mxfp4":
-        from coded_checkpoints import save_gpt_oss
-
         base, path = save_gpt_oss(place.folder)
     else:
         base = path = saved(place, dtype)
@@ -205,48 +200,6 @@ def check_full(place: Place, *, room: int) -> Result:
     return {"equal": far < 1e-4, "tolerance": 1e-4, "largest_difference": far}
 
 
-def outcome(engine: Engine, seeds: Sequence[int]) -> list[Any]:
-    """Losses of some steps, and the weights after them."""
-    losses = [engine.step(batch_of(seed)).losses for seed in seeds]
-    return [losses, {name: value.clone() for name, value in engine.parameters_now()}]
-
-
-def same_outcome(one: list[Any], other: list[Any]) -> Result:
-    """Whether losses and weights are equal."""
-    same, count = bits_equal(one[1], other[1])
-    return {"equal": one[0] == other[0] and same == count, "tensors": [same, count], "losses": [one[0], other[0]]}
-
-
-def check_forwards(place: Place, *, dtype: torch.dtype, **method: Any) -> Result:
-    """Zeroth-order steps with no block kept on the device, against all of them kept."""
-    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=2, perturb_in_place=False)
-    outcomes = []
-    for kept in (0, 8):
-        made = ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), **method)
-        model = open_checkpoint(saved(place, dtype))
-        with Engine(model, made, device=place.device, memory=memory_of(place, kept)) as engine:
-            outcomes.append(outcome(engine, range(STEPS)))
-    return same_outcome(*outcomes)
-
-
-def check_mezo(place: Place) -> Result:
-    """Exact MeZO over the stream, against monolithic MeZO on the device."""
-    base = saved(place, torch.float32)
-    whole = resident_model(base, torch.float32, place)
-    mono = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-3)
-    with Engine(
-        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), device=place.device, memory=memory_of(place, 1)
-    ) as engine:
-        losses = []
-        for step in range(STEPS):
-            batch = batch_of(step)
-            on_device = {key: value.to(place.device) for key, value in batch.items()}
-            losses.append((engine.step(batch, seed=step).losses, tuple(mono.step(on_device, step).losses)))
-        theirs = {name: value.data for name, value in whole.named_parameters()}
-        same, count = bits_equal(dict(engine.parameters_now()), theirs)
-    return {"equal": same == count and all(ours == other for ours, other in losses), "tensors": [same, count]}
-
-
 def check_gguf(place: Place) -> Result:
     """Blocks of a GGUF file decoded on the device, against the gguf package: equal bits."""
     import gguf
@@ -266,25 +219,6 @@ def check_gguf(place: Place) -> Result:
         if not torch.equal(out.cpu()[~nan], expected[~nan]):
             wrong.append(name)
     return {"equal": not wrong, "wrong": wrong}
-
-
-def check_rewards(place: Place) -> Result:
-    """An answer that is generated at the members of a population: no block kept on the device, against all of them."""
-    answers = []
-    for kept in (0, 8):
-        model = open_checkpoint(saved(place, torch.float32))
-        method = ZerothOrder(
-            EvolutionStrategies(lr=1e-2, zo_eps=1e-2, q=2),
-            noise=PhiloxNoise(Distribution.GAUSSIAN),
-            perturbation=LowRankPerturbation(rank=2),
-        )
-        with Engine(model, method, device=place.device, memory=memory_of(place, kept)) as engine:
-            written, losses = [], []
-            for at in engine.ask():
-                written.append([list(tokens) for tokens in generate(engine, model, [[5, 6, 7]], max_new_tokens=6, at=at)])
-                losses.append(float(sum((token or 0) / 512 for tokens in written[-1] for token in tokens)))
-            answers.append([written, engine.tell(losses).projected_grads])
-    return {"equal": answers[0] == answers[1], "answers": answers}
 
 
 def check_two_runs(place: Place) -> Result:
@@ -311,191 +245,69 @@ def check_two_runs(place: Place) -> Result:
     return {"equal": all(same == count for same, count in counts), "tensors": counts}
 
 
-@contextmanager
-def timed(place: Place, spans: list[float]) -> Iterator[None]:
-    """Seconds until the device has done what the context issued."""
-    started = time.perf_counter()
-    yield
-    if place.device != "cpu":
-        torch.cuda.synchronize()
-    spans.append(time.perf_counter() - started)
+def check_tests(place: Place) -> Result:
+    """The tests that need a GPU."""
+    file = Path(__file__).parent.parent / "tests/core/test_gpu.py"
+    return {"equal": place.tiny or pytest.main(["-q", str(file)]) == 0}
 
 
-def peak_bytes(place: Place) -> int:
-    """The most memory that torch has allocated on the device since it was asked last."""
-    if place.device == "cpu":
-        return 0
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+def compare(model: str, *sides: str, tokens: int = 2048, made: str = "") -> Callable[[Place], Result]:
+    """A comparison of sides on a GPU; on the CPU of steps of a small model."""
+
+    def run(place: Place) -> Result:
+        chosen, name, length, output = list(sides), model, tokens, place.folder / "compared.json"
+        if place.tiny:
+            saved(place, torch.float32).rename(place.folder / "base")
+            chosen, length = [side.split("--gpu")[0].replace("float16", "float32") for side in sides], 6
+        elif made:
+            called(make_checkpoint, model.removesuffix("-nf4"), str(place.folder / "base"), *made.split())
+        if place.tiny or made:
+            name = str(place.folder / "base")
+        given = ["--tokens", str(length), "--steps", str(STEPS), "--output", str(output)]
+        called(bench, "compare", name, *given, "--sides", *(f" {side}" for side in chosen))
+        return {"compared": json.loads(output.read_text())}
+
+    return run
 
 
-def bench_lora(place: Place, *, geometry: str, gigabytes: float, nf4: bool = False) -> Result:
-    """A step of a LoRA within so much device memory, against peft with the whole model in bfloat16 there, if it fits.
-
-    The streamed model's files are sparse; the other one has random weights.
-    """
-    from families import small_config
-    from make_checkpoint import geometries, make_checkpoint, make_sparse_coded
-
-    path = place.folder / "base"
-    if place.tiny:
-        config: Any = small_config("qwen3_moe") if nf4 else config_of(place)
-        path = saved(place, torch.bfloat16, config)
-        if nf4:
-            quantize(path, path := place.folder / "nf4", "nf4")
-    else:
-        config = geometries()[geometry]
-        if nf4:
-            make_sparse_coded(config, path, dtype=torch.bfloat16)
-        else:
-            make_checkpoint(config, path, dtype=torch.bfloat16, sparse=True)
-        config = geometries()[geometry]
-    rows, tokens = (2, 24) if place.tiny else (1, 512)
-    batch = batch_of(0, rows, tokens, min(512, config.vocab_size))
-    spans: dict[str, list[float]] = {"ours": [], "peft": []}
-    make, memory = partial(torch.optim.AdamW, lr=1e-4), MemoryPolicy(activations=ROOM)
-    if place.device != "cpu":
-        memory = MemoryPolicy(device=f"{gigabytes}GB", activations="1GB", least_activations="256MB")
-    with Engine(
-        open_checkpoint(path, adapter=Adapter(config=lora())), FirstOrder(make), device=place.device, memory=memory
-    ) as engine:
-        for _ in range(STEPS):
-            with timed(place, spans["ours"]):
-                lanes = engine.step(batch).lanes
-        moved = {lane.value: list(use) for lane, use in lanes.items()}
-    ours = peak_bytes(place)
-    try:
-        with torch.device(place.device):
-            whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        resident = with_adapter(whole.eval(), lora())
-        optimizer = make([value for value in resident.parameters() if value.requires_grad])
-        for _ in range(STEPS):
-            with timed(place, spans["peft"]):
-                resident(**{key: value.to(place.device) for key, value in batch.items()}).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except torch.OutOfMemoryError:
-        spans["peft"] = []
-    theirs, step = peak_bytes(place), statistics.median(spans["ours"])
-    ratios = {"upload / step": lanes[Lane.UPLOAD].busy_seconds / step if Lane.UPLOAD in lanes else None}
-    if spans["peft"]:
-        ratios |= {"time": step / statistics.median(spans["peft"]), "memory": ours / theirs if theirs else None}
-    return {"seconds": spans, "peak_bytes": {"ours": ours, "peft": theirs}, "ratios": ratios, "lanes": moved}
-
-
-def bench_overlap(place: Place) -> Result:
-    """How much of the copies to the device torch.profiler sees while kernels run; its trace is kept beside the result."""
-    config = config_of(place) if place.tiny else config_of(place, hidden_size=2048, intermediate_size=8192)
-    cuda = [] if place.device == "cpu" else [torch.profiler.ProfilerActivity.CUDA]
-    model, batch = open_checkpoint(saved(place, torch.float32, config)), batch_of(0, 1, 24 if place.tiny else 256)
-    method = ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=PhiloxNoise(Distribution.RADEMACHER))
-    with Engine(model, method, device=place.device, memory=memory_of(place, 0)) as engine:
-        engine.step(batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, *cuda]) as profiler:
-            engine.step(batch)
-    trace = place.output / "overlap-trace.json.gz"
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "dur" in event]
-
-    def spans(kind: str, word: str = "") -> list[tuple[float, float]]:
-        found = (event for event in events if event.get("cat") == kind and word in event["name"])
-        return merged((float(event["ts"]), float(event["ts"] + event["dur"])) for event in found)
-
-    kernels, copies = spans("kernel" if cuda else "cpu_op"), spans("gpu_memcpy", "HtoD")
-    both = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in kernels for begin, stop in copies)
-    totals = {"kernels": sum(end - start for start, end in kernels), "copies": sum(end - start for start, end in copies)}
-    return {"microseconds": totals | {"both at once": both}, "trace": trace.name}
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Unite spans that overlap."""
-    united: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if united and start <= united[-1][1]:
-            united[-1] = united[-1][0], max(end, united[-1][1])
-        else:
-            united.append((start, end))
-    return united
-
-
-def bench_mezo(place: Place, *, geometry: str, dtype: torch.dtype) -> Result:
-    """A step of exact MeZO with no block kept on the device, against monolithic MeZO there, in turns."""
-    from make_checkpoint import geometries, make_checkpoint
-
-    path, config = place.folder / "base", config_of(place) if place.tiny else geometries()[geometry]
-    if place.tiny:
-        path, dtype = saved(place, torch.float32), torch.float32
-    else:
-        make_checkpoint(config, path, dtype=dtype, seed=0)
-    rows, tokens = (1, 24) if place.tiny else (1, 2048)
-    batch, spans = batch_of(0, rows, tokens), {"ours": list[float](), "monolithic": list[float]()}
-    whole = resident_model(path, dtype, place)
-    mono, on_device = MonolithicMeZO(whole, lr=1e-6, zo_eps=1e-3), {k: v.to(place.device) for k, v in batch.items()}
-    method, same = ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3)), True
-    with Engine(open_checkpoint(path), method, device=place.device, memory=memory_of(place, 0, 1 << 30)) as engine:
-        for step in range(STEPS + 1):
-            with timed(place, spans["ours"]):
-                ours = engine.step(batch, seed=step).losses
-            with timed(place, spans["monolithic"]):
-                same &= ours == tuple(mono.step(on_device, step).losses)
-    return {"equal": same, "seconds": {side: times[1:] for side, times in spans.items()}}
-
-
-def bench_read(place: Place) -> Result:
-    """Bytes a second from a file to the device through a ring of pinned buckets, against reading the file alone."""
-    from zo2core import SegmentStore
-    from zo2core.devices import choose_device
-    from zo2core.schedulers import OverlappedScheduler
-    from zo2core.sources.loader import laid_out_as_on_disk
-
-    config = config_of(place) if place.tiny else config_of(place, hidden_size=4096, intermediate_size=16384)
-    model, spans = open_checkpoint(saved(place, torch.float32, config)), list[float]()
-    device = choose_device(place.device)
-    layouts = laid_out_as_on_disk(model.layouts, model.weights)
-    source = SegmentStore(model.weights, layouts, device.host_memory, buckets=3)
-
-    class Look:
-        """A visitor that only looks."""
-
-        def visit(self, index: int, store: Any, version: int, commit: Any) -> None:
-            commit(version)
-
-        def replay(self, index: int, store: Any, version: int) -> int:
-            return version
-
-    scheduler = OverlappedScheduler(source, device)
-    for _ in range(STEPS):
-        with timed(place, spans):
-            scheduler.sweep(Look(), range(len(layouts)))
-    nbytes = sum(layout.nbytes for layout in layouts if not layout.resident)
-    scheduler.release_all()
-    for part in (source, device, model.weights):
-        part.close()
-    return {"bytes": nbytes, "seconds": {"read": spans}, "bytes_a_second": nbytes / statistics.median(spans)}
+def called(program: ModuleType, *arguments: str) -> None:
+    """Run a program of this directory."""
+    with mock.patch.object(sys, "argv", [program.__name__, *arguments]):
+        program.main()
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 JOBS: Mapping[str, Job] = {
-    "check: mezo": Job(40, check_mezo),
+    "check: the tests of a GPU": Job(300, check_tests),
     "check: lora, float32, graphs kept": Job(40, partial(check_lora, dtype=FLOAT32, room=ROOM, kept=0)),
     "check: lora, bfloat16, run anew": Job(40, partial(check_lora, dtype=BFLOAT16, room=1, kept=4)),
     "check: lora, nf4": Job(40, partial(check_lora, dtype=BFLOAT16, room=ROOM, kept=0, quantized="nf4")),
     "check: lora, mxfp4": Job(40, partial(check_lora, dtype=BFLOAT16, room=ROOM, kept=0, quantized="mxfp4")),
     "check: all parameters, graphs kept": Job(40, partial(check_full, room=ROOM)),
     "check: all parameters, run anew": Job(40, partial(check_full, room=1)),
-    "check: low rank": Job(40, partial(check_forwards, dtype=BFLOAT16, perturbation=LowRankPerturbation(rank=2))),
-    "check: 2 queries, float32": Job(40, partial(check_forwards, dtype=FLOAT32)),
     "check: gguf": Job(30, check_gguf),
-    "check: rewards": Job(40, check_rewards),
     "check: two runs over one base": Job(40, check_two_runs),
-    "bench: mezo, opt-1.3b, float16": Job(120, partial(bench_mezo, geometry="opt-1.3b", dtype=torch.float16)),
-    "bench: lora, opt-13b within 8 GB": Job(120, partial(bench_lora, geometry="opt-13b", gigabytes=8)),
-    "bench: lora, qwen3-30b-a3b nf4 within 8 GB": Job(
-        180, partial(bench_lora, geometry="qwen3-30b-a3b", gigabytes=8, nf4=True)
+    "bench: mezo, opt-1.3b": Job(
+        120, compare("opt-1.3b", "--dtype float16 --whole --gpu", "--dtype float16 --noise mezo --gpu")
     ),
-    "bench: overlap": Job(60, bench_overlap),
-    "bench: disk to device": Job(60, bench_read),
+    "bench: overlap, opt-1.3b": Job(120, compare("opt-1.3b", "--serial --gpu", "--gpu")),
+    "bench: lora, opt-13b": Job(
+        180,
+        compare(
+            "opt-13b",
+            "--lora adamw --whole --gpu",
+            "--lora adamw --gpu --device-memory 8GB",
+            tokens=512,
+            made="--dtype bfloat16 --sparse",
+        ),
+    ),
+    "bench: lora, qwen3-30b-a3b nf4": Job(
+        180,
+        compare(
+            "qwen3-30b-a3b-nf4", "--lora adamw --gpu --device-memory 8GB", tokens=512, made="--dtype bfloat16 --sparse --nf4"
+        ),
+    ),
+    "bench: disk to device": Job(60, compare("opt-6.7b", "--rank 2 --buckets 3 --gpu", tokens=64, made="--sparse")),
 }
 
 
@@ -543,7 +355,7 @@ def main() -> int:
             continue
         if options.in_process:
             with tempfile.TemporaryDirectory() as folder:
-                result = run_job(name, Place(options.device, options.tiny, Path(folder), options.output))
+                result = run_job(name, Place(options.device, options.tiny, Path(folder)))
             partial_file = file.with_suffix(".partial")
             partial_file.write_text(json.dumps(result, indent=1))
             partial_file.replace(file)

@@ -230,14 +230,12 @@ def zeroth_order(
     )
 
 
-def host_memory(buckets: int | None, activations: int | str = ACTIVATIONS) -> MemoryPolicy:
-    """Memory for so many blocks in host memory; for all of them if None."""
-    return MemoryPolicy(host=HostPlan((), 1 << 40, buckets=buckets, keep_noise=False), activations=activations)
-
-
-def no_block_on_device(activations: int = 1 << 30) -> MemoryPolicy:
-    """Memory for a device that keeps no block from one visit to the next."""
-    return MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=activations), activations=activations)
+def memory_of(buckets: int | None = None, activations: int | str = ACTIVATIONS, *, kept: int | None = None) -> MemoryPolicy:
+    """Memory for so many blocks in host memory, for all of them if None, and of a device for ``kept`` between visits."""
+    host = HostPlan((), 1 << 40, buckets=buckets, keep_noise=False)
+    room = activations if isinstance(activations, int) else 1 << 30
+    device: Any = "auto" if kept is None else DevicePlan((), 1 << 40, kept=kept, activation_bytes=room)
+    return MemoryPolicy(host=host, device=device, activations=activations)
 
 
 class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -31,9 +31,8 @@ from measuring import (
     Side,
     add_sizes,
     alternate,
-    host_memory,
     lanes_of,
-    no_block_on_device,
+    memory_of,
     peak_of_step,
     ratio,
     shapes,
@@ -44,6 +43,7 @@ from measuring import (
 from synthetic import block_model, scaled, slowed, whole_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoConfig, AutoModelForCausalLM
+from zo2core.planning.policies import ACTIVATIONS
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint, pack
 from zo2adapters.models.checkpoint import DTYPES
@@ -54,16 +54,15 @@ from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Delayed, Distribution, Engine, FirstOrder, TorchOptimizer, WriteBackPolicy
+from zo2core import Delayed, Distribution, Engine, FirstOrder, MemoryPolicy, TorchOptimizer, WriteBackPolicy
 from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
-from zo2core.planning.policies import ACTIVATIONS
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch
 
-ALL_GRAPHS = 1 << 36  # bytes
+ALL_GRAPHS = 1 << 34  # bytes
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")  # of configs; checkpointing turns them on
 NOISES = {"mezo": None} | {distribution.value: distribution for distribution in Distribution}
 LORA_LR, LR = 1e-4, 1e-6
@@ -106,6 +105,7 @@ def side_parser() -> argparse.ArgumentParser:
     flag("--packed", help="with --data: rows are packed instead of padded")
     flag("--gpu", help="no block stays on the GPU between visits")
     flag("--stay", help="with --gpu: as many blocks as fit stay there")
+    add("--device-memory", help="with --gpu: memory that may be used there, such as 8GB")
     add("--bus", type=float, help="a simulated bus, on which compute takes so many times as long as all uploads")
     add("--replay", choices=["auto", "host", "device"], default="auto", help="who replays updates for a device")
     flag("--whole", help="the whole model by transformers, peft and torch.optim, or monolithic MeZO")
@@ -212,13 +212,15 @@ class Measured:
         time_forwards(model, self._spend)
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         given: dict[str, Any] = {"overlap": not side.serial, "replay": side.replay, "micro_batch_size": side.micro_rows}
-        given["memory"] = host_memory(side.buckets, self.activations(model))
         if side.every is not None:
             write_back = WriteBackPolicy(directory=folder, every=side.every)
             given |= {"journal": folder / "journal.jsonl", "write_back": write_back}
         if side.gpu or side.bus:
             given["device"] = "cuda" if side.gpu else opened.enter_context(closing(self.bus()))
-            given["memory"] = "auto" if side.stay or side.serial else no_block_on_device()
+        kept = 0 if (side.gpu or side.bus) and not (side.stay or side.serial) else None
+        given["memory"] = memory_of(side.buckets, self.activations(model), kept=kept)
+        if side.device_memory is not None:
+            given["memory"] = MemoryPolicy(device=side.device_memory, activations="1GB", least_activations="256MB")
         engine = opened.enter_context(Engine(model, self.method(model), **given))
         batches, seeds = self.batches(model), itertools.repeat(None) if side.lora or side.full else itertools.count()
 
@@ -237,7 +239,7 @@ class Measured:
         """What makes a step."""
         side = self.side
         if side.lora:
-            return FirstOrder(partial(OPTIMIZERS[side.lora].of_adapter, lr=LORA_LR))
+            return FirstOrder(partial(optimizer_of(side.lora), lr=LORA_LR))
         if side.full:
             update = make_block_update(side.full, weight_decay=0.0)
             if side.update_seconds is not None:
@@ -250,7 +252,8 @@ class Measured:
     def activations(self, model: HFBlockModel) -> int | str:
         """Memory for all graphs, or for the inputs of blocks."""
         if not self.side.recompute:
-            return ALL_GRAPHS if self.side.lora or self.side.full else ACTIVATIONS
+            on_device = self.side.gpu or self.side.bus
+            return ALL_GRAPHS if self.side.lora or self.side.full else 1 << 30 if on_device else ACTIVATIONS
         sizes = (model.config, self.side.micro_rows or self.rows, self.tokens)
         return gradient_bytes(expected_held_bytes(*sizes), forward_bytes(*sizes), len(model.layouts) - 2)
 
@@ -308,6 +311,11 @@ def lora() -> peft.LoraConfig:
     return peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
+def optimizer_of(name: OptimizerName) -> Any:
+    """The optimizer of an adapter."""
+    return OPTIMIZERS[name].of_adapter
+
+
 def time_forwards(model: Any, spend: Callable[[float], None]) -> None:
     """Measure the forwards of a model's segments."""
 
@@ -339,7 +347,7 @@ def first_values(model: HFBlockModel) -> dict[str, torch.Tensor]:
 
 def first_order_step(
     whole: Any, batches: Iterator[Batch], side: argparse.Namespace, first: Mapping[str, torch.Tensor]
-) -> Callable[[], float]:
+) -> Callable[[], Losses]:
     """The step of torch on the whole model; ``first`` has the values of the adapter, if there is one."""
     if first:
         peft.inject_adapter_in_model(lora(), whole)
@@ -351,7 +359,7 @@ def first_order_step(
         whole.activation_checkpointing_enable({"use_reentrant": False})
         whole.train()  # what makes transformers checkpoint
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    made: Any = OPTIMIZERS[side.lora].of_adapter if first else ADAMW
+    made: Any = optimizer_of(side.lora) if first else ADAMW
     optimizer = made(trained, lr=LORA_LR if first else LR)
 
     def step() -> Losses:

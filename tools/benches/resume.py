@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from make_checkpoint import geometries
-from measuring import add_sizes, alternate, host_memory, ratio, spread, timed, zeroth_order
+from measuring import add_sizes, alternate, memory_of, ratio, spread, timed, zeroth_order
 from synthetic import block_model, scaled
 
 from zo2adapters import HFBlockModel, open_checkpoint
@@ -59,7 +59,7 @@ def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | 
         zeroth_order(rank=options.rank, period=options.period, noise=Distribution.GAUSSIAN),
         journal=None if run is None else run / "journal.jsonl",
         write_back=None if run is None else WriteBackPolicy(directory=run),
-        memory=host_memory(options.buckets),
+        memory=memory_of(options.buckets),
     )
 
 

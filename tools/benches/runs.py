@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import add_sizes, alternate, host_memory, ratio, spread, timed, zeroth_order
+from measuring import add_sizes, alternate, memory_of, ratio, spread, timed, zeroth_order
 from peft import LoraConfig
 from synthetic import slowed
 
@@ -65,7 +65,7 @@ class Together:
     """
 
     def __init__(self, options: argparse.Namespace, runs: int, opened: ExitStack) -> None:
-        memory = host_memory(options.buckets)
+        memory = memory_of(options.buckets)
         self._shared = opened.enter_context(SharedBase(opened_model(options), memory=memory))
         self._engines = [opened.enter_context(engine_of(options, number, shared=self._shared)) for number in range(runs)]
         self.single = opened.enter_context(engine_of(options, 0, memory=memory))
