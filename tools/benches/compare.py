@@ -43,13 +43,14 @@ from measuring import (
 from synthetic import block_model, scaled, slowed, whole_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoConfig, AutoModelForCausalLM
+from zo2core.sweep.gradient_memory import gradient_bytes
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint, pack
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate, training_batches
-from  import read_dataset
+from zo2adapters.tasks.row_reader import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
@@ -58,7 +59,6 @@ from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch
 
@@ -202,7 +202,7 @@ class Measured:
                 batch["labels"][:, : -self.options.labelled] = IGNORE_INDEX
             return itertools.repeat(batch)
         tokenizer = load_tokenizer(Path(self.name))
-        dataset = read_dataset(self.options.data, tokenizer, sequence_length=1 << 20)
+        dataset = read_rows(self.options.data, tokenizer, sequence_length=1 << 20)
         rows = training_batches(dataset, batch_size=self.rows, seed=0)
         padded = (collate(chosen, pad_token_id=pad_token_id(tokenizer)) for chosen in rows)
         return map(pack, padded) if self.side.packed else padded
