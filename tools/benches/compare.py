@@ -43,7 +43,6 @@ from measuring import (
 from synthetic import block_model, scaled, slowed, whole_model
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoConfig, AutoModelForCausalLM
-from zo2core.sweep.gradient_memory import gradient_bytes
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint, pack
 from zo2adapters.models.checkpoint import DTYPES
@@ -59,6 +58,7 @@ from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import UpdateInputs
+from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch
 
