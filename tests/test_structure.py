@@ -153,9 +153,9 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 426,
-    "zo2adapters/commands": 3210,
-    "zo2adapters/edge": 541,
-    "zo2adapters/frameworks": 1022,
+    "zo2adapters/commands": 3060,
+    "zo2adapters/edge": 482,
+    "zo2adapters/frameworks": 1019,
     "zo2adapters/models": 5105,
     "zo2adapters/tasks": 3051,
     "zo2adapters/trainers": 5165,

@@ -36,16 +36,16 @@ COMMANDS: dict[str, tuple[str, str]] = {  # modules of zo2adapters.commands, and
     "tune": ("tune", "Tune"),
     "evaluate": ("evaluate", "Evaluate"),
     "generate": ("generate", "Generate"),
-    "chat": ("chat", "Chat"),
+    "chat": ("generate", "Chat"),
     "export": ("export", "Export"),
-    "merge": ("merge", "Merge"),
-    "push": ("push", "Push"),
+    "merge": ("export", "Merge"),
+    "push": ("export", "Push"),
     "verify": ("verify", "Verify"),
     "journal": ("journal", "ShowJournal"),
-    "report": ("report", "Report"),
-    "rows": ("rows", "WriteRows"),
-    "plan": ("plan", "Plan"),
-    "convert": ("convert", "Convert"),
+    "report": ("journal", "Report"),
+    "rows": ("benchmark", "WriteRows"),
+    "plan": ("train", "Plan"),
+    "convert": ("export", "Convert"),
 }
 
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     """Run a command line; return the exit status."""
     if "COMP_LINE" in os.environ:  # set by the shell for ``complete -C zo2 zo2``
-        from zo2adapters.commands.help_text import completions
+        from zo2adapters.commands.options import completions
 
         line = os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))]
         sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, command_class))
@@ -97,7 +97,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     try:
         options = command_class(name)
         if {"-h", "--help", "--help-all"} & set(rest):
-            from zo2adapters.commands.help_text import command_help
+            from zo2adapters.commands.options import command_help
 
             print(command_help(name, options, lists_all="--help-all" in rest))
             return 0
@@ -118,7 +118,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         return _BROKEN_PIPE
     except Exception as error:  # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
         reserve.close()
-        from zo2adapters.commands.refusals import as_zo2_error, error_line
+        from zo2adapters.commands.options import as_zo2_error, error_line
 
         refusal, interruption = as_zo2_error(error), interruption_behind(error)
         if refusal is None and interruption is None:
@@ -157,12 +157,12 @@ def _main_help(arguments: list[str]) -> int:
         print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
         return 0
     if arguments and arguments[0] in {"-h", "--help", "--help-all", "help"}:
-        from zo2adapters.commands.help_text import program_help
+        from zo2adapters.commands.options import program_help
 
         print(program_help(_DESCRIPTION, {name: command_class(name) for name in COMMANDS}))
         return 0
     if not arguments:
-        from zo2adapters.commands.help_text import first_steps
+        from zo2adapters.commands.options import first_steps
 
         print(first_steps(_DESCRIPTION))
         return 0

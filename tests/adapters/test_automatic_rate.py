@@ -14,7 +14,7 @@ import yaml
 from command_lines import Ended, done, make_place, refusal, run_here
 from profiles import short_first
 
-from zo2adapters.commands.report_page import page, read_run
+from zo2adapters.commands.report import page, read_run
 from zo2adapters.trainers import automatic_rate, run_directory
 from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
 from zo2adapters.trainers.run_directory import read_trials

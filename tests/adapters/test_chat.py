@@ -21,7 +21,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.commands.chat import _Stop, _TextStream
+from zo2adapters.commands.generate import _Stop, _TextStream
 from zo2core import Engine
 
 peft: Any = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ import pytest
 from command_lines import refusal, run_here
 from runs import finish, small_run
 
-from zo2adapters.commands.report_page import page, read_run
+from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions

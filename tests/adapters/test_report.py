@@ -18,7 +18,7 @@ from command_lines import refusal
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import main
-from zo2adapters.commands.report_page import page, read_run
+from zo2adapters.commands.report import page, read_run
 from zo2core import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

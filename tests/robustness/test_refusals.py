@@ -20,7 +20,7 @@ from command_lines import Apart, assert_typed, environment, make_place, refusal,
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
-from zo2adapters.commands.refusals import as_zo2_error
+from zo2adapters.commands.options import as_zo2_error
 from zo2core import Engine, Journal
 from zo2core.errors import MemoryBudgetError
 
@@ -592,7 +592,7 @@ def run(self):
     raise MemoryError
 Train.run = run
 import sys
-held.append(sys.modules.pop("zo2adapters.commands.refusals"))  # it has to be imported, too
+
 """
     ended = apart.run(*train(place), patch=patch)
     assert ended.status == 2, ended

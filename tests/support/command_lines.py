@@ -30,8 +30,7 @@ from zo2core.planning import speeds
 SECONDS = 120  # a command takes a fraction of them
 PROBED_BYTES = 1 << 20  # written to measure a disk, which 64 of them would measure better
 NEEDS = (  # what commands import later: a process that is forked has it
-    "zo2adapters.commands.help_text",
-    "zo2adapters.commands.refusals",
+    "zo2adapters.commands.options",
     "transformers.models.llama.modeling_llama",
     "torch.distributed",
     *(["peft"] if importlib.util.find_spec("peft") else []),

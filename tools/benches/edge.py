@@ -23,7 +23,7 @@ from measuring import alternate, seconds_of, shapes, timed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, TrainingProgram, open_checkpoint, write_program
-from zo2adapters.edge.assembly import assemble
+from zo2adapters.edge.lowering import assemble
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution
 from zo2core.kernels import fill

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
+from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import NO_OPTION, Command, Written
-from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.evaluations import best_step, criteria_of
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
@@ -71,11 +71,8 @@ class AtStep(Command):
                 raise OptionError(
                     "lora_rank", found=str(model_options.lora_rank), expected=expected, remedy="pass --run or --adapter DIR"
                 )
-            on_cpu, replays = (
-                self.resources.device == "cpu",
-                self.journal is not None,
-            )  # a replay has to round as the run did
-            precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=on_cpu)
+            replays = self.journal is not None  # and has to round as the run did
+            precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
             return replace(self, model_options=replace(model_options, precision=precision))
         saved = RunDirectory.options(self.run_directory)
         saved_model_options = replace(saved.model_options, precision=saved.precision_asked())
@@ -106,6 +103,14 @@ class AtStep(Command):
         alone = self.without_learning()
         return replace(alone, model_options=replace(alone.model_options, adapter=directory)).resolved()
 
+    def named_others(self, directories: Sequence[Path]) -> list[tuple[str, AtStep]]:
+        """Other runs or saved adapters, by different names: of the directory, or its path if an earlier one is called so."""
+        named: dict[str, AtStep] = {}
+        for directory in directories:
+            name = name_of(directory)
+            named[str(directory) if name in ("base", *named) else name] = self.of_other(directory)
+        return list(named.items())
+
     @property
     def reads_base_only(self) -> bool:
         """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
@@ -115,18 +120,35 @@ class AtStep(Command):
             return can_share(RunDirectory.options(self.run_directory))
         return self.journal is None and self.model_options.head == "causal-lm"
 
-    @contextmanager
-    def shared_base(self, others: Sequence[AtStep]) -> Iterator[SharedBase | None]:
-        """Open the base for this step and others, so that each pass over the blocks serves all."""
+    def with_others(
+        self,
+        model: HFBlockModel,
+        others: Sequence[tuple[str, AtStep]],
+        function: Callable[[AtStep, HFBlockModel, SharedBase | None], T],
+        *,
+        loss_chunk: int | None = None,
+        may_share: bool = True,
+    ) -> dict[str, T]:
+        """What a function returns for this step, by the name "", and for others, by theirs.
+
+        Each pass over the blocks serves all if they only read the base; else one runs after the other.
+        """
         from zo2core import MemoryPolicy, SharedBase
 
-        if not others or not all(at.reads_base_only for at in (self, *others)):
-            yield None
-            return
-        resources = self.resources
+        def runs(shared: SharedBase | None) -> dict[str, Callable[[], T]]:
+            opened = {"": (self, model)} | {name: (at, at.open_model(loss_chunk=loss_chunk)) for name, at in others}
+            return {name: partial(function, at, its_model, shared) for name, (at, its_model) in opened.items()}
+
+        if not (others and may_share and self.reads_base_only and all(at.reads_base_only for _, at in others)):
+            return {name: run() for name, run in runs(None).items()}
+        resources, results = self.resources, dict[str, T]()
         memory = MemoryPolicy(host=resources.memory, device=resources.device_memory)
         with SharedBase(self.without_learning().open_model(), device=resources.device, memory=memory) as shared:
-            yield shared
+            for name, result in shared.together(runs(shared)).items():
+                if isinstance(result, Exception):
+                    raise result
+                results[name] = result
+        return results
 
     def _base_of_adapter(self) -> str | None:
         """The base that a saved adapter names, for a command without --model; None if there is none."""
@@ -189,23 +211,17 @@ class AtStep(Command):
             _verify(model, Journal() if journal is None else journal, self.journal)
         reads_itself = shared is None and self.resources.device == "cpu" and (journal is None or not journal.is_replayable)
         experts = model.route(tokens) if tokens is not None and reads_itself else None
-        resources, limits = self.resources, {}
+        room = activation_bytes + (0 if experts is None else experts.buffer_bytes)
+        given: dict[str, Any] = {"memory": MemoryPolicy(activations=room), "shared": shared}
         if shared is None:
-            limits = {"host": resources.memory, "device": resources.device_memory}
-        common: Any = {
-            "memory": MemoryPolicy(
-                **limits, activations=activation_bytes + (0 if experts is None else experts.buffer_bytes)
-            ),
-            "device": local_device(resources.device, workers),
-            "micro_batch_size": micro_batch_size,
-            "trace": worker_trace(trace, workers),
-        }
-        if shared is not None:
-            common["shared"] = shared
+            resources = self.resources
+            limited = MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=room)
+            given = {"memory": limited, "device": local_device(resources.device, workers)}
+        given |= {"micro_batch_size": micro_batch_size, "trace": worker_trace(trace, workers)}
         if journal is None or journal.is_replayable:
-            engine = Engine(model, journal=journal, workers=workers, **common)
+            engine = Engine(model, journal=journal, workers=workers, **given)
         else:
-            engine = self._at_snapshot(model, journal, step, workers, common)
+            engine = self._at_snapshot(model, journal, step, workers, given)
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         return engine
@@ -261,27 +277,6 @@ class WritesDirectory(AtStep):
         if self.output.is_dir() and any(self.output.iterdir()):
             return f"{self.output} is complete"
         return f"{self.output} was not written; run the same command again to write it"
-
-
-def names_of(others: Sequence[Path], *, taken: str = "base") -> list[str]:
-    """A different name for each directory of a run or an adapter: its own, or its path if an earlier one is called so."""
-    names: list[str] = []
-    for path in others:
-        name = name_of(path)
-        names.append(str(path) if name in (taken, *names) else name)
-    return names
-
-
-def run_together(runs: Mapping[str, Callable[[], T]], shared: SharedBase | None) -> dict[str, T]:
-    """Run functions of several models: together if they share their base, else one after the other."""
-    if shared is None:
-        return {name: run() for name, run in runs.items()}
-    results: dict[str, T] = {}
-    for name, result in shared.together(runs).items():
-        if isinstance(result, Exception):
-            raise result
-        results[name] = result
-    return results
 
 
 def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:

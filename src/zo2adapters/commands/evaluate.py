@@ -6,11 +6,10 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from zo2adapters.commands.at_step import AtStep, names_of, run_together
+from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Written
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.batching import Batching
@@ -96,21 +95,20 @@ class Evaluate(AtStep):
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         for line in length_notices(rows) if is_first(workers) else ():
             print(line, file=sys.stderr)
-        others = [(name, at.of_other(path)) for name, path in zip(names_of(self.others), self.others, strict=True)]
+        others = at.named_others(self.others)
         if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
             others.insert(0, ("base", at.without_learning()))
-        sharing = [one for _, one in others] if workers is None and self.trace is None else []
-        with at.shared_base(sharing) as shared:
-            runs = {"": partial(self._evaluated, at, model, rows, tokenizer, workers, shared)}
-            for name, other in others:
-                without_trace, opened = replace(self, trace=None), other.open_model(loss_chunk=self.batching.loss_chunk)
-                runs[name] = partial(without_trace._evaluated, other, opened, rows, tokenizer, workers, shared)
-            results = run_together(runs, shared)
-        name, evaluated = results.pop("")
-        columns = [(name, evaluated), *((name, result) for name, (_, result) in results.items())]
+
+        def evaluated(one: AtStep, its_model: HFBlockModel, shared: SharedBase | None) -> tuple[str, Evaluated]:
+            command = self if one is at else replace(self, trace=None)
+            return command._evaluated(one, its_model, rows, tokenizer, workers, shared)
+
+        may_share, chunk = workers is None and self.trace is None, self.batching.loss_chunk
+        results = at.with_others(model, others, evaluated, loss_chunk=chunk, may_share=may_share)
+        columns = [(name or own_name, result) for name, (own_name, result) in results.items()]
         columns.sort(key=lambda column: column[0] != "base")  # the base comes first
         if is_first(workers):
-            print(_table(columns) if len(columns) > 1 else _line(evaluated))
+            print(_table(columns) if len(columns) > 1 else _line(columns[0][1]))
 
     def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> Rows:
         """The rows to evaluate on."""

@@ -1,14 +1,17 @@
-"""``zo2 export``: write the model of any step as a directory that ``from_pretrained`` or llama.cpp loads."""
+"""``zo2 export``, ``merge``, ``convert`` and ``push``: write a model in another form, or upload it."""
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, WritesDirectory
+from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.model_options import DtypeName
-from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS, RunDirectory
 from zo2core.errors import OptionError
 from zo2core.ranges import counted
 
@@ -109,3 +112,160 @@ class Export(WritesDirectory):
         if self.format == "gguf" and self.output_dtype != "auto":
             expected = "auto with --format gguf"
             raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="pass --gguf-type instead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(WritesDirectory):
+    """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
+
+    first_options: ClassVar = ("run_directory", "model", "adapter", "output", "at", "memory")
+
+    def run(self) -> None:
+        """Merge, and write the model."""
+        from zo2adapters.models.export import export_merged, merging_bytes
+        from zo2adapters.models.peft_kinds import PeftBlockModel
+        from zo2adapters.models.peft_layers import WEIGHTS_FILE
+        from zo2adapters.trainers.model_card import CARD, files_of_run, merged_card
+        from zo2adapters.trainers.progress_bar import export_bar, progress_bar
+        from zo2adapters.trainers.provenance import file_sha256
+        from zo2core import Journal
+
+        self.require_output()
+        at = self.resolved()
+        adapter = at.model_options.adapter
+        if at.journal is None and adapter is None:
+            raise OptionError(
+                "adapter",
+                found="none",
+                expected="the directory of an adapter, or a run",
+                remedy="pass --model BASE --adapter DIR, or --run DIR",
+            )
+        model = at.open_model()
+        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        is_adapter, head = isinstance(model, PeftBlockModel), at.model_options.head
+        with at.engine(model, activation_bytes=merging_bytes(model)) as engine:
+            if at.journal is None:
+                assert adapter is not None, "one of the two was required"
+                digest = file_sha256(adapter / WEIGHTS_FILE)
+                files = {CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)}
+            else:
+                with closing(Journal(at.journal)) as journal:
+                    kind: dict[str, Any] = {"version": engine.version, "head": head, "is_merged": is_adapter}
+                    files = files_of_run(journal, base=str(at.model), options=options, **kind)
+            if isinstance(model, PeftBlockModel):
+                specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+                total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
+                with progress_bar(total=total, unit="B", desc="merge") as bar:
+                    export_merged(engine, model, self.output, files=files, progress=bar.update)
+            else:
+                with export_bar(model, "merge") as progress:
+                    engine.export(self.output, files=files, progress=progress)
+            print(f"{self.output}: the model" + ("" if at.journal is None else f" after {counted(engine.version, 'step')}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(Command):
+    """Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model."""
+
+    needs: ClassVar = ("zo2adapters.models.pickle_conversion",)
+
+    model: Path
+    """Model directory with pytorch_model*.bin or, with --quantize, with safetensors."""
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+    quantize: Literal["int8", "nf4", "fp8"] | None = None
+    """Format in which the layers' linear weights are stored. Such a model is trained with --rank or an adapter;
+    its own weights do not change."""
+
+    def run(self) -> None:
+        """Convert, and print each shard, or show a bar while weights are quantised."""
+        if self.quantize is not None:
+            self._quantize(self.quantize)
+            return
+        from zo2adapters.models.pickle_conversion import convert
+
+        convert(self.model, self.output, report=print)
+
+    def _quantize(self, method: Literal["int8", "nf4", "fp8"]) -> None:
+        from zo2adapters.models.quantizer import quantize
+        from zo2adapters.trainers.progress_bar import progress_bar
+        from zo2core.types import shown_bytes
+
+        with progress_bar(total=0, unit="B", desc=method) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            before, after, left = quantize(self.model, self.output, method, progress=progress)
+        print(f"{self.output}: the model in {method}, {shown_bytes(after)}; it was {shown_bytes(before)}")
+        if left:
+            print(
+                f"not in {method}: {len(left)} of the layers' matrices, {shown_bytes(sum(spec.nbytes for spec in left))}, "
+                f"such as {max(left, key=lambda spec: spec.numel).name}; only linear layers and experts are encoded"
+            )
+
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf", "adapter.gguf")
+_CONFIGS = ("config.json", "adapter_config.json", "Modelfile")
+_UPLOADED = ("*.safetensors", "*.gguf", "Modelfile", "*.json", "*.txt", "*.model", "*.jinja", "README.md")  # of an export
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(Command):
+    """Upload an exported model or adapter, or the model of a run, to the Hugging Face hub."""
+
+    directory: Annotated[Path, POSITIONAL]
+    """Directory that zo2 export wrote, or directory of a finished run, whose model/ is uploaded."""
+    to: str
+    """Name of the repository on the hub, as user/name. It is created if it does not exist."""
+    public: bool = False
+    """Create a public repository. By default it is private; an existing one stays as it is."""
+
+    def run(self) -> None:
+        """Upload the directory, and print its address."""
+        exported = self._exported()
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", self.to) is None:
+            raise OptionError(
+                "to", found=repr(self.to), expected="a name such as user/name", remedy="pass the name of a repository"
+            )
+        import huggingface_hub
+
+        hub = huggingface_hub.HfApi()
+        try:
+            hub.create_repo(self.to, private=not self.public, exist_ok=True)
+            hub.upload_folder(
+                repo_id=self.to,
+                folder_path=exported,
+                # The Modelfile of an adapter names the base by its path on this machine.
+                allow_patterns=[
+                    name for name in _UPLOADED if name != "Modelfile" or not (exported / "adapter.gguf").exists()
+                ],
+                commit_message="Upload with zo2 push",
+            )
+        except Exception as error:  # the hub, the network and the login fail with many kinds of errors
+            raise OptionError(
+                "to",
+                found=f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[0][:300],
+                expected="a repository that you may write to",
+                remedy="check the name and the network, and log in with hf auth login",
+            ) from error
+        print(f"https://huggingface.co/{self.to}")
+
+    def _exported(self) -> Path:
+        """The exported directory."""
+        is_run = any((self.directory / name).exists() for name in (OPTIONS, JOURNAL))
+        path = self.directory / MODEL if is_run else self.directory
+        has = [any((path / name).is_file() for name in names) for names in (_WEIGHTS, _CONFIGS)]
+        if not all(has):
+            missing = " or ".join(_CONFIGS if has[0] else _WEIGHTS)
+            found = f"no {missing}" if path.is_dir() else "no directory"
+            raise OptionError(
+                path,
+                found=found,
+                expected="an exported model or adapter",
+                remedy=f"write it with zo2 export --run {self.directory}"
+                if is_run
+                else "pass a run, or what zo2 export wrote",
+            )
+        return path

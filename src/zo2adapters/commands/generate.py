@@ -1,22 +1,37 @@
-"""``zo2 generate``: continue prompts with a model that is never whole in memory."""
+"""``zo2 generate`` continues prompts, ``zo2 chat`` talks: with a model, its adapters or a run, or labels texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import importlib
+import math
+import signal
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from zo2adapters.commands.at_step import AtStep, names_of, run_together
-from zo2adapters.tasks.row_options import with_line_breaks
-from zo2adapters.trainers.run_directory import name_of
-from zo2core.errors import NonFiniteLossError
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.options import POSITIONAL, Command, Written
+from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
+from zo2adapters.trainers.options import Resources
+from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
+from zo2core.errors import DataError, NonFiniteLossError, OptionError
+from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.tasks.generation import Sampling  # command lines are parsed without importing transformers
-    from zo2core import SharedBase
+    from zo2adapters.tasks.generation import Sampling
+    from zo2core import Engine, SharedBase
+_BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
+_MOST_LABELS = 12  # that a message lists
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,66 +70,409 @@ class Generate(AtStep):
         """Print each prompt with its continuation."""
         from zo2adapters.tasks.generation import require_lengths, sampling_of
         from zo2adapters.tasks.tokenizer import load_tokenizer
+        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
-        drawn = sampling_of(self.temperature, self.top_p, self.seed)
+        sampling = sampling_of(self.temperature, self.top_p, self.seed)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model()
         texts = [with_line_breaks(text) for text in self.prompt]
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
-        others = [(name, at.of_other(path)) for name, path in zip(names_of(self.others), self.others, strict=True)]
-        with at.shared_base([other for _, other in others]) as shared:
-            runs = {"": partial(self._continued, at, model, tokenizer, prompts, drawn, shared)}
-            for name, other in others:
-                runs[name] = partial(self._continued, other, other.open_model(), tokenizer, prompts, drawn, shared)
-            results = run_together(runs, shared)
+        tokens = max(map(len, prompts)) + self.max_new_tokens
+
+        def continued(at: AtStep, model: HFBlockModel, shared: SharedBase | None) -> list[list[int]]:
+            """The tokens with which one model continues each prompt."""
+            room, found = _generation_bytes(model.config, len(prompts), tokens), [list[int]() for _ in prompts]
+            with (
+                at.engine(model, activation_bytes=room, shared=shared, tokens=len(prompts)) as engine,
+                progress_bar(total=self.max_new_tokens, unit="token") as bar,
+                sweep_bars(engine),
+            ):
+                for step in _generated(engine, model, at, tokenizer, prompts, self.max_new_tokens, sampling):
+                    for continuation, token in zip(found, step, strict=True):
+                        continuation += [] if token is None else [token]
+                    bar.update()
+            return found
+
         title = name_of(self.run_directory or at.model_options.adapter or Path(str(at.model)))
-        for name, continued in results.items():
-            if others:
-                print(f"{title}:" if not name else f"\n{name}:")
-            for text, ids, new in zip(texts, prompts, continued, strict=True):
+        for name, found in at.with_others(model, at.named_others(self.others), continued).items():
+            if self.others:
+                print(f"\n{name}:" if name else f"{title}:")
+            for text, ids, new in zip(texts, prompts, found, strict=True):
                 whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
                 print(text + str(whole)[len(str(prefix)) :])
 
-    def _continued(
-        self,
-        at: AtStep,
-        model: HFBlockModel,
-        tokenizer: Any,
-        prompts: Sequence[Sequence[int]],
-        drawn: Sampling | None,
-        shared: SharedBase | None,
-    ) -> list[list[int]]:
-        """The tokens with which one model continues each prompt."""
-        from zo2adapters.models.footprint import activation_bytes, cache_bytes
-        from zo2adapters.models.model_directory import end_token_ids
-        from zo2adapters.tasks.generation import generate
-        from zo2adapters.tasks.tokenizer import pad_token_id
-        from zo2adapters.trainers.base_check import require_finite_base
-        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
-        tokens = max(map(len, prompts)) + self.max_new_tokens
-        held = cache_bytes(model.config, len(prompts), tokens)
-        running = activation_bytes(model.config, len(prompts), tokens, streams=1)
-        with at.engine(model, activation_bytes=held + running, shared=shared, tokens=len(prompts)) as engine:
-            continued: list[list[int]] = [[] for _ in prompts]
-            made = generate(
-                engine,
-                model,
-                prompts,
-                max_new_tokens=self.max_new_tokens,
-                sampling=drawn,
-                eos_token_ids=end_token_ids(model, tokenizer),
-                pad_token_id=pad_token_id(tokenizer),
+def _generated(
+    engine: Engine,
+    model: HFBlockModel,
+    at: AtStep,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    sampling: Sampling | None,
+) -> Iterator[tuple[int | None, ...]]:
+    """The next token of each prompt, again and again; a model that is not finite is refused by name."""
+    from zo2adapters.models.model_directory import end_token_ids
+    from zo2adapters.tasks.generation import generate
+    from zo2adapters.tasks.tokenizer import pad_token_id
+    from zo2adapters.trainers.base_check import require_finite_base
+
+    ends, pad = end_token_ids(model, tokenizer), pad_token_id(tokenizer)
+    given: Any = {"sampling": sampling, "eos_token_ids": ends, "pad_token_id": pad}
+    try:
+        yield from generate(engine, model, prompts, max_new_tokens=most, **given)
+    except NonFiniteLossError:
+        require_finite_base(at.open_model(), at.base())  # also experts that were read outside the engine's segments
+        raise
+
+
+def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
+    """Bytes of keys, values and activations, for prompts of so many tokens with their continuations."""
+    from zo2adapters.models.footprint import activation_bytes, cache_bytes
+
+    return cache_bytes(config, rows, tokens) + activation_bytes(config, rows, tokens, streams=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Command):
+    """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
+
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check")
+    first_options: ClassVar = (
+        "run_directory",
+        "model",
+        "adapters",
+        "at",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "sequence_length",
+        "memory",
+    )
+
+    run_directory: Annotated[Path | None, POSITIONAL] = None
+    """Directory of a run, instead of --model. A run on rows with labels chooses a label for each line, and says how sure it
+    is."""
+    model: str | None = None
+    """The model: a directory, a GGUF file, or a hub id. By default the base that --adapter names."""
+    adapters: Annotated[tuple[Path, ...], Written(name="adapter")] = ()
+    """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
+    or its run, and /adapter none to the model alone."""
+    at: int | None = None
+    """Number of steps of the run that the weights include, by default as in zo2 export. /adapter none includes none."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Probability mass of the likeliest tokens that are sampled from."""
+    seed: int = 0
+    """Seed of the sampling of each answer."""
+    sequence_length: int | None = None
+    """Most tokens of a conversation with its answer. By default 1024, or the model's limit if that is lower."""
+    model_options: ModelOptions = field(default_factory=ModelOptions)
+    resources: Resources = field(default_factory=Resources)
+
+    def run(self) -> None:
+        """Answer the lines of standard input until it ends, or until /quit."""
+        from zo2adapters.tasks.generation import sampling_of
+
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        sampling = sampling_of(self.temperature, self.top_p, self.seed)
+        variants, rows = self._variants(), self._rows()
+        is_labelling = rows is not None and rows.labels
+        with (_Labelling if is_labelling else _Conversation)(self, variants, rows, sampling) as session:
+            print(session.introduction, file=sys.stderr)
+            for line in _lines():
+                if line == "/quit":
+                    return
+                session.take(line)
+
+    def _rows(self) -> RowOptions | None:
+        """The prompts and labels of the run, if a line is the only column of its prompts; None for conversations."""
+        from zo2adapters.trainers.model_card import prompt_of
+
+        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        if options is None or options.model_options.head != "causal-lm" or len(options.rows.prompt_columns) != 1:
+            return None
+        rows = replace(options.rows, labels=tuple(prompt_of(options.rows, options.data).get("labels", ())))
+        return rows if rows.labels or rows.prompt_template else None
+
+    def _variants(self) -> dict[str, AtStep]:
+        """What answers, by name; the first one answers first."""
+        if self.model is not None and (Path(self.model) / JOURNAL).is_file():
+            found, remedy = f"{self.model}, the directory of a run", f"zo2 chat {self.model}"
+            raise OptionError("model", found=found, expected="a model", remedy=remedy)
+        opening = RunModelOptions(
+            **{option.name: getattr(self.model_options, option.name) for option in fields(ModelOptions)}
+        )
+        if self.run_directory is None and (self.model is not None or self.adapters):
+            return self._adapted(AtStep(model=self.model, model_options=opening, resources=self.resources))
+        if self.run_directory is None or self.model is not None:
+            found = "no model and no run's directory" if self.model is None else "both --model and a run's directory"
+            expected = "either --model or a run's directory"
+            raise OptionError("model", found=found, expected=expected, remedy="pass one of the two")
+        if self.adapters:
+            found, expected = f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone"
+            raise OptionError("adapter", found=found, expected=expected, remedy="leave it out")
+        run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, resources=self.resources)
+        return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
+
+    def _adapted(self, base: AtStep) -> dict[str, AtStep]:
+        """A base with each of its adapters, and alone."""
+        if self.at is not None:
+            raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
+        names = [name_of(path) for path in self.adapters]
+        if len({*names, _BASE}) <= len(names):
+            raise OptionError(
+                "adapter",
+                found=f"the names {', '.join(names)}",
+                expected=f"directories with different names, none of them {_BASE!r}",
+                remedy="rename one of them, or pass links with other names",
             )
-            try:
-                with progress_bar(total=self.max_new_tokens, unit="token") as bar, sweep_bars(engine):
-                    for step in made:
-                        for continuation, token in zip(continued, step, strict=True):
-                            continuation += [] if token is None else [token]
-                        bar.update()
-            except NonFiniteLossError:
-                require_finite_base(at.open_model(), at.base())  # also experts that were read outside the engine's segments
+        adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
+        variants = [replace(base, model_options=model_options).resolved() for model_options in adapted]
+        if variants:  # an adapter may have named the base
+            base = replace(base, model=variants[0].model)
+        return {**dict(zip(names, variants, strict=True)), _BASE: base.resolved()}
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input that are not empty, after a mark in a terminal, where earlier lines can be taken up again."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # not on every platform
+            importlib.import_module("readline")  # which makes input() edit its line
+    while True:
+        try:
+            line = input("> ") if is_terminal else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt) as ended:
+            print(file=sys.stderr)  # the line with the mark has ended
+            if isinstance(ended, KeyboardInterrupt):
                 raise
-        return continued
+            return
+        if not line and not is_terminal:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class _Stop:
+    """While an answer is written in a terminal, the first interrupt ends the answer, and the second one the command."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stdin.isatty() and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked and callable(self._before):
+            self._before(number, frame)
+        self.is_asked = True
+
+
+class _Session(ABC):
+    """Lines that one variant at a time answers, whose engine is open."""
+
+    does = "answers"  # what the present variant does with a line
+    commands = "/help says this again, /quit ends"
+
+    def __init__(
+        self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, sampling: Sampling | None
+    ) -> None:
+        from zo2adapters.tasks.tokenizer import load_tokenizer
+
+        self._options, self._variants, self._rows, self._sampling = options, variants, rows, sampling
+        self.name = next(iter(variants))
+        self._tokenizer = load_tokenizer(self._at.base())
+        if len(variants) > 1:
+            self.commands = f"/adapter NAME switches, /adapter lists, {self.commands}"
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def _open(self) -> None:
+        """Open the model and the engine of the present variant."""
+        self._model = self._at.open_model()
+        self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
+        room = self._activation_bytes(self._model.config)
+        self._engine: Engine = self._at.engine(self._model, activation_bytes=room, tokens=1)
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    @property
+    def _at(self) -> AtStep:
+        return self._variants[self.name]
+
+    @property
+    def title(self) -> str:
+        """What the present variant is called: a base that has nothing beside it by its directory or hub id."""
+        return self.name if len(self._variants) > 1 else name_of(Path(str(self._at.model)))
+
+    @property
+    def introduction(self) -> str:
+        """What lines do."""
+        return f"{self.title} {self.does}; {self.commands}"
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        command, _, name = line.partition(" ")
+        if command == "/help":
+            print(self.introduction, file=sys.stderr)
+        elif command == "/adapter":
+            self._switch(name.strip())
+        elif command.startswith("/"):
+            print(f"{command} is not a command; {self.commands}", file=sys.stderr)
+        else:
+            self._answer(line)
+
+    @abstractmethod
+    def _activation_bytes(self, config: Any) -> int:
+        """Bytes of activations of an answer, for a model of this config."""
+
+    @abstractmethod
+    def _answer(self, line: str) -> None:
+        """Answer a line."""
+
+    def _switch(self, name: str) -> None:
+        """Let another variant answer."""
+        if name not in self._variants:
+            print(f"{self.title} {self.does}; there are {', '.join(self._variants)}", file=sys.stderr)
+            return
+        if name != self.name:
+            self._engine.close()
+            self.name = name
+            self._open()
+        print(f"{name} {self.does}", file=sys.stderr)
+
+
+class _Conversation(_Session):
+    """A conversation, which goes on when another variant answers. With a run's template each line is a prompt by itself."""
+
+    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, *more: Any) -> None:
+        template = None if rows is None else RowOptions(prompt_template=rows.prompt_template)
+        super().__init__(options, variants, template, *more)
+        self._messages: list[dict[str, str]] = []
+        if rows is not None:
+            self.does = f"continues the prompt of the {rows.prompt_columns[0]} that you type"
+        elif self._tokenizer.chat_template:
+            switches, slash, rest = self.commands.rpartition("/help")
+            self.commands = f"{switches}/reset forgets the conversation, {slash}{rest}"
+        else:
+            raise DataError(
+                self._at.base(),
+                found="a tokenizer without a chat template",
+                expected="the tokenizer of a chat model",
+                remedy="continue plain text with zo2 generate --prompt TEXT",
+            )
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        if line.split()[0] != "/reset":
+            super().take(line)
+            return
+        self._messages = []
+        print("the conversation starts anew", file=sys.stderr)
+
+    def _activation_bytes(self, config: Any) -> int:
+        return _generation_bytes(config, 1, self._length)
+
+    def _answer(self, line: str) -> None:
+        """Print the answer as it is generated."""
+        from zo2adapters.models.model_directory import end_token_ids
+        from zo2adapters.tasks.chat_template import render_chat
+
+        messages = [*self._messages, {"role": "user", "content": line}]
+        if is_chat := self._rows is None:
+            text = render_chat(messages, self._tokenizer, reply_follows=True)
+        else:
+            text = self._rows.converted({self._rows.prompt_columns[0]: with_line_breaks(line)})["prompt"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        room = self._length - len(ids)
+        if room < 1:
+            print(
+                f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room for an "
+                "answer: shorten the message, or type /reset",
+                file=sys.stderr,
+            )
+            return
+        most, ends = min(room, self._options.max_new_tokens), end_token_ids(self._model, self._tokenizer)
+        stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
+        with _Stop() as stop:
+            for (token,) in _generated(self._engine, self._model, self._at, self._tokenizer, [ids], most, self._sampling):
+                if token is not None and token not in ends:
+                    stream.add(token)
+                if stop.is_asked:
+                    break
+        answer = stream.end()
+        self._messages = [*messages, {"role": "assistant", "content": answer}] if is_chat else []
+
+
+class _Labelling(_Session):
+    """A label for each line, of those that the run has learned, compared as the run's evaluations compare them."""
+
+    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, *more: Any) -> None:
+        super().__init__(options, variants, rows, *more)
+        assert rows is not None, "they have the labels"
+        [self._column], self._labels = rows.prompt_columns, rows.labels
+        listed = ", ".join(self._labels[:_MOST_LABELS]) + (", ..." if len(self._labels) > _MOST_LABELS else "")
+        self.does = f"chooses one of the labels {listed} for the {self._column} that you type"
+
+    def _activation_bytes(self, config: Any) -> int:
+        from zo2adapters.models.footprint import activation_bytes
+
+        return activation_bytes(config, len(self._labels), self._length, streams=1)
+
+    def _answer(self, line: str) -> None:
+        """Print the labels with their probabilities, the likeliest one first."""
+        from zo2adapters.tasks.objectives import score
+        from zo2adapters.tasks.row_reader import tokenized_choice
+        from zo2adapters.tasks.tokenizer import pad_token_id
+
+        assert self._rows is not None, "they have the labels"
+        label_column = self._rows.label_column or "label"
+        row = self._rows.converted({self._column: with_line_breaks(line), label_column: self._labels[0]})
+        choice = tokenized_choice(row["prompt"], row["candidates"], [0], self._tokenizer)
+        longest = max(tokens for tokens, _ in choice.sequences)
+        if longest > self._length:
+            said = f"the prompt has {counted(longest, 'token')} with a label, and at most {self._length} fit"
+            print(said, file=sys.stderr)
+            return
+        given: Any = {"batch_size": len(self._labels), "pad_token_id": pad_token_id(self._tokenizer)}
+        means = score(self._engine, self._model, [choice.prompt], [choice.candidates], **given).means[0]
+        weights = [math.exp(mean - max(means)) for mean in means]
+        shares = sorted(zip(weights, self._labels, strict=True), key=lambda pair: -pair[0])
+        print(", ".join(f"{label} {weight / sum(weights):.1%}" for weight, label in shares[:_MOST_LABELS]), flush=True)
+
+
+class _TextStream:
+    """Prints a text while its tokens are generated."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode, self._tokens, self._printed = decode, list[int](), ""
+
+    def add(self, token: int) -> None:
+        """Print the characters that this token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith(_UNFINISHED) and text.startswith(self._printed):
+            print(text[len(self._printed) :], end="", flush=True)
+            self._printed = text
+
+    def end(self) -> str:
+        """Print the rest and a line break, and return the whole text."""
+        text = self._decode(self._tokens)
+        print(text[len(self._printed) :] if text.startswith(self._printed) else "", flush=True)
+        return text

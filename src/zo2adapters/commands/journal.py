@@ -1,21 +1,59 @@
-"""``zo2 journal``: print what happened in a run, step by step."""
+"""``zo2 journal``: print what happened in a run, step by step; and read a run's journal, whose end may be missing."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from zo2adapters.commands.options import POSITIONAL, Command
-from zo2adapters.commands.run_journal import read_journal
+from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.trainers.lr_schedules import with_peak_rate
-from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
+from zo2core.errors import JournalError, OptionError, OutputError, reason
+from zo2core.io.durable import create_file, open_regular, read_regular, replace_file
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
     from zo2core import Journal
+
+
+def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:
+    """Open a journal for reading, and print a line if its last record is damaged or was not written whole."""
+    from zo2core import Journal
+
+    raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
+    journal = Journal(path)
+    journal.close()
+    if journal.header is None and (path.parent / OPTIONS).exists():
+        raise JournalError(
+            path,
+            found="no record: the process ended before the run's first step",
+            expected="a run that has begun",
+            remedy=f"continue it with zo2 train --resume {path.parent}",
+        )
+    if journal.header is None:
+        raise JournalError(path, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+    steps = journal.version
+    if step is None or step > steps:
+        journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
+        if journal.torn:
+            print(
+                f"{path}: the last record is damaged or incomplete and is ignored; the run has {counted(steps, 'step')}",
+                file=sys.stderr,
+            )
+    return journal
+
+
+def metrics_of(run: Path) -> bytes:
+    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory are then unknown."""
+    try:
+        return read_regular(run / METRICS)
+    except OSError:
+        return b""
 
 
 _TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}  # of a header's keys; others are their own title
@@ -116,3 +154,49 @@ def _named(name: str, value: object) -> str:
 def _printable(text: str) -> str:
     """Replace characters that would do something to a terminal."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Command):
+    """Write a page with the curves, the cost and the options of one run, or of several side by side."""
+
+    needs: ClassVar = ("zo2adapters.commands.report",)
+
+    runs: Annotated[tuple[Path, ...], POSITIONAL]
+    """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""
+    output: Annotated[Path, Written(aliases=("-o",))]
+    """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
+
+    def run(self) -> None:
+        """Write the page and print its path."""
+        from zo2adapters.commands.report import HEAD, page, read_run
+
+        if not self.runs:
+            raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
+        text = page([read_run(path) for given in self.runs for path in runs_in(given)])
+        try:
+            if begins_with(self.output, HEAD):
+                replace_file(self.output, text.encode())
+            else:
+                with create_file(self.output) as file:
+                    file.write(text.encode())
+        except OSError as error:
+            expected = "a path that does not exist, or an earlier report"
+            raise OutputError(self.output, found=reason(error), expected=expected, remedy="pass another path") from error
+        print(self.output)
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The run in a directory, or all runs in its subdirectories, by name, if it holds none itself."""
+    if (directory / JOURNAL).exists() or not directory.is_dir():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if (path / JOURNAL).is_file()) or [directory]
+
+
+def begins_with(path: Path, head: str) -> bool:
+    """Whether a regular file begins with this text."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(head.encode())) == head.encode()
+    except OSError:
+        return False

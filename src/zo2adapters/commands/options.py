@@ -1,4 +1,4 @@
-"""The options of commands: fields of dataclasses, which command lines and recipes fill in.
+"""The options of commands, which command lines and recipes fill in: their help, their completion, and errors that name them.
 
 An error is one typed line, which names the option that was probably meant.
 """
@@ -6,11 +6,19 @@ An error is one typed line, which names the option that was probably meant.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
+import errno
+import functools
+import inspect
+import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -18,7 +26,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
-from zo2core.errors import OptionError
+from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
@@ -364,3 +372,198 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     contained = [other for other in known if name.endswith(f"_{other}")]
     contained = [other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS]
     return max(contained, key=len, default=None)
+
+
+_WIDEST = 125  # columns of a line
+_INDENT = 6  # columns before an option's text
+
+
+def program_help(description: str, commands: Mapping[str, type]) -> str:
+    """The help of the program: its commands, and how to get the help of each."""
+    lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(description, 0), "", "Commands"]
+    for name, options in commands.items():
+        lines += [f"  {name}", *_wrapped(inspect.getdoc(options) or "", _INDENT)]
+    return "\n".join([*lines, "", "zo2 COMMAND --help lists the options of a command."])
+
+
+def first_steps(description: str) -> str:
+    """What one who has typed nothing but ``zo2`` does first."""
+    lines = [*_wrapped(description, 0), "", "What to do first"]
+    for command, effect in (
+        ("zo2 demo", "a small model learns here, in two minutes"),
+        ("zo2 init --model MODEL --data FILE", "look at a model and rows, and write a recipe"),
+        ("zo2 train recipe.yaml", "train as the recipe says"),
+        ("zo2 chat --run run", "talk to the result"),
+    ):
+        lines.append(f"  {command:<36}{effect}")
+    return "\n".join([*lines, "", "zo2 --help lists all commands."])
+
+
+def command_help(name: str, options: Any, *, lists_all: bool) -> str:
+    """The help of a command."""
+    listed = list(option_fields(options))
+    order = {field: index for index, field in enumerate(options.first_options)}
+    # The command's own options come first, and of these the ones that most people need.
+    shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
+    if order and not lists_all:
+        shown = [option for field in order for option in listed if option.field == field]
+    lines = [f"usage: {_usage(name, options, listed)}", "", *_wrapped(inspect.getdoc(options) or "", 0)]
+    for owner, group in itertools.groupby(shown, key=lambda option: option.owner if lists_all else options):
+        heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+        lines += ["", heading]
+        for option in group:
+            lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
+    rest = len(listed) - len(shown)
+    more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
+    return "\n".join([*lines, *([""] if more else []), *more])
+
+
+def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
+    words = [f"zo2 {name}", *(["[RECIPE.yaml]"] if options.takes_recipe else [])]
+    for option in listed:
+        if option.default is MISSING:
+            words.append(option._replace(aliases=()).written)
+        elif option.is_positional:
+            words.append(f"[{option.written}]")
+    return " ".join([*words, "[OPTIONS]"])
+
+
+def _text(option: OptionField) -> str:
+    """The docstring below an option's field, with its default."""
+    text = _docstrings_of(option.owner)[option.field]
+    default = option.default.value if isinstance(option.default, Enum) else option.default
+    if default is MISSING:
+        return f"{text} (required)"
+    if default is None or default is False or default == ():
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else str(default)
+    return f"{text} (default: {shown})"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """The paragraphs of a text as lines."""
+    width, margin = min(shutil.get_terminal_size().columns, _WIDEST), " " * indent
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    wrap = textwrap.TextWrapper(width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False).wrap
+    wrapped = map(wrap, paragraphs)
+    return "\n\n".join("\n".join(lines) for lines in wrapped).split("\n")
+
+
+@functools.cache
+def _docstrings_of(options: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, including fields of its bases, by the field's name."""
+    docstrings: dict[str, str] = {}
+    for base in reversed(options.__mro__):
+        docstrings |= dict(_docstrings(base)) if is_dataclass(base) else {}
+    return docstrings
+
+
+def _docstrings(options: type) -> Iterator[tuple[str, str]]:
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, docstring in itertools.pairwise(definition.body):
+        match field, docstring:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, inspect.cleandoc(text)
+
+
+def completions(line: str, commands: Iterable[str], options_of: Callable[[str], Any]) -> list[str]:
+    """What the last word of a command line can become; nothing where it can be any text, such as a path.
+
+    Args:
+        line: The command line up to the cursor, the program's name first.
+        commands: The names of the commands.
+        options_of: Returns the options of a command.
+    """
+    *words, last = f"{line}.".split()  # the dot keeps an empty last word
+    last = last[:-1]
+    if len(words) == 1:
+        return [name for name in commands if name.startswith(last)]
+    if not words or words[1] not in commands:
+        return []
+    listed = list(option_fields(options_of(words[1])))
+    if last.startswith("-"):
+        offered = [flag for option in listed for flag in option.flags]
+    else:
+        offered = [name for option in listed if words[-1] in option.flags for name in option.named]
+    return [text for text in offered if text.startswith(last)]
+
+
+# The library's name of an option, to its name on the command line.
+_FLAGS = {
+    "memory.host": "memory",
+    "memory.device": "device_memory",
+    "memory.activations": "activation_memory",
+    "memory.least_activations": "activation_memory",
+    "adapter.frozen": "adapter_frozen",
+    "adapters": "adapter",
+    "adapter.seed": "seed",
+    "perturbation": "rank",
+    "perturbation.rank": "rank",
+    "perturbation.period": "period",
+    "perturbation.stack": "stack",
+    "write_back.every": "write_back_every",
+    "write_back.snapshot_every": "snapshot_every",
+    "write_back.terabytes_per_1000_steps": "write_limit_tb",
+    "clip": "max_grad_norm",
+    "optimizer": "method",
+    "export_dtype": "output_dtype",
+    "run_directory": "run",  # the field cannot be called so: a command has a method of that name
+}
+_QUOTED = re.compile(r"`([\w.]+)`")
+# Options that reduce the memory a command takes.
+_MEMORY_OPTIONS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")
+_OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
+_NO_EXCEPTION = ("without exception set", "without setting an exception")  # an extension had no memory for an exception
+
+
+def as_zo2_error(error: Exception) -> ZO2Error | None:
+    """Convert an error of the system to a typed error; None for an unexpected error, which is a defect of this program."""
+    if isinstance(error, ZO2Error):
+        return error
+    message = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    is_short = isinstance(error, RuntimeError) and any(words in message.lower() for words in _OUT_OF_MEMORY)
+    is_short |= isinstance(error, SystemError) and any(words in message for words in _NO_EXCEPTION)
+    is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
+    if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return MemoryBudgetError(
+            "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory",
+            found=f"none left ({message})",
+            expected="enough for these options",
+            remedy="free memory",
+        )
+    if isinstance(error, RuntimeError) and "start new thread" in message:
+        return DeviceError(
+            "threads",
+            found="that no more can be started",
+            expected="a few more",
+            remedy="raise ulimit -u, or the control group's pids.max",
+        )
+    if isinstance(error, OSError):
+        path = error.filename if isinstance(error.filename, str) else None
+        return OutputError(
+            "standard output" if path is None else path[:300],
+            found=reason(error),
+            expected="a usable path" if path is not None else "an output that can be written",
+            remedy="check the path, its disk and your permissions" if path is not None else "redirect the output elsewhere",
+        )
+    return None
+
+
+def error_line(error: ZO2Error, command: Any) -> str:
+    """Format an error as one line, with options as flags."""
+    names = set(option_names(command)) if is_dataclass(command) else set()
+    flags = {name: _flag(name) for name in names}
+    flags |= {name: flags[option] for name, option in _FLAGS.items() if option in names}
+    where = error.where if error.is_of_path else flags.get(error.where, error.where)
+    remedy = error.remedy
+    if isinstance(error, MemoryBudgetError) and names:
+        reducing = [_flag(name) for name in _MEMORY_OPTIONS if name in names]
+        remedy = "allow or free more" + (f", or reduce it with {', '.join(reducing)}" if reducing else "")
+    line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
+    line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
+    return " ".join(line.split())
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")

@@ -1,58 +1,449 @@
-"""``zo2 report``: write a page that compares runs."""
+"""A self-contained HTML page about runs: curves as inline SVG, and tables of costs and options."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import html
+import io
+import itertools
+import json
+import math
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.options import POSITIONAL, Command, Written
-from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core.errors import OptionError, OutputError, reason
-from zo2core.io.durable import create_file, open_regular, replace_file
+from zo2adapters.commands.journal import metrics_of, read_journal
+from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
+from zo2adapters.trainers.methods.choice import method_of
+from zo2adapters.trainers.methods.gradient_run import ADAPTER_FORWARDS
+from zo2adapters.trainers.metrics import Row, align_rows, row_of
+from zo2adapters.trainers.option_table import used_options
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
+from zo2core import Update, ZO2Error
+from zo2core.errors import JournalError, MissingPackageError, OptionError, reason
+from zo2core.guard import is_refused
+from zo2core.io.durable import read_regular
+from zo2core.ranges import counted
+from zo2core.types import Commit, Lane, shown_bytes
 
-
-@dataclass(frozen=True, kw_only=True)
-class Report(Command):
-    """Write a page with the curves, the cost and the options of one run, or of several side by side."""
-
-    needs: ClassVar = ("zo2adapters.commands.report_page",)
-
-    runs: Annotated[tuple[Path, ...], POSITIONAL]
-    """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""
-    output: Annotated[Path, Written(aliases=("-o",))]
-    """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
-
-    def run(self) -> None:
-        """Write the page and print its path."""
-        from zo2adapters.commands.report_page import HEAD, page, read_run
-
-        if not self.runs:
-            raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
-        text = page([read_run(path) for given in self.runs for path in runs_in(given)])
-        try:
-            if begins_with(self.output, HEAD):
-                replace_file(self.output, text.encode())
-            else:
-                with create_file(self.output) as file:
-                    file.write(text.encode())
-        except OSError as error:
-            expected = "a path that does not exist, or an earlier report"
-            raise OutputError(self.output, found=reason(error), expected=expected, remedy="pass another path") from error
-        print(self.output)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def runs_in(directory: Path) -> list[Path]:
-    """The run in a directory, or all runs in its subdirectories, by name, if it holds none itself."""
-    if (directory / JOURNAL).exists() or not directory.is_dir():
-        return [directory]
-    return sorted(path for path in directory.iterdir() if (path / JOURNAL).is_file()) or [directory]
+_MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # keys of a step's row that are not in the journal
+# Left out of the table where there are none.
+_RARE = ("forwards of trials before", "steps of unknown time and memory", "steps rejected by the guard")
+_UPRIGHT = 4  # learning rates that have room beside each other
+_LARGEST = 1e300  # largest number that is drawn
+_MARKED = {"marker": "o", "markersize": 4}  # style of a curve of few points
+_SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
+HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; } td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; }
+tr + tr > * { border-top: 1px solid #ddd; } td { font-variant-numeric: tabular-nums; }
+tr.differs { background: #fff6d6; } svg { max-width: 100%; height: auto; } .key { font-weight: 600; }
+"""
 
 
-def begins_with(path: Path, head: str) -> bool:
-    """Whether a regular file begins with this text."""
+Points: TypeAlias = tuple[Sequence[float], Sequence[float]]  # x and y of a curve
+
+
+class Run(NamedTuple):
+    """A run, as its directory describes it."""
+
+    name: str
+    options: dict[str, Any]  # nested, as in options.json
+    taken: Sequence[Update | Commit]  # steps of the journal
+    steps: list[dict[str, Any]]  # rows of metrics.jsonl that describe steps, in order
+    evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
+    samples: list[dict[str, Any]]  # rows of samples.jsonl, in order
+    gradient_forwards: int  # work of a first-order step, in forward passes
+    trials: list[dict[str, Any]]  # short runs with which the learning rate was chosen, the best one first. See read_trials
+
+    @property
+    def label(self) -> str:
+        """The name in a legend; matplotlib leaves out labels that start with an underscore."""
+        return f" {self.name}" if self.name.startswith("_") else self.name
+
+    @property
+    def forwards(self) -> list[int]:
+        """Forward passes, or equivalent work, taken by the end of each step, without those of trials."""
+        of_steps = [self.gradient_forwards if isinstance(step, Commit) else len(step.evaluations) for step in self.taken]
+        return list(itertools.accumulate(of_steps))
+
+    @property
+    def refused(self) -> list[int]:
+        """Steps that the guard did not apply."""
+        return [step.step for step in self.taken if isinstance(step, Update) and is_refused(step)]
+
+    @property
+    def minutes(self) -> list[float]:
+        """Minutes of steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
+        evaluation_seconds = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
+        seconds = [row.get("seconds", math.nan) + evaluation_seconds.get(row["step"], 0.0) for row in self.steps]
+        return [value / 60 for value in itertools.accumulate(seconds)]
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's directory without changing it."""
+    journal = read_journal(directory / JOURNAL, run=directory)
+    if not journal.steps:
+        expected, remedy = "the journal of a run with steps", "pass the directory of another run"
+        raise JournalError(directory / JOURNAL, found="no step", expected=expected, remedy=remedy)
     try:
-        with open_regular(path) as file:
-            return file.read(len(head.encode())) == head.encode()
-    except OSError:
-        return False
+        options = json.loads(read_regular(directory / OPTIONS))["options"]
+        assert isinstance(options, dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+        found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise OptionError(
+            str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
+        ) from error
+    gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
+    with suppress(ZO2Error):
+        gradient_forwards = method_of(RunDirectory.options(directory)).forwards
+    rows = align_rows(metrics_of(directory), journal).rows
+    return Run(
+        name=_printable(directory.name or str(directory)),
+        options=options,
+        taken=journal.steps,
+        steps=[_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row],
+        evaluations=[_numbers(row) for row in rows if results_of_row(row)],
+        samples=read_samples(directory),
+        gradient_forwards=gradient_forwards,
+        trials=read_trials(directory),
+    )
+
+
+def _printable(name: str) -> str:
+    """Replace bytes of a name that are not UTF-8, and characters that are not printable."""
+    text = os.fsencode(name).decode("utf-8", "replace")
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
+    """A step's row or, where its speed and memory are incomplete or damaged, the row that the journal gives."""
+    lanes = row.get("lanes", {})
+    is_whole = isinstance(lanes, dict) and all(
+        isinstance(use, dict) and all(_is_number(use.get(name)) for name in ("busy", "bytes")) for use in lanes.values()
+    )
+    return dict(row) if is_whole and all(_is_number(row.get(name)) for name in _MEASURED) else row_of(update)
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    """The numbers in an evaluation's row."""
+    return {name: value for name, value in row.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Write the HTML of the page."""
+    title = html.escape(", ".join(run.name for run in runs))
+    parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
+    if any("reward" in row for run in runs for row in run.steps):
+        parts += ["<h2>Rewards</h2>", _rewards(runs)]
+    if any(run.evaluations for run in runs):
+        parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
+    for run in runs:
+        parts += [f"<h2>Samples of {html.escape(run.name)}</h2>", _samples(run)] if run.samples else []
+        parts += [f"<h2>Learning rate of {html.escape(run.name)}</h2>", _trials(run)] if run.trials else []
+    parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
+    parts += [_lanes(runs), "<h2>Options</h2>", _options(runs)]
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f'{HEAD}<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    cells_of_runs: list[dict[str, str]] = []
+    for run in runs:
+        losses = [row["loss"] for row in run.steps]
+        few = max(len(losses) // 20, 1)
+        seconds = [row["seconds"] for row in run.steps if "seconds" in row]
+        refused = run.refused
+        snapshots = sum(row["snapshot_bytes"] for row in run.steps if _is_number(row.get("snapshot_bytes")))
+        written = snapshots + sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
+        peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
+        storage = run.options.get("storage")
+        budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
+        best = min(run.evaluations, key=lambda row: (criterion(results_of_row(row)), row["step"]), default=None)
+        cells = {
+            "model": _file_name(run.options.get("model")),
+            "data": _file_name(run.options.get("data")),
+            "method": _method(run.options),
+            **_evaluated(run),
+            "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
+            "minutes": _number(run.minutes[-1]),
+            "forwards of trials before": f"{sum(trial['forwards'] for trial in run.trials):,}",
+            "loss, mean of first and last 5 %": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
+            "best evaluation": "none" if best is None else f"{shown_results(results_of_row(best))} at step {best['step']}",
+            "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
+            "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
+            "steps rejected by the guard": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
+            "written to disk, with snapshots": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} "
+            "in 1,000 steps",
+            "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
+        }
+        cells_of_runs.append(cells)
+    names = list(dict.fromkeys(name for cells in cells_of_runs for name in cells))
+    rows = {name: [cells.get(name, "none") for cells in cells_of_runs] for name in names}
+    shown = {name: values for name, values in rows.items() if name not in _RARE or set(values) != {"0"}}
+    return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in shown.items()])
+
+
+def _file_name(path: object) -> str:
+    """The last part of a path, or a hub id as it is."""
+    text = str(path or "not noted")
+    return _printable(Path(text).name) if Path(text).is_absolute() else text
+
+
+def _method(options: dict[str, Any]) -> str:
+    """How steps are taken, and what they train."""
+    first_order, optimization = options.get("first_order"), options.get("optimization")
+    name = first_order.get("method") if isinstance(first_order, dict) else None
+    if name is None:
+        estimator = optimization.get("estimator", "mezo") if isinstance(optimization, dict) else "mezo"
+        name = f"zeroth-order ({estimator})"
+    if options.get("lora_rank") is not None:
+        return f"{name}, LoRA of rank {options['lora_rank']}"
+    return f"{name}, adapter {_file_name(options['adapter'])}" if options.get("adapter") is not None else str(name)
+
+
+def _evaluated(run: Run) -> dict[str, str]:
+    """The first and the last result of each measure of the evaluations."""
+    if len(run.evaluations) < 2:
+        return {}
+    first, last = run.evaluations[0], run.evaluations[-1]
+    names = [name for name in first if name in last and name not in ("step", "evaluation_seconds")]
+    title = f"at step {first['step']} and {last['step']}"
+    return {
+        f"{name.replace('_', ' ')}, first and last": f"{first[name]:.4f}, {last[name]:.4f} {title}" for name in sorted(names)
+    }
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    def points(run: Run, name: str) -> Points:
+        return getattr(run, name) if name != "steps" else range(1, len(run.taken) + 1), [row["loss"] for row in run.steps]
+
+    marks = [(step + 1, f"C{number}") for number, run in enumerate(runs) for step in run.refused]
+    names = ("steps", "forwards", "minutes")
+    charts = _charts(runs, dict.fromkeys(names, "training loss"), points)
+    charts = [chart._replace(x_label=name) for name, chart in zip(names, charts, strict=True)]
+    note = "Thin lines are steps, thick lines medians. Dotted lines mark steps that the guard rejected."
+    return f"{_figure([charts[0]._replace(marks=marks), *charts[1:]])}<p>{note}</p>"
+
+
+def _rewards(runs: Sequence[Run]) -> str:
+    """Reward, length and drift of the completions of training steps."""
+
+    def points(run: Run, name: str) -> Points:
+        rows = [row for row in run.steps if _is_number(row.get(name))]
+        return [row["step"] + 1 for row in rows], [row[name] for row in rows]
+
+    titles = {name: name.replace("_", " ") for name in ("reward", "best_reward", "completion_tokens")}
+    note = "Means over all completions of a step. Drift is by how much what the base wrote has become less likely."
+    return f"{_figure(_charts(runs, {**titles, 'drift': 'drift, nats a token'}, points))}<p>{note}</p>"
+
+
+def _evaluations(runs: Sequence[Run]) -> str:
+    def points(run: Run, name: str) -> Points:
+        rows = [row for row in run.evaluations if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    names = {name for run in runs for row in run.evaluations for name in row} - {"step", "evaluation_seconds"}
+    return _figure(_charts(runs, {name: name.replace("_", " ") for name in sorted(names)}, points, _MARKED))
+
+
+def _samples(run: Run) -> str:
+    """The answers to each prompt, by the number of steps."""
+    steps = sorted({sample["step"] for sample in run.samples})
+    answers = {(sample["row"], sample["step"]): sample for sample in run.samples}
+    rows = []
+    for row in sorted({row for row, _ in answers}):
+        given = [answers.get((row, step)) for step in steps]
+        first = next(sample for sample in given if sample is not None)
+        texts = ["" if sample is None else sample["generated"] for sample in given]
+        rows.append([first["prompt"], first["expected"], *texts])
+    return _table(["prompt", "expected", *(f"after {counted(step, 'step')}" for step in steps)], rows)
+
+
+def _trials(run: Run) -> str:
+    """The short runs with which the learning rate was chosen: their losses, and what they cost."""
+    losses: list[Any] = [
+        (range(1, len(trial["losses"]) + 1), trial["losses"], {"label": f"{trial['lr']:g}"})
+        for trial in sorted(run.trials, key=lambda trial: trial["lr"])
+    ]
+    rated = sorted((trial["lr"], trial["loss"]) for trial in run.trials if trial["loss"] is not None)
+    rates, means = zip(*rated, strict=True)
+    charts = [
+        Chart("steps", "training loss", losses),
+        Chart("learning rate", "mean loss of the last steps", [(rates, means, {**_MARKED, "color": "C7"})], ticks=rates),
+    ]
+    head = ["learning rate", "steps", "loss", "forwards", "minutes"]
+    rows = [
+        [
+            f"{trial['lr']:g}" + (" (chosen)" if number == 0 else ""),
+            str(trial["steps"]),
+            "diverged" if trial["loss"] is None else f"{trial['loss']:.4f}",
+            f"{trial['forwards']:,}",
+            _number(trial["seconds"] / 60),
+        ]
+        for number, trial in enumerate(run.trials)
+    ]
+    return _figure(charts, legend="learning rate") + _table(head, rows)
+
+
+def _costs(runs: Sequence[Run]) -> str:
+    def points(run: Run, name: str) -> Points:
+        timed, unit = [row for row in run.steps if "seconds" in row], 1e9 if name.endswith("bytes") else 1
+        return [row["step"] + 1 for row in timed], [row[name] / unit for row in timed]
+
+    titles = {"seconds": "seconds; dotted: the slowest lane alone", "rss_bytes": "resident GB; dotted: peak so far"}
+    solid = _charts(runs, titles, points, {"linestyle": "-"})
+    dotted = _charts(runs, {"bound_seconds": "", "peak_rss_bytes": ""}, points, {"linestyle": ":", "label": None})
+    return _figure(
+        [
+            chart._replace(curves=chart.curves + other.curves, from_zero=True)
+            for chart, other in zip(solid, dotted, strict=True)
+        ]
+    )
+
+
+def _lanes(runs: Sequence[Run]) -> str:
+    """A table of lanes; nothing where all there was is computing."""
+    rows = []
+    for lane in Lane:
+        uses = [[row["lanes"][lane.value] for row in run.steps if lane.value in row.get("lanes", {})] for run in runs]
+        if any(use["busy"] for run_uses in uses for use in run_uses):
+            rows.append([lane.value, *map(_use, uses)])
+    if len(rows) < 2:
+        return ""
+    note = "The share of a step in which a lane was busy, and the bytes it moved: medians over steps."
+    return "<h2>Lanes</h2>" + _table(["", *(run.name for run in runs)], rows) + f"<p>{note}</p>"
+
+
+def _use(uses: Sequence[dict[str, float]]) -> str:
+    if not uses:
+        return "not noted"
+    busy, moved = (statistics.median(use[name] for use in uses) for name in ("busy", "bytes"))
+    return f"{busy:.0%}, {shown_bytes(moved)}" if moved else f"{busy:.0%}"
+
+
+def _options(runs: Sequence[Run]) -> str:
+    flat = [dict(_leaves(used_options(run.options))) for run in runs]
+    names = list(dict.fromkeys(name for options in flat for name in options))
+    names = [name for name in names if any(_is_set(options.get(name)) for options in flat)]
+    rows = [[name, *(_option(options.get(name)) for options in flat)] for name in names]
+    return _table(["", *(run.name for run in runs)], rows, marks=lambda row: len(set(row[1:])) > 1)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != []
+
+
+def _option(value: object) -> str:
+    return json.dumps(value) if _is_set(value) else "not set"
+
+
+def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in options.items():
+        pairs += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return pairs
+
+
+def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]], bool] = lambda row: False) -> str:
+    lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>"]
+    for row in rows:
+        first, *cells = (html.escape(cell) for cell in row)
+        kind = ' class="differs"' if marks(row) else ""
+        lines.append(f'<tr{kind}><td class="key">{first}</td>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+class Chart(NamedTuple):
+    """Curves over common axes."""
+
+    x_label: str
+    y_label: str
+    curves: list[tuple[Sequence[float], Sequence[float], dict[str, Any]]]  # x, y, and how matplotlib draws them
+    marks: Sequence[tuple[float, str]] = ()  # places of dotted lines across, and their colours
+    ticks: Sequence[float] = ()  # of a logarithmic x axis; empty for a linear one
+    from_zero: bool = False  # whether the y axis begins at zero, whatever the curves are; see _set_heights
+
+
+def _charts(
+    runs: Sequence[Run],
+    titles: Mapping[str, str],
+    points: Callable[[Run, str], Points],
+    style: Mapping[str, Any] | None = None,
+) -> list[Chart]:
+    """A chart over the steps for each title, with a curve for each run; without a style, also with its medians."""
+    charts = []
+    for name, title in titles.items():
+        chart = Chart("steps", title, [])
+        for number, run in enumerate(runs):
+            (x, y), drawn = points(run, name), {"color": f"C{number}", "label": run.label, **(style or {})}
+            if style is None:
+                chart.curves.append((x, y, {**drawn, "label": None, "alpha": 0.25, "linewidth": 0.8}))
+                length = max(len(y) // _SMOOTHED, 1)
+                starts = range(0, len(y), length)
+                x, y = ([statistics.median(values[start : start + length]) for start in starts] for values in (x, y))
+            chart.curves.append((x, y, drawn))
+        charts.append(chart)
+    return charts
+
+
+def _figure(charts: Sequence[Chart], legend: str | None = None) -> str:
+    """Draw charts side by side, as SVG; the first one has the legend, with this title."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError(
+            "matplotlib", found="no such package", expected="the package", remedy="run pip install 'zo2core[plot]'"
+        ) from error
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "zo2", "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"text.parse_math": False}  # a dollar sign in a run's name does not start a formula
+    with mpl.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a glyph missing in the fonts here may be in the browser's
+        figure = Figure(figsize=(3.8 * max(len(charts), 2), 3.2), layout="constrained")
+        for index, chart in enumerate(charts):
+            axis = figure.add_subplot(1, len(charts), index + 1)
+            for x, y, drawn in chart.curves:
+                axis.plot(x, y, **drawn)
+            for place, colour in chart.marks:
+                axis.axvline(place, color=colour, alpha=0.4, linestyle=":")
+            if chart.ticks:
+                axis.set_xscale("log")
+                rotation = 45 if len(chart.ticks) > _UPRIGHT else 0
+                axis.set_xticks(chart.ticks, [f"{tick:g}" for tick in chart.ticks], rotation=rotation)
+                axis.set_xticks([], minor=True)
+            axis.set_xlabel(chart.x_label)
+            _set_heights(axis, chart)
+            if index == 0 and axis.get_legend_handles_labels()[1]:
+                axis.legend(frameon=False, title=legend)
+        written = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    text = written.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _set_heights(axis: Axes, chart: Chart) -> None:
+    """Let an axis begin at zero or, where curves would then be flat, say where it begins."""
+    (bottom, top), lowest = axis.get_ylim(), axis.dataLim.ymin
+    is_high = lowest >= top / 2 > 0 and not chart.from_zero
+    if chart.from_zero or 0 <= lowest < top / 2:
+        axis.set_ylim(bottom=0)
+    axis.set_ylabel(f"{chart.y_label}, from {bottom:.3g}" if is_high else chart.y_label)
+
+
+def _number(value: float) -> str:
+    return "not noted" if math.isnan(value) else f"{value:.3g}"

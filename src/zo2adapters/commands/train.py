@@ -1,4 +1,4 @@
-"""``zo2 train``: fine-tune a checkpoint, or continue a run."""
+"""``zo2 train``: fine-tune a checkpoint, or continue a run; ``zo2 plan`` says what that takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zo2adapters.commands.benchmark import require_consistent, run_task
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments
-from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.tasks.row_source import require_there
@@ -48,6 +48,7 @@ class Train(RunOptions, Command):
 
     needs: ClassVar = ("zo2adapters.trainers.trainer",)
     takes_recipe: ClassVar = True
+    runs_code: ClassVar = True  # whether functions that a recipe names are run, and have to be named beside it
     first_options: ClassVar[tuple[str, ...]] = (
         "model",
         "data",
@@ -103,7 +104,7 @@ class Train(RunOptions, Command):
         """Replace a recipe at the start of the arguments by the options in it, which later ones override."""
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
-        return [*arguments_of_recipe(Path(arguments[0]), arguments[1:]), *arguments[1:]]
+        return [*arguments_of_recipe(Path(arguments[0]), arguments[1:] if cls.runs_code else None), *arguments[1:]]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -130,12 +131,21 @@ class Train(RunOptions, Command):
         if self.resume is not None:
             saved = RunDirectory.options(directory_to_resume(self.resume))
             return self._resumed(self._at_given_paths(replace(saved, output=self.resume)))
-        if self.model is None or self.data is None or self.output is None:
-            missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
-            raise OptionError(
-                missing[0], found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
-            )
-        return self.of_run(model=self.model, data=self.data, output=self.output)
+        self._require("model", "data", "output", expected="a value, or --resume DIR")
+        return self._of(self.data, self.output)
+
+    def _require(self, *options: str, expected: str = "a value") -> None:
+        """Refuse the command without these options."""
+        for option in options:
+            if getattr(self, option) is None:
+                raise OptionError(option, found="nothing", expected=expected, remedy="see zo2 train --help")
+
+    def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
+        """The options of a run of this command with these paths."""
+        assert self.model is not None
+        assert data is not None
+        assert output is not None
+        return self.of_run(model=self.model, data=data, output=output)
 
     def _resumed(self, saved: TrainOptions) -> TrainOptions:
         assert self.resume is not None
@@ -143,8 +153,7 @@ class Train(RunOptions, Command):
             return saved
         if self.output is not None and self.output.resolve() != self.resume.resolve():
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
-        given = self.of_run(model=self.model, data=self.data, output=self.resume)
-        given = given.settled_as(saved)
+        given = self._of(self.data, self.resume).settled_as(saved)
         remedy = "start a new run, or branch with --from-step"
         require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, remedy=remedy)
         return changed(saved.with_steps(self.steps), given, Change.RESUME)
@@ -184,12 +193,8 @@ class Train(RunOptions, Command):
                 expected="a run of zeroth-order steps, which are replayed",
                 remedy="export its adapter with zo2 export --at, and start a new run with --adapter",
             )
-        if self.output is None:
-            raise OptionError(
-                "output", found="nothing", expected="a directory for the new run", remedy="pass a new directory"
-            )
-        model, data = (saved.model if self.model is None else self.model), (saved.data if self.data is None else self.data)
-        given = self.of_run(model=model, data=data, output=self.output)
+        self._require("output", expected="a directory for the new run")
+        given = replace(self, model=self.model or saved.model)._of(self.data or saved.data, self.output)
         changes = (Change.RESUME, Change.BRANCH)
         require_unchanged(saved.to_json(), given.to_json(), *changes, remedy="or start a new run")
         return given
@@ -208,17 +213,15 @@ class Train(RunOptions, Command):
         """Train, and print where the result is; or print the plan."""
         if self.plan:
             self._print_plan()
-            return
-        if self.runs is not None:
+        elif self.runs is not None:
             self._train_together(self.runs)
-            return
-        if self.task is not None:
+        elif self.task is not None:
             self._train_on_benchmark(self.task)
-            return
-        if self.shots is not None:
+        elif self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
-        with self.worker_options.workers() as workers:
-            self._train(workers)
+        else:
+            with self.worker_options.workers() as workers:
+                self._train(workers)
 
     def _train_together(self, runs: Path) -> None:
         """Train several runs, each with this command's options but for those in which it differs."""
@@ -228,9 +231,7 @@ class Train(RunOptions, Command):
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
         if torchrun_rank() is not None:
             raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
-        for option in ("model", "data", "output"):
-            if getattr(self, option) is None:
-                raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
+        self._require("model", "data", "output")
         assert self.output is not None
         if self.execution != Execution():
             raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
@@ -262,9 +263,9 @@ class Train(RunOptions, Command):
         from zo2adapters.trainers.planning import method_words, plan_of_options
 
         command, count = self, None
-        if self.runs is not None:
-            count = int(str(self.runs)) if str(self.runs).isdecimal() else None
-        if self.runs is not None and count is None:
+        if self.runs is not None and str(self.runs).isdecimal():
+            count = int(str(self.runs))
+        elif self.runs is not None:
             differences = read_differences(self.runs)
             count, [name, *_] = len(differences), [*differences, ""]
             command = self._of_together(self.runs, name, differences.get(name, {}))
@@ -288,11 +289,9 @@ class Train(RunOptions, Command):
         if self.task is not None:
             expected = "none for a plan: zo2 rows writes a benchmark's rows"
             raise OptionError("task", found=self.task, expected=expected, remedy="pass the rows as --data")
-        if self.resume is None and self.model is None:
-            raise OptionError("model", found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help")
         if self.resume is None:
-            data, output = self.data or Path(), self.output or Path("run")
-            options = self.of_run(model=self.model or "", data=data, output=output)
+            self._require("model", expected="a value, or --resume DIR")
+            options = self._of(self.data or Path(), self.output or Path("run"))
             if self.data is None and (self.evaluates or self.evaluate_every is not None):
                 option = next(
                     name for name in ("evaluation", "eval_split", "evaluate_every") if getattr(self, name) is not None
@@ -315,16 +314,9 @@ class Train(RunOptions, Command):
             expected = "--resume without --task, which continues with the rows already written"
             raise OptionError("resume", found=f"{self.resume} with --task", expected=expected, remedy="leave --task out")
         require_consistent(task, self)
-        for option in ("model", "output"):
-            if getattr(self, option) is None:
-                raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
-        assert self.model is not None
-        assert self.output is not None
+        self._require("model", "output")
         command = replace(self, task=None, shots=None, keep_best=True)
-        run_task(
-            BenchmarkRun(task=task, model=self.model, output=self.output, data=self.data, shots=self.shots, options=self),
-            train=lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run(),
-        )
+        run_task(self, lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run())
 
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
@@ -446,3 +438,26 @@ def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
     """The options with a worker's own directory, and whether its run exists already."""
     options = replace(options, output=worker_directory(options.output))
     return options, (options.output / OPTIONS).exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Train):
+    """Print what a run would take in memory, disk and time, without loading the model."""
+
+    needs: ClassVar = ("zo2adapters.trainers.planning",)
+    runs_code: ClassVar = False
+    first_options: ClassVar = (
+        "model",
+        "data",
+        "method",
+        "lora_rank",
+        "rank",
+        "steps",
+        "batch_size",
+        "memory",
+        "device_memory",
+        "json",
+    )
+
+    plan: bool = True
+    """Always on: the other options are those of zo2 train."""

@@ -16,24 +16,98 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from zo2adapters.edge.assembly import assemble
-from zo2adapters.edge.description import ProgramDescription
-from zo2adapters.edge.digest import append_digest
-from zo2adapters.edge.dual_forward import StateReader, StateWriter, TrainingStep
+from zo2adapters.edge.running import ProgramDescription, append_digest
+from zo2adapters.edge.step import STREAMS, AdapterState, DualForwardLinear, StateReader, StateWriter, TrainingStep
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds import PeftBlockModel
-from zo2adapters.models.peft_layers import plain_config
+from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel
+from zo2adapters.models.peft_layers import plain_config, read_weight
+from zo2adapters.models.skeleton import Stub
 from zo2adapters.optional_package import executorch
-from zo2core import ZO2Error
-from zo2core.errors import OutputError, UnsupportedModelError, reason
+from zo2core import ParameterSpec, ZO2Error
+from zo2core.errors import OptionError, OutputError, UnsupportedModelError, reason
 from zo2core.io.durable import create_file, sync_path
 from zo2core.ranges import LARGEST, require_number, require_whole
+
+
+class Assembled(NamedTuple):
+    """A training step, and the names of its parameters."""
+
+    step: TrainingStep
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in the model, in the state's order
+    frozen: Mapping[str, torch.Tensor]  # each layer's A by name in the model, in the same order; float32 (rank, inputs)
+
+
+def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
+    """Build the step of a model with an adapter, with all weights in memory."""
+    specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
+    _require_lora_fa(model, list(specs.values()))
+    values = {name: read_weight(model.weights, spec) for name, spec in specs.items()}
+    whole = _whole(model, values)
+    wrapped: list[tuple[str, Any]] = [
+        (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
+    ]
+    trained, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for path, module in wrapped:
+        [name] = module.lora_A
+        a, b = f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"
+        frozen[a], trained[b] = values[a], values[b]
+        batch = (STREAMS * rows, tokens)
+        dual = DualForwardLinear(module.base_layer, values[a], module.scaling[name], path=path, batch=batch)
+        whole.set_submodule(path, dual, strict=True)
+    step = TrainingStep(
+        whole,
+        [path for path, _ in wrapped],
+        [specs[name].index for name in trained],
+        AdapterState(list(trained.values()), seed),
+        zo_eps=zo_eps,
+    )
+    step.requires_grad_(requires_grad=False)
+    step.train(mode=False)
+    return Assembled(step, {name: (len(value), value.shape[1]) for name, value in trained.items()}, frozen)
+
+
+def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
+    adapter = model.adapter if isinstance(model, PeftBlockModel) else None
+    title = "a model without an adapter" if adapter is None else adapter.kind.why_not_stacked(adapter.config)
+    if adapter is None or title is not None or not isinstance(adapter.kind, LoRAKind) or adapter.config.modules_to_save:
+        expected = "LoRA, of which lora_B is trained"
+        remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
+        raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
+    encoded = next((spec for spec in specs if spec.encoding is not None), None)
+    if encoded is not None:
+        found, remedy = f"a quantised weight ({type(encoded.encoding).__name__})", "open the unquantised checkpoint"
+        raise UnsupportedModelError(encoded.name, found=found, expected="floating-point weights", remedy=remedy)
+    other = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
+    if other is not None:
+        raise OptionError(
+            "adapter.frozen",
+            found=f"{other.name}, which is {'frozen' if other.frozen else 'trained'}",
+            expected="lora_B trained, in all layers, and nothing else",
+            remedy="Adapter(config=..., frozen=('lora_A',))",
+        )
+
+
+def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """A copy of a model's skeleton with its layers in place of the stubs, and with its weights."""
+    whole = deepcopy(model.skeleton)
+    for module in list(whole.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Stub):
+                setattr(module, name, child.layer)
+    read = {parameter: nn.Parameter(values[name], requires_grad=False) for name, parameter in whole.named_parameters()}
+    for name, parameter in list(whole.named_parameters(remove_duplicate=False)):  # a tied weight stays one
+        path, _, leaf = name.rpartition(".")
+        whole.get_submodule(path)._parameters[leaf] = read[parameter]
+    return whole
+
 
 _LARGEST_SEED = 1 << 62  # largest seed of the first step, which leaves 2**62 seeds for later steps
 _STATE = ("state_adapter", "state_seed")  # parts of the names of the state's buffers in the exported program
@@ -84,7 +158,9 @@ def write_program(
     path = Path(path)
     if path.exists() or path.is_symlink():
         raise _in_use(path)
-    _require_ranges(model, rows, tokens, seed)
+    require_whole("rows", rows, 1)
+    require_whole("tokens", tokens, 2, model.longest_row or LARGEST)
+    require_whole("seed", seed, 0, _LARGEST_SEED)
     require_number("zo_eps", zo_eps, above=0)
     exir = executorch("exir")
     assembled = assemble(model, rows=rows, tokens=tokens, zo_eps=zo_eps, seed=seed)
@@ -146,12 +222,6 @@ def _lowered(
             memory_planning_pass=executorch("exir.passes").MemoryPlanningPass(share_mutable_buffers=True),
         )
     )
-
-
-def _require_ranges(model: HFBlockModel, rows: int, tokens: int, seed: int) -> None:
-    require_whole("rows", rows, 1)
-    require_whole("tokens", tokens, 2, model.longest_row or LARGEST)
-    require_whole("seed", seed, 0, _LARGEST_SEED)
 
 
 def _write(path: Path, program: Any) -> None:

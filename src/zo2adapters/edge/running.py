@@ -1,25 +1,96 @@
-"""Run training programs in ExecuTorch's runtime on this machine."""
+"""Run training programs in ExecuTorch's runtime on this machine: their description, their digest, their methods."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 from transformers import PretrainedConfig
 
-from zo2adapters.edge.description import ProgramDescription
-from zo2adapters.edge.digest import require_digest
+from zo2adapters.edge.step import GROUP, groups_of
 from zo2adapters.models.batches import check_batch
 from zo2adapters.models.peft_layers import write_adapter
 from zo2adapters.optional_package import executorch
 from zo2core import Batch
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError, reason
+from zo2core.io.durable import open_no_follow, open_regular
 from zo2core.ranges import require_number
 from zo2core.sweep.microbatch import IGNORE_INDEX
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramDescription:
+    """The properties of a program, which are fixed when it is written."""
+
+    rows: int  # most rows of a batch
+    tokens: int  # most tokens of a row
+    vocabulary: int  # size of the vocabulary
+    zo_eps: float  # perturbation scale
+    config: Mapping[str, Any]  # peft's config, from ``plain_config``
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in peft's files, in the state's order
+    frozen: tuple[str, ...]  # name of each layer's A in peft's files, in the same order
+
+    def to_json(self) -> str:
+        """The description as text, which is stored in the program."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> Self:
+        """Read the text of ``to_json``."""
+        values = json.loads(text)
+        if values.pop("format", None) != _FORMAT:
+            raise _refused(path, f"another format than {_FORMAT}", "or run it with the version of zo2core that wrote it")
+        trained = {name: (int(outputs), int(rank)) for name, (outputs, rank) in values["trained"].items()}
+        return cls(**{**values, "trained": trained, "frozen": tuple(values["frozen"])})
+
+    def split(self, adapter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """B of each layer, by its name in peft's files."""
+        values: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, shape in self.trained.items():
+            size = shape[0] * shape[1]
+            values[name] = adapter[start : start + size].view(shape)
+            start += groups_of(size) * GROUP
+        return values
+
+
+_MARK = b"zo2core sha256: "
+_LENGTH = len(_MARK) + hashlib.sha256().digest_size
+
+
+def append_digest(path: Path) -> None:
+    """Append the SHA-256 of a file's bytes to the file."""
+    with open(path, "r+b", opener=open_no_follow) as file:
+        file.write(_MARK + _digest(file, path.stat().st_size))
+
+
+def require_digest(path: Path) -> None:
+    """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote."""
+    with open_regular(path) as file:
+        length = max(path.stat().st_size - _LENGTH, 0)
+        digest, end = _digest(file, length), file.read()
+    if end != _MARK + digest:
+        found = "bytes that do not match the digest" if end.startswith(_MARK) else "no digest at its end"
+        raise _refused(path, found, "or copy it again")
+
+
+def _digest(file: BinaryIO, length: int) -> bytes:
+    """The digest of a file's first ``length`` bytes. The file's position is then behind them."""
+    digest = hashlib.sha256()
+    while length and (piece := file.read(min(length, 1 << 20))):
+        digest.update(piece)
+        length -= len(piece)
+    return digest.digest()
+
 
 _METHODS = ("step", "state", "restore", "frozen")
 _SEEDS = 1 << 63
@@ -59,14 +130,15 @@ class TrainingProgram:
             program = runtime.Runtime.get().load_program(self._path)
             missing = {"description", *_METHODS} - program.method_names
             if missing:
-                raise self._refusal(f"a program without {', '.join(sorted(missing))}")
+                raise _refused(self._path, f"a program without {', '.join(sorted(missing))}")
             [text] = program.load_method("description").execute([])
             # All methods are loaded before the first step, since loading one resets the state.
             self._methods = {name: program.load_method(name) for name in _METHODS}
         except OSError as error:
-            raise self._refusal(reason(error)) from error
+            raise _refused(self._path, reason(error)) from error
         except RuntimeError as error:  # the only error of the runtime
-            raise self._refusal(f"a file that the runtime does not load ({' '.join(str(error).split())[:200]})") from error
+            found = f"a file that the runtime does not load ({' '.join(str(error).split())[:200]})"
+            raise _refused(self._path, found) from error
         self._program = program  # owns the methods' memory
         self.description = ProgramDescription.from_json(text, self._path)
 
@@ -141,13 +213,8 @@ class TrainingProgram:
         check_batch(batch, PretrainedConfig(**options), description.tokens)
         ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
         if len(ids) > description.rows:
-            expected = f"at most {description.rows}, the program's rows"
-            raise BatchError(
-                "input_ids",
-                found=f"{len(ids)} rows",
-                expected=expected,
-                remedy="pass fewer rows, or write another program",
-            )
+            expected, remedy = f"at most {description.rows}, the program's rows", "pass fewer rows, or write another program"
+            raise BatchError("input_ids", found=f"{len(ids)} rows", expected=expected, remedy=remedy)
         others = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
         if others:
             raise BatchError(
@@ -164,10 +231,7 @@ class TrainingProgram:
         room = (0, description.tokens - ids.shape[1], 0, description.rows - len(ids))
         return F.pad(ids, room), F.pad(labels, room, value=IGNORE_INDEX)
 
-    def _refusal(self, found: str) -> CheckpointError:
-        return CheckpointError(
-            self._path,
-            found=found,
-            expected="a program from write_program, for this runtime's backends",
-            remedy="write the program again",
-        )
+
+def _refused(path: Path, found: str, other_remedy: str = "for the backends of this runtime") -> CheckpointError:
+    expected, remedy = "a whole program from write_program, for this runtime's backends", f"write it again, {other_remedy}"
+    return CheckpointError(path, found=found, expected=expected, remedy=remedy)
