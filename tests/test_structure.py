@@ -153,7 +153,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 426,
-    "zo2adapters/commands": 3060,
+    "zo2adapters/commands": 3048,
     "zo2adapters/edge": 482,
     "zo2adapters/frameworks": 1019,
     "zo2adapters/models": 5105,
