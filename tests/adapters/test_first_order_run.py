@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.trainers.methods.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
 from zo2core import Journal, MemoryPolicy
 from zo2core.errors import MemoryBudgetError
@@ -86,7 +86,7 @@ def plain_loop(
     assert of_adapter is not None
     optimizer = of_adapter(list(trained.values()), lr=1e-2, weight_decay=0.1, **options)
     tokenizer = AutoTokenizer.from_pretrained(directory / "base")
-    rows = read_rows(directory / "rows.jsonl", tokenizer, sequence_length=12)
+    rows = RowReader(tokenizer, 12).read(directory / "rows.jsonl")
     batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
     for step in range(STEPS):
         rate = (step + 1) / warmup if step < warmup else 1 - (step - warmup) / (STEPS - warmup)

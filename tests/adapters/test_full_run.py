@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2core import BAdam, FirstOrder, Journal
 from zo2core.build import RunOptions, request_of
 from zo2core.checkpoint import Snapshots
@@ -66,7 +66,7 @@ def plain_loop(directory: Path, method: OptimizerName, *, clip: float) -> dict[s
             "sgd": lambda: torch_loop(whole, sgd, None, clip),
         }[method]()
     tokenizer = AutoTokenizer.from_pretrained(directory / "base")
-    rows = read_rows(directory / "rows.jsonl", tokenizer, sequence_length=12)
+    rows = RowReader(tokenizer, 12).read(directory / "rows.jsonl")
     batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
     for step in range(STEPS):
         if isinstance(loop, BlockCoordinateLoop):

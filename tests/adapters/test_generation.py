@@ -23,7 +23,7 @@ from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import STREAM, NextToken, Sampling, generate
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import RewardOptions
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder
@@ -184,7 +184,7 @@ def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path
     finish(options)
     sample = json.loads((options.output / "samples.jsonl").read_text().splitlines()[0])
     assert sample["generated"].split() == [WORDS[token] for token in expected]
-    rows = read_rows(options.data, tokenizer, sequence_length=32, keeps_sources=True)
+    rows = RowReader(tokenizer, 32, keeps_sources=True).read(options.data)
     rewards = RewardOptions(reward=("length",), max_new_tokens=6)
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer)

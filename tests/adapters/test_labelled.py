@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from zo2adapters import MonolithicMeZO
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
@@ -82,7 +82,7 @@ def test_a_run_is_monolithic_mezo(tmp_path: Path, family: str, case: str) -> Non
     assert run_here(*asked(tmp_path, *HEAD, "--evaluation", tmp_path / "rows.jsonl")).status == 0
     assert run_here("train", "--resume", tmp_path / "run", "--steps", 6).status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=64)
+    read = RowReader(tokenizer, 64, labelled_for=config).read(tmp_path / "rows.jsonl")
     model = whole(tmp_path)
     literal = MonolithicMeZO(model, lr=1e-2, zo_eps=1e-3)
     updates = Journal(tmp_path / "run" / "journal.jsonl").updates
@@ -121,7 +121,7 @@ def test_classes_have_names_and_long_texts_lose_their_end(tmp_path: Path) -> Non
     rows = [{"text": " ".join(NOUNS), "label": "good"}, {"text": NOUNS[0], "label": 0}]
     config = made(tmp_path, "bert", [*rows], **names)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=4)
+    read = RowReader(tokenizer, 4, labelled_for=config).read(tmp_path / "rows.jsonl")
     assert [row.label for row in read] == [2, 0]
     assert (read.truncated, read.longest) == (1, 4)
 
@@ -130,7 +130,7 @@ def test_two_texts_are_told_apart_where_the_tokenizer_does(tmp_path: Path) -> No
     config = made(tmp_path, "bert", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=8)
+    read = RowReader(tokenizer, 8, labelled_for=config).read(tmp_path / "rows.jsonl")
     batch = collate(list(read), pad_token_id=0)
     assert batch["token_type_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
@@ -192,7 +192,7 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
     config = made(tmp_path, "llama", classes(), pad_token_id=5)
     assert run_here(*asked(tmp_path, *HEAD)).status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    read = read_rows(tmp_path / "rows.jsonl", tokenizer, labelled_for=config, sequence_length=64)
+    read = RowReader(tokenizer, 64, labelled_for=config).read(tmp_path / "rows.jsonl")
     update = Journal(tmp_path / "run" / "journal.jsonl").updates[0]
     batch = collate(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
     assert MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses == update.losses

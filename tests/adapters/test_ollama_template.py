@@ -9,7 +9,7 @@ import pytest
 from models import save_tokenizer
 from transformers import AutoTokenizer
 
-from zo2adapters.tasks.ollama_template import template_of_chats, template_of_rows
+from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
 from zo2adapters.tasks.row_options import RowOptions
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

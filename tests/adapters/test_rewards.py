@@ -28,7 +28,7 @@ from zo2adapters.cli import main
 from zo2adapters.tasks import reward_program
 from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.task import TaskOptions
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
@@ -355,7 +355,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
     base, eps, q, new = base_of(tmp_path), 0.1, 3, 5
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = open_checkpoint(base)
-    rows = read_rows(tmp_path / "rows.jsonl", tokenizer, sequence_length=32, keeps_sources=True)
+    rows = RowReader(tokenizer, 32, keeps_sources=True).read(tmp_path / "rows.jsonl")
     options = RewardOptions(reward=(f"{functions}:cats", "length=0.5"), max_new_tokens=new)
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=4, rewards=options, tokenizer=tokenizer)
@@ -411,7 +411,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
 def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> None:
     base = base_of(tmp_path)
     tokenizer, model = AutoTokenizer.from_pretrained(base), open_checkpoint(base)
-    rows = read_rows(tmp_path / "rows.jsonl", tokenizer, sequence_length=32, keeps_sources=True)
+    rows = RowReader(tokenizer, 32, keeps_sources=True).read(tmp_path / "rows.jsonl")
     options = RewardOptions(reward=("length",), max_new_tokens=4, max_drift=0.05)
     task = RewardTask(
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=2, rewards=options, tokenizer=tokenizer)

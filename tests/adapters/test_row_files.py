@@ -20,7 +20,7 @@ from tokenized_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
 
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_reader import DataFiles, read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -89,7 +89,7 @@ def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None
     expected = [{**row, "n": str(row["n"])} for row in ROWS] if name.endswith("csv") else ROWS
     assert list(parsed_rows(path)) == list(enumerate(expected, 1))
     template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
-    dataset = read_rows(path, TOKENIZER, sequence_length=99, options=template)
+    dataset = RowReader(TOKENIZER, 99, template).read(path)
     assert [text_of(row) for row in dataset] == ["1. The sky\nKind: good</s>", '2. a "b", c\nd\nKind: bad</s>']
 
 
@@ -107,7 +107,7 @@ def test_a_digest_changes_with_the_rows_and_with_nothing_else(name: str, tmp_pat
 def test_an_error_names_file_row_column_and_the_nearest_name(name: str, tmp_path: Path) -> None:
     path = KINDS[name](tmp_path / name, ROWS)
     with pytest.raises(DataError) as caught:
-        read_rows(path, TOKENIZER, sequence_length=99, options=RowOptions(text_column="txt"))
+        RowReader(TOKENIZER, 99, RowOptions(text_column="txt")).read(path)
     unit = "line" if name.endswith("jsonl") else "row"
     assert caught.value.where == f"{path}, {unit} 1"
     assert "'txt'" in caught.value.found
@@ -210,8 +210,7 @@ def test_a_hub_that_cannot_be_reached_is_one_typed_error(monkeypatch: pytest.Mon
 
 def choices(tmp_path: Path, rows: Sequence[dict[str, Any]], **options: Any) -> Rows:
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    files = DataFiles(path, None, RowOptions(**options))
-    read, _ = files.read(TOKENIZER, sequence_length=99, labelled_for=None)
+    read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(path)
     assert read.format is RowFormat.CANDIDATES
     return read
 
@@ -252,13 +251,13 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     options = RowOptions(prompt_template="{text}", label_column="kind")
     evaluation = write_jsonl(tmp_path / "evaluation.jsonl", ROWS[:1])
-    _, read = DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
+    _, read = RowReader(TOKENIZER, 99, options).read_files(data, evaluation, None)
     assert read is not None
     assert read.format is RowFormat.CANDIDATES
     assert [len(row.candidates) for row in read] == [2]
     write_jsonl(evaluation, [{"text": "a", "kind": "goof"}])
     with pytest.raises(DataError) as caught:
-        DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
+        RowReader(TOKENIZER, 99, options).read_files(data, evaluation, None)
     assert caught.value.where == f"{evaluation}, line 1"
     assert "'good'" in caught.value.remedy
 
@@ -295,7 +294,7 @@ def test_a_template_without_plain_columns_is_refused(template: str) -> None:
 def test_a_list_in_a_template_is_refused_by_row_and_column(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": ["a"], "completion": "b"}])
     with pytest.raises(DataError, match=r"line 1: found .* in the column 'text'"):
-        read_rows(path, TOKENIZER, sequence_length=9, options=RowOptions(prompt_template="{text}"))
+        RowReader(TOKENIZER, 9, RowOptions(prompt_template="{text}")).read(path)
 
 
 # Messages
@@ -304,13 +303,13 @@ def test_a_list_in_a_template_is_refused_by_row_and_column(tmp_path: Path) -> No
 def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
     talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"talk": talk}])
-    (row,) = read_rows(path, TOKENIZER, sequence_length=99, options=RowOptions(messages_column="talk"))
+    (row,) = RowReader(TOKENIZER, 99, RowOptions(messages_column="talk")).read(path)
     labels = collate([row], pad_token_id=0)["labels"][0]
     learned = TOKENIZER.decode([token for token in labels.tolist() if token >= 0])
     assert learned == "It is blue.<|end|>The sky is<|end|>"
     assert row.sequences == [(len(row.input_ids), int((labels[1:] >= 0).sum()))]
     options = RowOptions(messages_column="talk", train_on="all")
-    (everything,) = read_rows(path, TOKENIZER, sequence_length=99, options=options)
+    (everything,) = RowReader(TOKENIZER, 99, options).read(path)
     assert (everything.prompt_length, everything.later_prompts) == (0, ())
     assert Rows((row,)).digest() != Rows((replace(row, later_prompts=()),)).digest()
 
@@ -318,7 +317,7 @@ def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> 
 def test_messages_without_an_answer_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK]}])
     with pytest.raises(DataError, match=r"line 1.*'assistant'.*--train-on all"):
-        read_rows(path, TOKENIZER, sequence_length=99)
+        RowReader(TOKENIZER, 99).read(path)
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> None:
@@ -327,7 +326,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> 
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
     with pytest.raises(DataError, match="changes an answer"):
-        read_rows(path, make_tokenizer(template=template), sequence_length=99)
+        RowReader(make_tokenizer(template=template), 99).read(path)
 
 
 # Lengths
@@ -341,22 +340,22 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(tmp_path: Path) -> No
     path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
     results = {}
     for choice in ("auto", "cut", "drop"):
-        read = read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long=choice))
+        read = RowReader(TOKENIZER, 4, RowOptions(too_long=choice)).read(path)
         assert read.format is RowFormat.TEXT
         results[choice] = (len(read), read.truncated, read.dropped)
     assert results == {"auto": (2, 1, 0), "cut": (2, 1, 0), "drop": (1, 0, 1)}
     with pytest.raises(DataError, match=r"line 2.*--too-long"):
-        read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="refuse"))
+        RowReader(TOKENIZER, 4, RowOptions(too_long="refuse")).read(path)
     with pytest.raises(DataError, match="2 rows, all of more than 2 tokens"):
-        read_rows(path, TOKENIZER, sequence_length=2, options=RowOptions(too_long="drop"))
+        RowReader(TOKENIZER, 2, RowOptions(too_long="drop")).read(path)
 
 
 def test_rows_with_candidates_are_dropped_or_refused_and_never_cut(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [SHORT_CANDIDATES, WITH_CANDIDATES])
-    read = read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="drop"))
+    read = RowReader(TOKENIZER, 4, RowOptions(too_long="drop")).read(path)
     assert (len(read), read.dropped) == (1, 1)
     with pytest.raises(DataError, match=r"line 2.*cannot be cut"):
-        read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="cut"))
+        RowReader(TOKENIZER, 4, RowOptions(too_long="cut")).read(path)
 
 
 def test_the_number_of_rows_left_out_is_printed(tmp_path: Path) -> None:
@@ -377,7 +376,7 @@ def with_split(tmp_path: Path, **changes: Any) -> TrainOptions:
 
 def test_a_split_takes_rows_out_of_the_training_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
-    rows = read_rows(path, TOKENIZER, sequence_length=9)
+    rows = RowReader(TOKENIZER, 9).read(path)
     train, evaluation = rows.split(0.25)
     lines = [[row.line for row in part] for part in (train, evaluation)]
     assert sorted(lines[0] + lines[1]) == list(range(1, 9))
@@ -429,7 +428,7 @@ def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
     candidates = csv_rows(
         tmp_path / "candidates", 'prompt,candidates,answer\nthe,"[""1"", ""2""]",1\nthe,"[""a"", ""b""]",1\n'
     )
-    rows = read_rows(candidates, TOKENIZER, sequence_length=64)
+    rows = RowReader(TOKENIZER, 64).read(candidates)
     assert rows.format is RowFormat.CANDIDATES
     assert [row.answer for row in rows] == [0, 1]
 
@@ -457,23 +456,23 @@ def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Pat
     converted = [options.converted(row) for _, row in parsed_rows(path)]
     assert [(row["candidates"], row["answer"]) for row in converted] == [([" False", " True"], 0), ([" False", " True"], 1)]
     with pytest.raises(DataError, match=r"1: found .* as 'label'; expected one of 'no', 'yes'"):
-        read_rows(path, TOKENIZER, sequence_length=64, options=RowOptions(labels=("no", "yes")))
+        RowReader(TOKENIZER, 64, RowOptions(labels=("no", "yes"))).read(path)
     numbers = small_config("llama", num_labels=2)
     with pytest.raises(DataError, match="as 'label'; expected a class from 0 to 1"):
-        read_rows(path, TOKENIZER, labelled_for=numbers, sequence_length=64, options=RowOptions(text_column="prompt"))
+        RowReader(TOKENIZER, 64, RowOptions(text_column="prompt"), labelled_for=numbers).read(path)
 
 
 @pytest.mark.parametrize("row", [{"candidates": ["a", "b"], "answer": True}, {"completion": True}])
 def test_booleans_are_refused_where_an_index_or_a_text_belongs(tmp_path: Path, row: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "the", **row}])
     with pytest.raises(DataError, match="line 1: found true as"):
-        read_rows(path, TOKENIZER, sequence_length=64)
+        RowReader(TOKENIZER, 64).read(path)
 
 
 def test_a_column_without_a_name_is_an_index(tmp_path: Path) -> None:
     path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")
     assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
-    rows = read_rows(path, TOKENIZER, sequence_length=64)
+    rows = RowReader(TOKENIZER, 64).read(path)
     assert rows.format is RowFormat.TEXT
     assert rows[0].prompt_length
 
@@ -485,7 +484,7 @@ def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
     same = write_jsonl(tmp_path / "same.jsonl", [{"messages": messages}])
     options = RowOptions(messages_column="talk" if column == "talk" else None)
-    rows = [read_rows(given, TOKENIZER, sequence_length=64, options=options), read_rows(same, TOKENIZER, sequence_length=64)]
+    rows = [RowReader(TOKENIZER, 64, options).read(given), RowReader(TOKENIZER, 64).read(same)]
     assert rows[0].digest() == rows[1].digest()
 
 
@@ -505,12 +504,11 @@ def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(tmp_path: Pa
     size = len(tokenizer) - 1
     path = write_jsonl(tmp_path / "rows.jsonl", [json.loads(json.dumps(row).replace("<new>", "a sky")), row])
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the is to"}])
-    files = DataFiles(texts, path, RowOptions()) if "answers" in row else DataFiles(path, None, RowOptions())
+    files = (texts, path, None) if "answers" in row else (path, None, None)
     labelled_for = small_config("llama", num_labels=2) if "label" in row else None
-    reading: Any = {"sequence_length": 64, "labelled_for": labelled_for}
-    files.read(tokenizer, **reading, vocabulary=size + 1)
+    RowReader(tokenizer, 64, labelled_for=labelled_for, vocabulary=size + 1).read_files(*files)
     with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
-        files.read(tokenizer, **reading, vocabulary=size)
+        RowReader(tokenizer, 64, labelled_for=labelled_for, vocabulary=size).read_files(*files)
 
 
 def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from zo2adapters.tasks import chat_template
 from zo2adapters.tasks.batches import collate, file_batches, training_batches
 from zo2adapters.tasks.chat_template import render_chat
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2core.errors import DataError, OptionError
@@ -42,13 +42,13 @@ def data_file(tmp_path: Path) -> Path:
 
 def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Rows:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return read_rows(path, tokenizer, sequence_length=length)
+    return RowReader(tokenizer, length).read(path)
 
 
 def refusal(path: Path, content: bytes, *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> DataError:
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        read_rows(path, tokenizer, sequence_length=length)
+        RowReader(tokenizer, length).read(path)
     return caught.value
 
 
@@ -149,13 +149,13 @@ def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_blank_lines_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
     data_file.write_bytes(start + b'\r\n  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
-    dataset = read_rows(data_file, TOKENIZER, sequence_length=64)
+    dataset = RowReader(TOKENIZER, 64).read(data_file)
     assert [(row.line, text_of(row)) for row in dataset] == [(3, "café</s>"), (5, "a\u2028b</s>")]
 
 
 def test_a_byte_order_mark_before_the_first_row_is_no_part_of_it(data_file: Path) -> None:
     data_file.write_bytes(b'\xef\xbb\xbf{"text": "The sky"}\n')
-    assert text_of(read_rows(data_file, TOKENIZER, sequence_length=64)[0]) == "The sky</s>"
+    assert text_of(RowReader(TOKENIZER, 64).read(data_file)[0]) == "The sky</s>"
 
 
 def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "datasets has not saved")):
         with pytest.raises(DataError) as caught:
-            read_rows(path, TOKENIZER, sequence_length=8)
+            RowReader(TOKENIZER, 8).read(path)
         assert caught.value.where == str(path)
         assert found in caught.value.found
 
@@ -434,6 +434,6 @@ def test_a_hostile_template_ends_in_bounded_time_and_memory(
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     data_file.write_text(json.dumps({"messages": [ASK, ANSWER]}))
     with pytest.raises(DataError, match=match) as info:
-        read_rows(data_file, make_tokenizer(template=template), sequence_length=64)
+        RowReader(make_tokenizer(template=template), 64).read(data_file)
     assert "\n" not in str(info.value)
     assert len(str(info.value)) < 1000

@@ -17,7 +17,7 @@ from zo2adapters.commands.demo import accuracy as demo_accuracy
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.objectives import ChoiceError, LogLikelihood, Scored, score
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import ChoiceTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
         printed = capsys.readouterr().out
         assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweep" in printed
     with Engine(model := open_checkpoint(base)) as engine:
-        choices = read_rows(data, load_tokenizer(base), sequence_length=12)
+        choices = RowReader(load_tokenizer(base), 12).read(data)
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
     right = sum(mine == each.answer for mine, each in zip(scored.choices(), choices, strict=True))
     assert f"accuracy {right / 1000:.1%}," in printed
@@ -100,7 +100,7 @@ def test_steps_evaluations_and_the_demo_judge_candidates_alike(tmp_path: Path, c
     data = tmp_path / "choices.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tokenizer = open_checkpoint(base), load_tokenizer(base)
-    choices = read_rows(data, tokenizer, sequence_length=12)
+    choices = RowReader(tokenizer, 12).read(data)
     with Engine(model) as engine:
         task = ChoiceTask(model, choices, TaskOptions(objective="accuracy", batch_size=2, pad=0))
         [[outputs]] = engine.forwards([(batch := task.batch(choices.rows))], forward := ChoiceError(model))
@@ -145,7 +145,7 @@ def test_a_long_candidate_of_a_file_is_told_by_its_line_and_length(tmp_path: Pat
     path = tmp_path / "choices.jsonl"
     path.write_text(json.dumps({"prompt": "the cat sat", "candidates": [" yes", " no no"], "answer": 0}))
     with pytest.raises(DataError, match=r"line 1: found a row of 5 tokens, with candidates.* at most 4") as info:
-        read_rows(path, load_tokenizer(tmp_path), sequence_length=4)
+        RowReader(load_tokenizer(tmp_path), 4).read(path)
     assert "raise `sequence_length`" in info.value.remedy
 
 
@@ -171,9 +171,9 @@ def test_rows_that_are_no_choices_are_named_by_their_line(tmp_path: Path, row: d
     path = tmp_path / "choices.jsonl"
     path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
     with pytest.raises(DataError, match=r"choices\.jsonl, line 3"):
-        read_rows(path, load_tokenizer(tmp_path), sequence_length=4)
+        RowReader(load_tokenizer(tmp_path), 4).read(path)
     path.write_text(json.dumps(good))
-    [choice] = read_rows(path, load_tokenizer(tmp_path), sequence_length=4)
+    [choice] = RowReader(load_tokenizer(tmp_path), 4).read(path)
     assert (choice.prompt, choice.candidates, choice.answers) == ((3, 4), ((9,), (10,)), (1,))
 
 
@@ -181,7 +181,7 @@ def test_files_without_candidates_are_no_choices(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "the cat"}\n')
-    assert read_rows(path, load_tokenizer(tmp_path), sequence_length=4).format is RowFormat.TEXT
+    assert RowReader(load_tokenizer(tmp_path), 4).read(path).format is RowFormat.TEXT
     path.write_text("\n")
     with pytest.raises(DataError, match="no rows"):
-        read_rows(path, load_tokenizer(tmp_path), sequence_length=4)
+        RowReader(load_tokenizer(tmp_path), 4).read(path)

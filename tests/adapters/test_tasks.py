@@ -23,7 +23,7 @@ from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import choice_batch, collate, training_batches
 from zo2adapters.tasks.registry import TASKS
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import PreferenceTask, Task
 from zo2core import Journal
@@ -77,7 +77,7 @@ class Literal(MonolithicMeZO):
 
 
 def batches_of(data: str) -> Iterator[Any]:
-    rows: Any = read_rows(Path(f"{data}.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    rows: Any = RowReader(AutoTokenizer.from_pretrained("model"), 32).read(Path(f"{data}.jsonl"))
     return training_batches(rows, batch_size=4, seed=0)
 
 
@@ -154,7 +154,7 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     first, *_, last = [row for row in metrics if "evaluation_loss" in row]
     assert first["evaluation_loss"] == pytest.approx(math.log(2), abs=1e-12)
     assert first["evaluation_accuracy"] == 0.0
-    rows: Any = read_rows(Path("preferences.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    rows: Any = RowReader(AutoTokenizer.from_pretrained("model"), 32).read(Path("preferences.jsonl"))
     trained: Any = AutoModelForCausalLM.from_pretrained("run/model")
     with torch.inference_mode():
         assert last["evaluation_loss"] == pytest.approx(float(dpo(0.1)(trained, paired(list(rows)))), rel=1e-6)
@@ -216,7 +216,7 @@ def test_a_run_resumed_within_an_epoch_has_the_references_of_all_rows_to_come(he
 
 
 def test_the_chosen_completion_is_the_first_one_and_ends(here: Path) -> None:
-    rows: Any = read_rows(Path("preferences.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    rows: Any = RowReader(AutoTokenizer.from_pretrained("model"), 32).read(Path("preferences.jsonl"))
     written = [json.loads(line) for line in (here / "preferences.jsonl").read_text().splitlines()]
     for row, own in zip(rows, written, strict=True):
         texts = [" ".join(WORDS[token] for token in candidate) for candidate in row.candidates]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2core import Distribution, Engine, Guarded, Journal, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError
 
@@ -280,7 +280,7 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     if dtype is torch.bfloat16:
         options_of_both += ["--dtype", "bfloat16"]  # of the two that mixed precision may take
     main(["train", "--model", "model", "--data", "rows.jsonl", "--output", "run", *options_of_both])
-    data = read_rows(Path("rows.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=LONGEST)
+    data = RowReader(AutoTokenizer.from_pretrained("model"), LONGEST).read(Path("rows.jsonl"))
     in_order = [
         row for batch, _ in zip(training_batches(data, batch_size=4, seed=5), range(6), strict=False) for row in batch
     ]

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.chat_template import render_chat
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2core import Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
 from zo2core.errors import CheckpointError
@@ -434,7 +434,7 @@ def test_any_data_file_is_read_or_refused(
     path.write_bytes(data.draw(damaged(raw)) if data.draw(st.integers(0, 2)) == 0 else raw)
 
     def use() -> None:
-        dataset = read_rows(path, tokenizer, sequence_length=8)
+        dataset = RowReader(tokenizer, 8).read(path)
         assert all(0 <= each.prompt_length < len(each.input_ids) <= 8 for each in dataset)
 
     used_or_refused(use)
@@ -444,7 +444,7 @@ def test_any_value_in_a_row_is_used_or_refused(tokenizer: PreTrainedTokenizerBas
     path = tmp_path / "rows.jsonl"
     for row in (changed for whole in ROWS for changed in replaced(whole)):
         path.write_bytes(to_json(row))
-        used_or_refused(lambda: read_rows(path, tokenizer, sequence_length=8))
+        used_or_refused(lambda: RowReader(tokenizer, 8).read(path))
 
 
 def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(
@@ -462,4 +462,4 @@ def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(
         used_or_refused(lambda: Journal(path).begin({"base": "other"}))
         for row in ({"text": deep}, {"messages": [{**CHAT[0], "tool_calls": [deep]}]}):
             path.write_bytes(to_json(row))
-            used_or_refused(lambda: read_rows(path, tokenizer, sequence_length=8))
+            used_or_refused(lambda: RowReader(tokenizer, 8).read(path))

@@ -112,26 +112,26 @@ class Evaluate(AtStep):
 
     def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> Rows:
         """The rows to evaluate on."""
-        from zo2adapters.tasks.row_reader import read_rows, with_labels
+        from zo2adapters.tasks.row_reader import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
         length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
         saved = None if self.run_directory is None else RunDirectory.options(self.run_directory)
-        reading: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config), "labelled_for": labelled_for}
+        reader = RowReader(tokenizer, length, self.rows, labelled_for, vocabulary=vocabulary_of(model.config))
         if self.data is None:
             if saved is None or not saved.evaluates:
                 found = "none" if saved is None else "none, for a run without rows to evaluate on"
                 raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
-            files = saved.files()._replace(options=self.rows)
-            _, rows = files.read(tokenizer, **reading)
+            reader = replace(reader, keeps_sources=bool(saved.rewards.reward))
+            _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
             assert rows is not None, "the run evaluates"
         else:
             options = self.rows
             if is_causal and saved is not None and saved.data.exists():  # a run's labels are those of its training rows
                 options = with_labels(options, saved.data)
-            rows = read_rows(self.data, tokenizer, options=options, new_tokens=self.max_new_tokens, **reading)
+            rows = replace(reader, options=options, new_tokens=self.max_new_tokens).read(self.data)
         if rows.format is RowFormat.PREFERENCES:
             raise OptionError(
                 "data",

@@ -81,7 +81,7 @@ class Export(WritesDirectory):
             files = files_of_run(journal, version=engine.version, base=base, options=options, head=head, **kind)
             if is_gguf_file:
                 from zo2adapters.models.gguf_export import export_gguf
-                from zo2adapters.tasks.ollama_template import template_of_chats, template_of_rows
+                from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
                 from zo2adapters.tasks.tokenizer import load_tokenizer
 
                 template = None if options is None else template_of_rows(options.rows)

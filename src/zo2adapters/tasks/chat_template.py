@@ -1,4 +1,4 @@
-"""Apply a tokenizer's chat template under limits of time and memory.
+"""Apply a tokenizer's chat template under limits of time and memory, and write it in the language of ollama's Modelfiles.
 
 A template comes with a model and is a program: nested loops may never end, and ``'x' * 10**10`` exhausts memory. Jinja's
 sandbox protects files and functions, not time and memory, so a limited child process renders with transformers' own code.
@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import atexit
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
+from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2core.errors import DataError
 
 SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds
 _MEMORY = 1 << 28  # bytes that the child may allocate after its start
 _LONGEST = 1 << 20  # characters of a rendered text, in addition to those for the messages
 _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
+_SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"  # stand for texts; no template has them
 
 
 def render_chat(
@@ -56,3 +60,52 @@ def _renderer() -> LimitedProcess:
     process = LimitedProcess(Path(__file__).with_name("template_rendering.py"))
     atexit.register(process.close)
     return process
+
+
+def template_of_rows(rows: RowOptions) -> str | None:
+    """The template of a run's prompts for ollama; None if a prompt is not one column between fixed texts."""
+    if rows.prompt_template is None or len(rows.prompt_columns) != 1:
+        return None
+    parts = list(Formatter().parse(with_line_breaks(rows.prompt_template)))
+    text = "".join(text + ("" if column is None else _PROMPT) for text, column, _, _ in parts)
+    return None if text.count(_PROMPT) != 1 or "{{" in text else text.replace(_PROMPT, "{{ .Prompt }}")
+
+
+def template_of_chats(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The template of a chat model's turns for ollama; None for chats that are no fixed texts between the messages.
+
+    Its parts are those of rendered chats, and two other chats have to be rendered alike.
+    """
+    if not tokenizer.chat_template:
+        return None
+
+    def rendered(*texts: str, system: str | None = None) -> str:
+        roles = ("user", "assistant") * len(texts)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+        text = render_chat(messages, tokenizer, reply_follows=True)
+        return text.removeprefix(tokenizer.bos_token or "")  # which ollama puts there itself
+
+    try:
+        chat, alone = rendered(_PROMPT, _RESPONSE, _NEXT), rendered(_PROMPT)
+        before, _, asked = alone.partition(_PROMPT)
+        answered = chat.partition(_RESPONSE)[2].partition(_NEXT)[0].removesuffix(before)
+        turns = [f"{before}{user}{asked}{reply}{answered}" for user, reply in ("ab", "cd")]
+        same = [rendered("a", "b", "c", "d", "e") == f"{''.join(turns)}{before}e{asked}"]
+        system = rendered(_PROMPT, system=_SYSTEM).partition(_PROMPT)[0] if _takes_system(rendered) else ""
+        led, _, after = system.partition(_SYSTEM)
+        same.append(not system or rendered("a", "b", "c", system="s") == f"{led}s{after}a{asked}b{answered}{before}c{asked}")
+    except DataError:
+        return None
+    if not all(same) or "{{" in f"{system}{before}{asked}{answered}":
+        return None
+    begin = f"{{{{ if .System }}}}{led}{{{{ .System }}}}{after}{{{{ else }}}}{before}{{{{ end }}}}" if system else before
+    return f"{begin}{{{{ .Prompt }}}}{asked}{{{{ .Response }}}}{answered}"
+
+
+def _takes_system(rendered: Callable[..., str]) -> bool:
+    """Whether a chat may begin with a system message."""
+    try:
+        return _SYSTEM in rendered(_PROMPT, system=_SYSTEM)
+    except DataError:
+        return False

@@ -85,10 +85,13 @@ class LogLikelihood:
 
     def __init__(self, model: HFBlockModel) -> None:
         self._model = model
-        self.prepared = model.prepared
         self.embed = model.embed
         self.block = model.block
         self.held_bytes = model.held_bytes
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Check a batch. See the contract."""
+        return self._model.prepared(batch)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
@@ -177,15 +180,8 @@ class CandidateScores(NamedTuple):
     answers: Sequence[int]  # indices of the right candidates, at least one
 
 
-class ChoiceObjective(ABC):
+class ChoiceObjective(LogLikelihood, ABC):
     """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``."""
-
-    def __init__(self, model: HFBlockModel) -> None:
-        self._rows = LogLikelihood(model)
-        self.embed = self._rows.embed
-        self.block = self._rows.block
-        self.forward_bytes = self._rows.forward_bytes
-        self.held_bytes = self._rows.held_bytes
 
     @abstractmethod
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
@@ -193,11 +189,12 @@ class ChoiceObjective(ABC):
 
     def prepared(self, batch: Batch) -> Batch:
         """Check the entries of a batch that the model's forward takes. See the contract."""
-        return self._rows.prepared({key: value for key, value in batch.items() if key not in (PROMPT, ANSWER, REFERENCE)})
+        own = (PROMPT, ANSWER, REFERENCE)
+        return self._model.prepared({key: value for key, value in batch.items() if key not in own})
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Mean log-probability of each row's candidate: (rows,), float64."""
-        return self._rows.head(batch, activations) / predicted(batch["labels"]).sum(dim=1)
+        return super().head(batch, activations) / predicted(batch["labels"]).sum(dim=1)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
         """Split a batch between prompts into micro-batches. See the contract."""
@@ -284,7 +281,7 @@ class PreferenceLoss(ChoiceObjective):
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Log-probability of each row's candidate, summed over its tokens: (rows,), float64."""
-        return self._rows.head(batch, activations)
+        return LogLikelihood.head(self, batch, activations)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
         """Split a batch between prompts into micro-batches. See ``ChoiceObjective``.

@@ -11,16 +11,16 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
-from zo2adapters.tasks.rows import Choice, Label, LabelledRow, Question, Rows, TokenizedRow
+from zo2adapters.tasks.rows import AnyRow, Choice, Label, LabelledRow, Question, Rows, TokenizedRow
 from zo2core.errors import DataError, OptionError
 from zo2core.ranges import counted, require_whole
 
@@ -28,139 +28,122 @@ TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to wha
 MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an evaluation of a run
 
 
-class DataFiles(NamedTuple):
-    """The files of a run, and how their rows are read."""
-
-    data: Path
-    evaluation: Path | None  # None: no file to evaluate on
-    options: RowOptions
-    eval_split: float | None = None  # share of the training rows that is evaluated on; None: none
-    keeps_sources: bool = False  # whether rows of text are kept as JSON as well
-
-    def read(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sequence_length: int,
-        labelled_for: PretrainedConfig | None,
-        vocabulary: int | None = None,
-    ) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the rows to train on, and those to evaluate on. See ``read_rows``.
-
-        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
-        """
-        reading: Any = {"sequence_length": sequence_length, "labelled_for": labelled_for, "vocabulary": vocabulary}
-        reading |= {"keeps_sources": self.keeps_sources}
-        rows = read_rows(self.data, tokenizer, options=self.options, **reading)
-        if self.eval_split is not None:
-            return rows.split(self.eval_split)
-        if self.evaluation is None:
-            return rows, None
-        new = min(MOST_ANSWER_TOKENS, sequence_length // 2)
-        return rows, read_rows(self.evaluation, tokenizer, options=rows.options, new_tokens=new, **reading)
-
-
-def read_rows(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    sequence_length: int,
-    options: RowOptions | None = None,
-    labelled_for: PretrainedConfig | None = None,
-    new_tokens: int | None = None,
-    keeps_sources: bool = False,
-    vocabulary: int | None = None,
-) -> Rows:
-    """Read and tokenise a data file. The first row says which format the rows have.
+@dataclass(frozen=True)
+class RowReader:
+    """Reads data files as rows of tokens. The first row of a file says which format its rows have.
 
     Rows of text follow the conventions of TRL's SFTTrainer: ``text``, with loss on every token; or ``messages``, with loss
     on the assistant's answers or on every token; or ``prompt`` and ``completion``, two strings or two lists of messages,
     with loss on the completion. Other keys are ignored. The tokenizer's EOS is appended to strings that do not end with it;
     the chat template ends conversations.
-
-    Args:
-        path: The file.
-        tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a row, with an answer that is generated.
-        options: How the rows are read.
-        labelled_for: Config of the model that classifies the rows; None: a causal language model.
-        new_tokens: Most tokens of the answers that are generated to rows with answers; None: such rows are texts.
-        keeps_sources: Whether rows of text are kept as JSON as well.
-        vocabulary: Rows of the model's embedding; None: unknown.
     """
-    require_whole("sequence_length", sequence_length, 2)
-    options = RowOptions() if options is None else options
-    if labelled_for is None:
-        options = with_labels(options, path)
-    reader = _RowReader(tokenizer, options, sequence_length, labelled_for, new_tokens, keeps_sources)
-    columns: tuple[str, ...] = ()
-    rows = []
-    for line, source in parsed_rows(path):
-        try:
-            row = reader.tokenized(source, line)
-            if row is not None:
-                _require_known(row.parts, tokenizer, vocabulary)
-                rows.append(row)
-        except DataError as error:  # the error lacks path and line
-            raise at_row(error, path, line) from error.__cause__
-        columns = columns or tuple(source)
-    if not rows:
+
+    tokenizer: PreTrainedTokenizerBase
+    sequence_length: int  # most tokens of a row, with an answer that is generated
+    options: RowOptions = field(default_factory=RowOptions)
+    labelled_for: PretrainedConfig | None = None  # of the model that classifies the rows; None: a causal language model
+    new_tokens: int | None = None  # most tokens of answers that are generated; None: rows with answers are texts
+    keeps_sources: bool = False  # whether rows of text are kept as JSON as well
+    vocabulary: int | None = None  # rows of the model's embedding; None: unknown
+
+    def read_files(self, data: Path, evaluation: Path | None, eval_split: float | None) -> tuple[Rows, Rows | None]:
+        """Read the rows to train on, and those to evaluate on: of a file, or a share of the training rows.
+
+        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
+        """
+        rows = self.read(data)
+        if eval_split is not None:
+            return rows.split(eval_split)
+        if evaluation is None:
+            return rows, None
+        new = min(MOST_ANSWER_TOKENS, self.sequence_length // 2)
+        return rows, replace(self, options=rows.options, new_tokens=new).read(evaluation)
+
+    def read(self, path: Path) -> Rows:
+        """Read and tokenise a data file."""
+        require_whole("sequence_length", self.sequence_length, 2)
+        takes_labels = self.labelled_for is not None
+        options = self.options if takes_labels else with_labels(self.options, path)
+        rows, lengths = [], []
+        kind, columns = RowFormat.LABELS, tuple[str, ...]()
+        for line, source in parsed_rows(path):
+            try:
+                row = options.converted(source, takes_labels=takes_labels)
+                if not columns:
+                    kind, columns = self._format_of(row), tuple(source)
+                tokenized, length = self._tokenized(kind, row, source, line)
+                lengths.append(length)
+                if self._is_kept(kind, length):
+                    self._require_learnable(tokenized, length)
+                    rows.append(tokenized)
+            except DataError as error:  # the error lacks path and line
+                raise at_row(error, path, line) from error.__cause__
+        long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
+        if not rows:
+            raise DataError(
+                path,
+                found=f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}",
+                expected="a row that is short enough, with --too-long drop",
+                remedy="raise `sequence_length`, or pass --too-long cut",
+            )
+        new_tokens = self.sequence_length - self._most(kind)
+        return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options)
+
+    def _format_of(self, row: Mapping[str, Any]) -> RowFormat:
+        """The format of a file, by its first row."""
+        if self.labelled_for is not None:
+            return RowFormat.LABELS
+        kind = RowFormat.of(row)
+        if kind is not RowFormat.ANSWERS:
+            return kind
+        if self.new_tokens is not None and self.new_tokens >= self.sequence_length:
+            raise OptionError(
+                "max_new_tokens",
+                found=f"{self.new_tokens}, where prompt and answer together may have {self.sequence_length} tokens",
+                expected=f"at most {self.sequence_length - 1}",
+                remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
+            )
+        return RowFormat.TEXT if self.new_tokens is None else kind
+
+    def _most(self, kind: RowFormat) -> int:
+        """Most tokens of a row, without an answer that is generated."""
+        return self.sequence_length - (self.new_tokens or 0 if kind is RowFormat.ANSWERS else 0)
+
+    def _is_kept(self, kind: RowFormat, tokens: int) -> bool:
+        """Whether a row of this length is kept, perhaps shortened."""
+        choice, is_cut = self.options.too_long, kind in (RowFormat.TEXT, RowFormat.LABELS)
+        if tokens <= self._most(kind) or choice == "drop":
+            return tokens <= self._most(kind)
+        if is_cut and choice != "refuse":
+            return True
+        generates = kind is RowFormat.ANSWERS
         raise DataError(
-            path,
-            found=f"{counted(reader.dropped, 'row')}, all of more than {counted(sequence_length, 'token')}",
-            expected="a row that is short enough, with --too-long drop",
-            remedy="raise `sequence_length`, or pass --too-long cut",
+            "row",
+            found=f"a row of {counted(tokens, 'token')}"
+            + ("" if is_cut else ", with candidates, preferences or answers, which cannot be cut"),
+            expected=f"at most {self._most(kind)}"
+            + ("" if choice == "auto" else f" with --too-long {choice}")
+            + (", so that `max_new_tokens` fit, too" if generates else ""),
+            remedy=TOO_LONG
+            + (", or lower `max_new_tokens`" if generates else "")
+            + f"; or pass --too-long {'cut or drop' if is_cut else 'drop'}",
         )
-    return Rows(
-        rows=tuple(rows),
-        format=reader.format,
-        truncated=reader.truncated,
-        dropped=reader.dropped,
-        new_tokens=reader.new_tokens,
-        columns=columns,
-        options=options,
-    )
 
+    def _require_learnable(self, row: AnyRow, tokens: int) -> None:
+        """Refuse a text without a token to predict, and a token that the model's embedding does not have."""
+        if isinstance(row, TokenizedRow):
+            _require_prediction(tokens, row.prompt_length, self.sequence_length)
+        if self.vocabulary is not None and (largest := max(map(max, row.parts))) >= self.vocabulary:
+            raise DataError(
+                "row",
+                found=f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}",
+                expected=f"ids below {self.vocabulary}, the rows of the model's embedding",
+                remedy="use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings",
+            )
 
-def with_labels(options: RowOptions, path: Path) -> RowOptions:
-    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
-    if options.labels:
-        return options
-    labels = options.labels_in(row for _, row in parsed_rows(path))
-    if len(labels) == 1:
-        raise DataError(
-            path,
-            found=f"the label {labels[0]!r} in every row",
-            expected="at least two labels, which are compared",
-            remedy="name all labels with --labels, or name the column as --completion-column",
-        )
-    return replace(options, labels=labels)
-
-
-class _RowReader:
-    """Tokenises the rows of one file."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: RowOptions,
-        length: int,
-        config: PretrainedConfig | None,
-        new_tokens: int | None,
-        keeps_sources: bool,  # noqa: FBT001 - called in one place
-    ) -> None:
-        self._tokenizer, self._options, self._length = tokenizer, options, length
-        self._config, self._most_new, self._keeps_sources = config, new_tokens, keeps_sources
-        self.format = RowFormat.TEXT if config is None else RowFormat.LABELS
-        self.truncated = self.dropped = self.new_tokens = 0
-        self._is_first = True
-
-    def tokenized(self, source: dict[str, Any], line: int) -> TokenizedRow | LabelledRow | Choice | Question | None:
-        """A row of the file as tokens; None: it is left out, since it is too long."""
-        row = self._options.converted(source, takes_labels=self._config is not None)
-        if self._is_first:
-            self._recognise(row)
-        match self.format:
+    def _tokenized(self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[AnyRow, int]:
+        """A row as tokens, shortened where that is possible, and its length."""
+        match kind:
             case RowFormat.LABELS:
                 return self._labelled(row)
             case RowFormat.CANDIDATES:
@@ -171,73 +154,27 @@ class _RowReader:
                 return self._question(row)
         return self._text(row, source, line)
 
-    def _recognise(self, row: Mapping[str, Any]) -> None:
-        """Recognise the format of the file by its first row."""
-        self._is_first = False
-        known = RowFormat.of(row)
-        if self._config is not None or (known is RowFormat.ANSWERS and self._most_new is None):
-            return
-        self.format = known
-        if known is RowFormat.ANSWERS:
-            assert self._most_new is not None
-            self.new_tokens = self._most_new
-            if self.new_tokens >= self._length:
-                raise OptionError(
-                    "max_new_tokens",
-                    found=f"{self.new_tokens}, where prompt and answer together may have {self._length} tokens",
-                    expected=f"at most {self._length - 1}",
-                    remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
-                )
-
-    def _takes(self, tokens: int) -> bool:
-        """Whether a row of this length is kept, perhaps shortened."""
-        choice, most = self._options.too_long, self._length - self.new_tokens
-        if tokens <= most:
-            return True
-        if choice == "drop":
-            self.dropped += 1
-            return False
-        is_cut = self.format in (RowFormat.TEXT, RowFormat.LABELS)
-        if is_cut and choice != "refuse":
-            self.truncated += 1
-            return True
-        whole = "" if is_cut else ", with candidates, preferences or answers, which cannot be cut"
-        raise DataError(
-            "row",
-            found=f"a row of {counted(tokens, 'token')}{whole}",
-            expected=f"at most {most}"
-            + ("" if choice == "auto" else f" with --too-long {choice}")
-            + (", so that `max_new_tokens` fit, too" if self.new_tokens else ""),
-            remedy=TOO_LONG
-            + (", or lower `max_new_tokens`" if self.new_tokens else "")
-            + f"; or pass --too-long {'cut or drop' if is_cut else 'drop'}",
-        )
-
-    def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> TokenizedRow | None:
-        kept = json.dumps({**source, **row}) if self._keeps_sources else ""
-        if self._keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
-            row["completion"] = self._tokenizer.eos_token or " "
+    def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
+        kept, most = json.dumps({**source, **row}) if self.keeps_sources else "", self.sequence_length
+        if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
+            row["completion"] = self.tokenizer.eos_token or " "
         ids, prompt, later = self._sequence(row)
-        if not self._takes(len(ids)):
-            return None
-        _require_prediction(len(ids), prompt, self._length)
-        later = tuple((start, min(end, self._length)) for start, end in later if start < self._length)
-        return TokenizedRow(array("i", ids[: self._length]), prompt, line, later, kept)
+        later = tuple((start, min(end, most)) for start, end in later if start < most)
+        return TokenizedRow(array("i", ids[:most]), prompt, line, later, kept), len(ids)
 
-    def _labelled(self, row: Mapping[str, Any]) -> LabelledRow | None:
-        assert self._config is not None
+    def _labelled(self, row: Mapping[str, Any]) -> tuple[LabelledRow, int]:
+        assert self.labelled_for is not None
         texts = [row[key] for key in ("text", "text_pair") if key in row]
         is_valid = "text" in row and all(isinstance(text, str) and text for text in texts)
         _require(is_valid, _keys(row), "a text 'text', perhaps 'text_pair'", "add or correct them")
-        label = _label(row.get("label"), self._config)
-        whole = self._tokenizer(*texts, verbose=False)["input_ids"]
+        label = _label(row.get("label"), self.labelled_for)
+        whole = self.tokenizer(*texts, verbose=False)["input_ids"]
         _require(bool(whole), "a text of no tokens", "at least 1 token", "lengthen the text, or remove the row")
-        if not self._takes(len(whole)):
-            return None
-        kept = self._tokenizer(*texts, verbose=False, truncation=True, max_length=self._length)
-        return LabelledRow(array("i", kept["input_ids"]), array("i", kept.get("token_type_ids", [])), label)
+        kept = self.tokenizer(*texts, verbose=False, truncation=True, max_length=self.sequence_length)
+        types = array("i", kept.get("token_type_ids", []))
+        return LabelledRow(array("i", kept["input_ids"]), types, label), len(whole)
 
-    def _choice(self, row: Mapping[str, Any]) -> Choice | None:
+    def _choice(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
         prompt, answer, candidates = row.get("prompt"), row.get("answer"), row.get("candidates")
         is_valid = isinstance(prompt, str) and _are_texts(candidates, 2) and all(candidates or ())
         expected = "a text 'prompt' and two or more texts 'candidates'"
@@ -250,38 +187,32 @@ class _RowReader:
         is_valid = bool(right) and all(type(index) is int and 0 <= index < len(candidates) for index in right)
         found, expected = f"{json.dumps(answer)[:40]} as 'answer'", "one of the candidates, or its index from 0"
         _require(is_valid, found, expected, "write the right candidate")
-        return self._taken(tokenized_choice(prompt, candidates, right, self._tokenizer))
+        return _with_tokens(tokenized_choice(prompt, candidates, right, self.tokenizer))
 
-    def _preference(self, row: Mapping[str, Any]) -> Choice | None:
+    def _preference(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
         keys = ("prompt", "chosen", "rejected")
         kinds = {type(row.get(key)) for key in keys}
         found = _keys(row) if type(None) in kinds else json.dumps(row)[:60]
         expected = "'prompt', 'chosen' and 'rejected', all texts or all lists of messages"
         _require(kinds in ({str}, {list}), found, expected, "correct the row")
         both = [self._sequence({"prompt": row["prompt"], "completion": row[key]})[:2] for key in keys[1:]]
-        return self._taken(_choice_of(both, [0]))
+        return _with_tokens(_choice_of(both, [0]))
 
-    def _taken(self, choice: Choice) -> Choice | None:
-        lengths = ", ".join(str(len(candidate)) for candidate in choice.candidates)
-        found = f"a common prompt of {len(choice.prompt)} tokens, completions of {lengths} tokens"
-        _require(all(choice.parts), found, "at least 1 token of each", "lengthen the texts, or remove the row")
-        return choice if self._takes(max(tokens for tokens, _ in choice.sequences)) else None
-
-    def _question(self, row: Mapping[str, Any]) -> Question | None:
+    def _question(self, row: Mapping[str, Any]) -> tuple[Question, int]:
         prompt, answers = row.get("prompt"), row.get("answers")
         is_valid = isinstance(prompt, str) and _are_texts(answers, 1)
         _require(is_valid, _keys(row), "a text 'prompt' and a list of texts 'answers'", "add the missing keys")
         assert isinstance(answers, list)
-        ids = tuple(self._tokenizer(prompt, verbose=False)["input_ids"])
+        ids = tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
         _require(bool(ids), "a prompt of 0 tokens", "at least 1", "write a prompt, or remove the row")
-        return Question(ids, tuple(answers)) if self._takes(len(ids)) else None
+        return Question(ids, tuple(answers)), len(ids)
 
     def _sequence(self, row: dict[str, Any]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
         """Token ids, the number of those before the first that is learned, and later ranges that are not learned."""
         match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
             case ["text"]:
-                return _text_ids(_string(row, "text"), self._tokenizer), 0, ()
-            case ["messages"] if self._options.train_on == "answers":
+                return _text_ids(_string(row, "text"), self.tokenizer), 0, ()
+            case ["messages"] if self.options.train_on == "answers":
                 return self._answers(_messages(row, "messages"))
             case ["messages"]:
                 return self._chat_ids(_messages(row, "messages")), 0, ()
@@ -291,8 +222,8 @@ class _RowReader:
                 whole = self._chat_ids(messages + _messages(row, "completion"))
             case ["prompt", "completion"]:
                 text = _string(row, "prompt", may_be_empty=True)
-                prompt = _text_ids(text, self._tokenizer, append_eos=False)
-                whole = _text_ids(text + _string(row, "completion"), self._tokenizer)
+                prompt = _text_ids(text, self.tokenizer, append_eos=False)
+                whole = _text_ids(text + _string(row, "completion"), self.tokenizer)
             case present:
                 found = f"the keys {', '.join(map(repr, present or row)) or '(none)'}"
                 expected = "'text', or 'prompt' and 'completion', or 'messages'"
@@ -332,11 +263,26 @@ class _RowReader:
     def _chat_ids(self, messages: list[Any], *, reply_follows: bool = False) -> list[int]:
         found, expected = "messages, with a tokenizer that has no chat template", "a tokenizer with a chat template"
         remedy = "use a chat model's tokenizer, or write rows of strings"
-        _require(bool(self._tokenizer.chat_template), found, expected, remedy)
-        at = self._options.rendered_at
-        text = render_chat(messages, self._tokenizer, reply_follows=reply_follows, rendered_at=at)
+        _require(bool(self.tokenizer.chat_template), found, expected, remedy)
+        at = self.options.rendered_at
+        text = render_chat(messages, self.tokenizer, reply_follows=reply_follows, rendered_at=at)
         # The template writes the special tokens; the tokenizer would add them a second time.
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def with_labels(options: RowOptions, path: Path) -> RowOptions:
+    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
+    if options.labels:
+        return options
+    labels = options.labels_in(row for _, row in parsed_rows(path))
+    if len(labels) == 1:
+        raise DataError(
+            path,
+            found=f"the label {labels[0]!r} in every row",
+            expected="at least two labels, which are compared",
+            remedy="name all labels with --labels, or name the column as --completion-column",
+        )
+    return replace(options, labels=labels)
 
 
 def tokenized_choice(
@@ -357,20 +303,17 @@ def _choice_of(sequences: Sequence[tuple[list[int], int]], answers: Iterable[int
     return Choice(tuple(sequences[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in sequences), tuple(answers))
 
 
+def _with_tokens(choice: Choice) -> tuple[Choice, int]:
+    """A choice whose texts all have tokens, and the tokens of its longest sequence."""
+    lengths = ", ".join(str(len(candidate)) for candidate in choice.candidates)
+    found = f"a common prompt of {len(choice.prompt)} tokens, completions of {lengths} tokens"
+    _require(all(choice.parts), found, "at least 1 token of each", "lengthen the texts, or remove the row")
+    return choice, max(tokens for tokens, _ in choice.sequences)
+
+
 def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  # noqa: FBT001 - like an assert
     if not condition:
         raise DataError("row", found=found, expected=expected, remedy=remedy)
-
-
-def _require_known(parts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> None:
-    """Refuse a token that the model's embedding does not have."""
-    if vocabulary is not None and (largest := max(map(max, parts))) >= vocabulary:
-        raise DataError(
-            "row",
-            found=f"the token {tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}",
-            expected=f"ids below {vocabulary}, the rows of the model's embedding",
-            remedy="use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings",
-        )
 
 
 def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:

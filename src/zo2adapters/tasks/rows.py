@@ -115,6 +115,9 @@ class Question:
         return [(len(self.prompt), 1)]
 
 
+AnyRow = TokenizedRow | LabelledRow | Choice | Question
+
+
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Any]):
     """The rows of a data file, in file order."""

@@ -17,6 +17,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
 from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.automatic_rate import schedule_of
@@ -210,12 +211,12 @@ def _with_lengths(opened: _Opened) -> tuple[TrainOptions, _Lengths, int]:
     options, model = opened.options, opened.model
     most = min(_LONGEST_ROW, model.longest_row or _LONGEST_ROW)
     reading = replace(options.rows, too_long="drop" if options.rows.too_long == "auto" else options.rows.too_long)
-    given: Any = {"sequence_length": most, "labelled_for": model.config if options.takes_labels else None}
-    tokenizer = load_tokenizer(resolve_directory(options.model))
+    config = model.config if options.takes_labels else None
+    reader = RowReader(load_tokenizer(resolve_directory(options.model)), most, reading, config)
     try:
-        data, _ = replace(options, rows=reading, evaluation=None).files().read(tokenizer, **given)
+        data, _ = reader.read_files(options.data, None, options.eval_split)
     except ZO2Error:  # every row is longer
-        data, _ = replace(options, evaluation=None).files().read(tokenizer, **given)
+        data, _ = replace(reader, options=options.rows).read_files(options.data, None, options.eval_split)
     tokens = sorted(length for row in data for length, _ in row.sequences)
     typical = tokens[math.ceil(len(tokens) * _TYPICAL) - 1]
     chosen = tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical

@@ -25,7 +25,6 @@ from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.tasks.row_reader import DataFiles
     from zo2core import BlockUpdate, ZOEstimator
 
 
@@ -250,12 +249,6 @@ class TrainOptions(RunOptions):
         # Factors and adapters are float32 in either precision.
         exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.trains_adapter
         return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
-
-    def files(self) -> DataFiles:
-        """The files of rows, and how they are read."""
-        from zo2adapters.tasks.row_reader import DataFiles  # a command line is read without transformers
-
-        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, bool(self.rewards.reward))
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""

@@ -13,6 +13,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.chat_template import is_dated
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
@@ -43,9 +44,15 @@ class RunInputs:
         if not is_dated(tokenizer):
             options = replace(options, rows=replace(options.rows, rendered_at=None))
         length = options.batching.length_for(model)
-        labelled_for = model.config if options.takes_labels else None
-        given: Any = {"sequence_length": length, "vocabulary": vocabulary_of(model.config)}
-        data, evaluation = options.files().read(tokenizer, labelled_for=labelled_for, **given)
+        reader = RowReader(
+            tokenizer,
+            length,
+            options.rows,
+            labelled_for=model.config if options.takes_labels else None,
+            keeps_sources=bool(options.rewards.reward),
+            vocabulary=vocabulary_of(model.config),
+        )
+        data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
         return cls(
             options=options,
             directory=directory,
