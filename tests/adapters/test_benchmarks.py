@@ -257,17 +257,24 @@ def test_what_is_wrong_is_one_line(sst2: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets: Any = pytest.importorskip("datasets")
 
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route to host\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match="glue on the hub: found ConnectionError: no route to host; expected its train rows"):
+    with pytest.raises(
+        DataError, match="nyu-mll/glue:sst2:train: found ConnectionError: no route to host; expected rows of text"
+    ):
         benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: [{"sentence": split, "label": 0}] * 8)
+    features = datasets.Features(
+        sentence=datasets.Value("string"), label=datasets.ClassLabel(names=["negative", "positive"])
+    )
+    rows = {"sentence": ["a"] * 8, "label": [0, 1] * 4}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_dict(rows, features))
     parts = benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
     assert [len(rows) for rows in parts] == [6, 2, 8]
+    assert [row["answer"] for row in parts.test] == [0, 1] * 4
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.row_source import Cell, parsed_rows
+from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
 from zo2adapters.tasks.rows import shuffled
 from zo2core.errors import DataError, OptionError
 
@@ -25,7 +24,7 @@ class Benchmark(NamedTuple):
     """
 
     name: str
-    hub: tuple[str, str | None]
+    hub: str  # name on the hub, with its configuration behind a colon if there are several
     questions: Callable[[Row], Iterable[dict[str, Any]]]
 
 
@@ -201,22 +200,22 @@ def _wsc(row: Row) -> Rows:
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("boolq", ("aps/super_glue", "boolq"), _boolq),
-        Benchmark("cb", ("aps/super_glue", "cb"), _cb),
-        Benchmark("copa", ("aps/super_glue", "copa"), _copa),
-        Benchmark("drop", ("ucinlp/drop", None), _drop),
-        Benchmark("mrpc", ("nyu-mll/glue", "mrpc"), _mrpc),
-        Benchmark("multirc", ("aps/super_glue", "multirc"), _multirc),
-        Benchmark("qnli", ("nyu-mll/glue", "qnli"), _qnli),
-        Benchmark("qqp", ("nyu-mll/glue", "qqp"), _qqp),
-        Benchmark("record", ("aps/super_glue", "record"), _record),
-        Benchmark("rte", ("aps/super_glue", "rte"), _rte),
-        Benchmark("squad", ("rajpurkar/squad", None), _squad),
-        Benchmark("sst2", ("nyu-mll/glue", "sst2"), _sst2),
-        Benchmark("wic", ("aps/super_glue", "wic"), _wic),
-        Benchmark("winogrande", ("allenai/winogrande", "winogrande_debiased"), _winogrande),
-        Benchmark("wnli", ("nyu-mll/glue", "wnli"), _wnli),
-        Benchmark("wsc", ("aps/super_glue", "wsc.fixed"), _wsc),
+        Benchmark("boolq", "aps/super_glue:boolq", _boolq),
+        Benchmark("cb", "aps/super_glue:cb", _cb),
+        Benchmark("copa", "aps/super_glue:copa", _copa),
+        Benchmark("drop", "ucinlp/drop", _drop),
+        Benchmark("mrpc", "nyu-mll/glue:mrpc", _mrpc),
+        Benchmark("multirc", "aps/super_glue:multirc", _multirc),
+        Benchmark("qnli", "nyu-mll/glue:qnli", _qnli),
+        Benchmark("qqp", "nyu-mll/glue:qqp", _qqp),
+        Benchmark("record", "aps/super_glue:record", _record),
+        Benchmark("rte", "aps/super_glue:rte", _rte),
+        Benchmark("squad", "rajpurkar/squad", _squad),
+        Benchmark("sst2", "nyu-mll/glue:sst2", _sst2),
+        Benchmark("wic", "aps/super_glue:wic", _wic),
+        Benchmark("winogrande", "allenai/winogrande:winogrande_debiased", _winogrande),
+        Benchmark("wnli", "nyu-mll/glue:wnli", _wnli),
+        Benchmark("wsc", "aps/super_glue:wsc.fixed", _wsc),
     )
 }
 
@@ -275,27 +274,24 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Rows:
-    questions: Rows = []
-    for where, row in _rows(benchmark, directory, names):
+    path, questions = _file(benchmark, directory, names), Rows()
+    for number, row in parsed_rows(path):
         try:
             questions += benchmark.questions(row)
         except DataError as error:
-            raise DataError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+            raise at_row(error, path, number) from error
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DataError(
-                where,
-                found=f"a row that cannot be read ({type(error).__name__}: {error})"[:200],
-                expected=f"a row of {benchmark.name}, in the benchmark's own format or that of datasets",
-                remedy="download the file again, or pass another task",
-            ) from error
+            found = f"a row that cannot be read ({type(error).__name__}: {error})"[:200]
+            expected = f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
+            remedy = "download the file again, or pass another task"
+            raise at_row(DataError("row", found=found, expected=expected, remedy=remedy), path, number) from error
     return questions
 
 
-def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row is, for messages, and the row."""
+def _file(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Path:
+    """The first file of one of these names in a directory; without a directory, the split of the first name on the hub."""
     if directory is None:
-        yield from _rows_of_the_hub(benchmark, names[0])
-        return
+        return Path(f"{benchmark.hub}:{names[0]}")
     paths = [path for name in names if (path := directory / f"{name}.jsonl").exists()]
     if not paths:
         raise DataError(
@@ -304,19 +300,4 @@ def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
             expected=f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}",
             remedy="check the directory, or leave it out to download the rows from the hub",
         )
-    yield from ((f"{paths[0]}, line {line}", row) for line, row in parsed_rows(paths[0]))
-
-
-def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    path, configuration = benchmark.hub
-    load = optional_package("datasets", install="zo2core[data]").load_dataset
-    try:
-        rows = load(path, configuration, split=split)
-    except Exception as error:  # errors of the network, the hub or the data set's own code
-        raise DataError(
-            f"{path} on the hub",
-            found=f"{type(error).__name__}: {error}".splitlines()[0][:200],
-            expected=f"its {split} rows",
-            remedy="check the network, or pass a directory with the rows as JSONL",
-        ) from error
-    return ((f"{path}, {split}, row {index}", dict(row)) for index, row in enumerate(rows))
+    return paths[0]

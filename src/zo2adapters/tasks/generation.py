@@ -125,12 +125,8 @@ class NextToken:
         try:
             self._model.prologue(input_ids=ids, past_key_values=DynamicCache(config=config), use_cache=True)
         except Exception as error:  # a forward may fail in any way with a cache that it does not expect
-            raise UnsupportedModelError(
-                f"model type {config.model_type}",
-                found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
-                expected="a forward that takes it",
-                remedy="export the model and generate with transformers",
-            ) from error
+            found = f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})"
+            raise _unsupported(config, found, "a forward that takes it") from error
 
     def stacked(self, batches: Sequence[Batch]) -> Batch:
         """Join batches along their rows. See ``StackedForward``."""
@@ -242,12 +238,8 @@ class Generation:
     ) -> None:
         arguments = inspect.signature(type(model.skeleton).forward).parameters
         if "past_key_values" not in arguments:
-            raise UnsupportedModelError(
-                f"model type {model.config.model_type}",
-                found="a forward without a cache of keys and values",
-                expected="a forward that takes past_key_values, since each sweep runs one token",
-                remedy="export the model and generate with transformers",
-            )
+            expected = "a forward that takes past_key_values, since each sweep runs one token"
+            raise _unsupported(model.config, "a forward without a cache of keys and values", expected)
         self._takes_positions = "position_ids" in arguments
         self._engine, self._model = engine, model
         self._most, self._sampling, self._pad = max_new_tokens, sampling, pad_token_id
@@ -376,6 +368,11 @@ def generate(  # noqa: D417 - six arguments share a line
     for tokens in generation.sweeps(prompts):
         by_row = {token.row: token.id for token in tokens}
         yield tuple(by_row.get(row) for row in range(len(prompts)))
+
+
+def _unsupported(config: PretrainedConfig, found: str, expected: str) -> UnsupportedModelError:
+    remedy = "export the model and generate with transformers"
+    return UnsupportedModelError(f"model type {config.model_type}", found=found, expected=expected, remedy=remedy)
 
 
 def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,7 +155,7 @@ def _is_list(path: Path) -> bool:
 def _rows(path: Path) -> Iterator[tuple[int, RowDict]]:
     dataset = _dataset(path)
     if dataset is not None:
-        yield from _json_values(path, _dataset_rows(path, dataset), "rows of text")
+        yield from _json_values(path, _dataset_rows(path, dataset), f"rows of text at {path}")
         return
     with open_regular(path) as file:
         match path.suffix.lower():
@@ -264,7 +264,7 @@ def _json_values(path: Path, rows: Iterable[RowDict], expected: str) -> Iterator
         raise
     except Exception as error:  # of pyarrow, whose errors have no common class, the network, the hub, or decoded images
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
-        raise DataError(path, found=found, expected=expected, remedy="check the name and the file") from error
+        raise DataError(path, found=found, expected=expected, remedy="check the name, the file and the network") from error
 
 
 def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
