@@ -400,7 +400,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
             moved = moved or any(grads)
             loop.updates += [(seed, grad, 0.02 / q) for seed, grad in zip(seeds, grads, strict=True)]
             loop.ends.append(len(loop.updates))
-            assert task.measured()["reward"] == pytest.approx(-statistics.fmean(losses))
+            assert task.measured["reward"] == pytest.approx(-statistics.fmean(losses))
         expected = loop.weights()
         assert_same_weights(engine.parameters_now(), expected.items())
         assert engine.version == 3

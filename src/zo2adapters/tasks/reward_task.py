@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ class _Kept(NamedTuple):
     """What the base wrote after the prompts of some rows."""
 
     rows: Sequence[TokenizedRow]
-    log_likelihoods: Sequence[float]  # of each row, by the base
+    log_likelihood: float  # of all continuations, by the base
     tokens: int  # of all continuations
 
 
@@ -167,7 +167,6 @@ class RewardTask(GeneratedTask):
             sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
         self._kept: _Kept | None = None
-        self._seen: dict[str, float] = {}  # of the last step
 
     def _require_room(self, rows: Rows, option: str) -> None:
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
@@ -192,19 +191,18 @@ class RewardTask(GeneratedTask):
             continued = self._continued(base, self._rows[:_KEPT_ROWS], [None], None)[0]
             kept = [with_completion(row.input_ids[: row.prompt_length], tokens, row.line) for row, tokens in continued]
             tokens = sum(len(row.input_ids) - row.prompt_length for row in kept)
-            self._kept = _Kept(kept, self._log_likelihoods(base, kept), tokens)
+            self._kept = _Kept(kept, self._log_likelihood(base, kept), tokens)
 
     def drift(self, engine: Engine) -> float:
         """By how many nats a token the base's continuations have become less likely."""
         assert self._kept is not None, "the task is prepared"
-        now = self._log_likelihoods(engine, self._kept.rows)
-        return (math.fsum(self._kept.log_likelihoods) - math.fsum(now)) / self._kept.tokens
+        return (self._kept.log_likelihood - self._log_likelihood(engine, self._kept.rows)) / self._kept.tokens
 
-    def _log_likelihoods(self, engine: Engine, rows: Sequence[TokenizedRow]) -> list[float]:
-        """Of what follows the prompts, in nats; every worker computes all of them."""
+    def _log_likelihood(self, engine: Engine, rows: Sequence[TokenizedRow]) -> float:
+        """Of what follows the prompts of all rows, in nats; every worker computes it."""
         batch = collate(rows, pad_token_id=self._options.pad)
         [[sums]] = engine.forwards([batch], LogLikelihood(self._model))
-        return list(sums.tolist())
+        return math.fsum(sums.tolist())
 
     def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step. See ``GeneratedTask``."""
@@ -219,16 +217,12 @@ class RewardTask(GeneratedTask):
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
         report = super().step(engine, rows, batch)
-        self._seen |= drift
+        self.measured = {**self.measured, **drift}  # of the completions of this worker
         return report
 
     def close(self) -> None:
         """End the process of the rewards. See the contract."""
         self._rewards.close()
-
-    def measured(self) -> Mapping[str, float]:
-        """Mean reward and length of the completions of the last step, by this worker, and the drift. See the contract."""
-        return self._seen
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the mean reward of greedy completions, of each reward if there are several, their length and the drift."""
@@ -258,14 +252,14 @@ class RewardTask(GeneratedTask):
         each = self._rewards.of(self._completions(continued))
         totals = self._rewards.total(each)
         tokens = sum(len(tokens) for _, tokens in continued)
-        self._seen = {}
+        self.measured = {}
         if continued:
             names = zip(self._rewards.names, each, strict=True)
             means = (
                 {f"reward_{name.name}": math.fsum(values) / len(values) for name, values in names} if len(each) > 1 else {}
             )
             rewards = {"reward": math.fsum(totals) / len(totals), "best_reward": max(totals), **means}
-            self._seen = {**rewards, "completion_tokens": tokens / len(continued), "generated_tokens": tokens}
+            self.measured = {**rewards, "completion_tokens": tokens / len(continued), "generated_tokens": tokens}
         return [-total for total in totals]
 
     def _completions(self, continued: Sequence[Continued]) -> list[Completion]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -191,12 +191,8 @@ class RowOptions:
     def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """The different labels of prompts, sorted; empty if the rows are not prompts with labels."""
         prompt, completion, label = (getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label"))
-        other = {
-            "candidates",
-            "chosen",
-            "answers",
-            *(() if self.label_column and not self.completion_column else [completion]),
-        }
+        other = {"candidates", "chosen", "answers"}
+        other |= set() if self.label_column and not self.completion_column else {completion}
         labels = set()
         for row in rows:
             if (self.prompt_template is None and prompt not in row) or row.keys() & other:
@@ -206,20 +202,17 @@ class RowOptions:
         return tuple(sorted(labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)))
 
     def _filled(self, template: str, row: Mapping[str, Any]) -> str:
-        parts = []
-        for text, column, _, _ in Formatter().parse(template):
-            parts.append(with_line_breaks(text))
-            if column is not None:
-                value = _column(row, column, "--prompt-template")
-                if not isinstance(value, (str, int, float)):
-                    raise DataError(
-                        "row",
-                        found=f"{json.dumps(value)[:40]} in the column {column!r}",
-                        expected="text or a number for --prompt-template",
-                        remedy="name another column in the template",
-                    )
-                parts.append(str(value))
-        return "".join(parts)
+        values = {column: _column(row, column, "--prompt-template") for column in self.prompt_columns}
+        for column, value in values.items():
+            if not isinstance(value, (str, int, float)):
+                raise DataError(
+                    "row",
+                    found=f"{json.dumps(value)[:40]} in the column {column!r}",
+                    expected="text or a number for --prompt-template",
+                    remedy="name another column in the template",
+                )
+        parts = ((with_line_breaks(text), column) for text, column, _, _ in Formatter().parse(template))
+        return "".join(text if column is None else f"{text}{values[column]}" for text, column in parts)
 
 
 def label_text(label: Any) -> str:
@@ -232,21 +225,17 @@ def _read(key: str, value: Any) -> Any:
     """A row's value as its key has it: cells of CSV as texts or lists, and ShareGPT's messages with role and content."""
     if isinstance(value, Cell) and key not in ("label", "answer"):
         held = value.value if key in ("candidates", "answers", *_MESSAGES) else value
-        is_list = isinstance(held, list) and (key not in _MESSAGES or _are_messages(held))
-        value = held if is_list else str(value)
-    if key in _MESSAGES and isinstance(value, list):
-        return [_message(item) if isinstance(item, dict) and {"from", "value"} <= item.keys() else item for item in value]
-    return value
+        are_messages = isinstance(held, list) and all(isinstance(item, dict) and {"role", "from"} & {*item} for item in held)
+        value = held if are_messages or (isinstance(held, list) and key not in _MESSAGES) else str(value)
+    if key not in _MESSAGES or not isinstance(value, list):
+        return value
+    return [_message(item) if isinstance(item, dict) and {"from", "value"} <= item.keys() else item for item in value]
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """A message of ShareGPT's form."""
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"], **others}
-
-
-def _are_messages(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, dict) and {"role", "from"} & value.keys() for value in values)
 
 
 def empty_label(column: str) -> DataError:

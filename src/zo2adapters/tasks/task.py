@@ -64,6 +64,9 @@ class Task:
     provenance: Mapping[str, Any] = MappingProxyType({})
     """Values that the steps depend on and the options do not determine, as JSON values for the journal's header."""
 
+    measured: Mapping[str, float] = MappingProxyType({})
+    """What the last step has measured beside its losses, by name."""
+
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         self._model, self._options = model, options
         self._pad = padding_of(model.config) if rows.format is RowFormat.LABELS else options.pad
@@ -75,10 +78,6 @@ class Task:
 
         The default needs nothing, and calls neither argument.
         """
-
-    def measured(self) -> Mapping[str, float]:
-        """Return what the last step has measured beside its losses, by name. By default nothing."""
-        return {}
 
     def close(self) -> None:
         """End what the task has started. May be called twice. By default there is nothing."""

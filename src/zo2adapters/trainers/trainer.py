@@ -315,7 +315,7 @@ class Trainer:
                 result = self._task.step(engine, rows, batch)
                 lines = self._method.after_step(engine, result)
                 written, snapshots = snapshots, self._method.snapshot_bytes(engine)
-                measured = {**self._task.measured(), "snapshot_bytes": snapshots - written}
+                measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
                 record = step_record(engine.journal.steps[result.step], result, batch, measured)
                 if result.step >= recorded:
                     write_row(metrics, record)
