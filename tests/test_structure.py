@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/edge": 482,
     "zo2adapters/frameworks": 1019,
     "zo2adapters/models": 5105,
-    "zo2adapters/tasks": 3051,
+    "zo2adapters/tasks": 2964,
     "zo2adapters/trainers": 5165,
     "zo2core": 4590,
     "zo2core/checkpoint": 818,

@@ -49,7 +49,7 @@ from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.row_reader import read_rows
+from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
@@ -202,7 +202,7 @@ class Measured:
                 batch["labels"][:, : -self.options.labelled] = IGNORE_INDEX
             return itertools.repeat(batch)
         tokenizer = load_tokenizer(Path(self.name))
-        dataset = read_rows(self.options.data, tokenizer, sequence_length=1 << 20)
+        dataset = RowReader(tokenizer, 1 << 20).read(self.options.data)
         rows = training_batches(dataset, batch_size=self.rows, seed=0)
         padded = (collate(chosen, pad_token_id=pad_token_id(tokenizer)) for chosen in rows)
         return map(pack, padded) if self.side.packed else padded
