@@ -61,7 +61,6 @@ from zo2core.protocols import (
     Device,
     DifferentiableModel,
     Forward,
-    NoiseGenerator,
     Scheduler,
     ZOEstimator,
 )
@@ -134,7 +133,9 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
             opened.callback(SoleUse(options.source).end)
         else:
             opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
-        runner = _opened(model, method, options, opened)
+        runner = Runner(model, opened, micro_batch_size=options.micro_batch_size)
+        _open_journal(runner, method, options)
+        _choose_directions(runner, method, options)
         if options.source is not None:
             _place_given(runner, method, options, options.source)
         elif options.shared is not None:
@@ -198,29 +199,36 @@ def _trains_all(model: BlockModel) -> bool:
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _opened(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> Runner:
-    """Open the journal, synchronise it with the other workers, and choose device, noise and perturbation."""
+def _open_journal(runner: Runner, method: Method, options: RunOptions) -> None:
+    """Open trace, journal and device, and synchronise the journal with the other workers."""
     require_rows(options.micro_batch_size)
-    trace = options.trace
+    opened, trace = runner.opened, options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
-    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
-    is_kept = options.run is not None if isinstance(method, FirstOrder) else zeroth.estimator is not None
+    runner.recorder = TraceRecorder(Timeline() if options.timeline is None else options.timeline, trace)
+    takes_steps = isinstance(method, ZerothOrder) and method.estimator is not None
+    runner.is_kept = options.run is not None if isinstance(method, FirstOrder) else takes_steps
     path = options.journal if options.journal is not None or options.run is None else Path(options.run) / JOURNAL
-    journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
-    if is_kept:  # a run that only replays may do so while another process trains
+    journal = runner.journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
+    if runner.is_kept:  # a run that only replays may do so while another process trains
         opened.push(journal.withdraw_if_refused)
         journal.lock()
     _require_kind(journal, method)
-    workers = Workers() if options.workers is None else options.workers
-    if is_kept:
-        sync_journals(journal, workers)
+    runner.workers = Workers() if options.workers is None else options.workers
+    if runner.is_kept:
+        sync_journals(journal, runner.workers)
     elif path is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
     device = options.device if options.shared is None else options.shared.device
+    runner.device = choose_device(device)
     if isinstance(device, str):
-        device = choose_device(device)
-        opened.callback(device.close)
+        opened.callback(runner.device.close)
+
+
+def _choose_directions(runner: Runner, method: Method, options: RunOptions) -> None:
+    """Choose estimator, perturbation and noise."""
+    model, journal, device = runner.model, runner.journal, runner.device.torch_device
+    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
     perturbation, noise, estimator = choose_perturbation(zeroth.perturbation, journal), zeroth.noise, zeroth.estimator
     if estimator is not None:
         estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
@@ -230,55 +238,36 @@ def _opened(model: BlockModel, method: Method, options: RunOptions, opened: Exit
         elif estimator.distribution is not None:
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
-        noise = choose_noise(journal.noise, model.layouts, device.torch_device)
-    _require_perturbation(perturbation, model, estimator, noise, options)
-    factors = None
+        noise = choose_noise(journal.noise, model.layouts, device)
+    _require_changing(model, perturbation, options)
+    require_perturbation(perturbation, model, estimator, noise)
     if isinstance(perturbation, LowRankPerturbation):
         assert isinstance(noise, CounterNoise), "other noise was refused"
         recorded = None if journal.header is None else journal.header.get("seed")
         seed = recorded if estimator is None and isinstance(recorded, int) else zeroth.seed
-        factors = FactorStore(perturbation, noise.distribution, seed, device.torch_device)
+        runner.factors = FactorStore(perturbation, noise.distribution, seed, device)
     if estimator is not None:
         require_distribution(estimator, noise)
-    return Runner(
-        model=model,
-        estimator=estimator,
-        perturbation=perturbation,
-        micro_batch_size=options.micro_batch_size,
-        journal=journal,
-        is_kept=is_kept,
-        workers=workers,
-        device=device,
-        noise=noise,
-        recorder=TraceRecorder(Timeline() if options.timeline is None else options.timeline, trace),
-        factors=factors,
-        opened=opened,
-        update_loss=UpdateLoss(noise),
-    )
+    runner.estimator, runner.perturbation, runner.noise = estimator, perturbation, noise
+    runner.update_loss = UpdateLoss(noise)
 
 
-def _require_perturbation(
-    perturbation: Perturbation,
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-    options: RunOptions,
-) -> None:
-    """Check that a perturbation fits the model and the other options, before anything is read."""
-    is_dense, write_back = isinstance(perturbation, DensePerturbation), options.write_back
+def _require_changing(model: BlockModel, perturbation: Perturbation, options: RunOptions) -> None:
+    """Refuse options of weights that change where no weight does, before anything is read."""
     frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
-    unchanged = f"beside frozen weights such as {frozen[0].name}, which never change" if frozen else ""
-    if not is_dense:
-        unchanged = "beside the activations, where no weight changes"
-    every, snapshot_every = (None, None) if write_back is None else (write_back.every, write_back.snapshot_every)
-    for option, value, is_set in (
-        ("replay", options.replay, options.replay == "host"),
-        ("write_back.every", every, isinstance(every, int)),
-        ("write_back.snapshot_every", snapshot_every, snapshot_every is not None),
-    ):
-        if is_set and unchanged:
-            raise OptionError(option, found=str(value), expected=f"no value {unchanged}", remedy="leave it out")
-    require_perturbation(perturbation, model, estimator, noise)
+    if not isinstance(perturbation, DensePerturbation):
+        where = "beside the activations, where no weight changes"
+    elif frozen:
+        where = f"beside frozen weights such as {frozen[0].name}, which never change"
+    else:
+        return
+    policy = options.write_back
+    if options.replay == "host":
+        raise _without_effect("replay", options.replay, f"no value {where}")
+    if policy is not None and isinstance(policy.every, int):
+        raise _without_effect("write_back.every", policy.every, f"no value {where}")
+    if policy is not None and policy.snapshot_every is not None:
+        raise _without_effect("write_back.snapshot_every", policy.snapshot_every, f"no value {where}")
 
 
 def _begin(runner: Runner, method: Method, options: RunOptions) -> None:
@@ -362,13 +351,6 @@ def _place_given(runner: Runner, method: Method, options: RunOptions, source: Bl
             expected="ZerothOrder with dense perturbations, for a source of the caller",
             remedy="leave it out",
         )
-    if options.write_back is not None or options.shared is not None:
-        raise OptionError(
-            "source",
-            found="write_back, or a shared base, beside a source",
-            expected="one of them",
-            remedy="give the source its scratch file, and leave the others out",
-        )
     require_drawable(runner.model.layouts, runner.noise)
     _begin(runner, method, options)
     timeline, scheduler = runner.recorder.timeline, options.scheduler
@@ -377,18 +359,11 @@ def _place_given(runner: Runner, method: Method, options: RunOptions, source: Bl
     runner.opened.callback(scheduler.release_all)  # the source stays open
     runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
     runner.activations = StreamActivations(runner.device, None, timeline=timeline)
-    runner.activation_bytes = options.memory.activation_bytes
+    runner.activation_bytes, runner.spare_bytes = options.memory.activation_bytes, lambda: 0
 
 
 def _place_shared(runner: Runner, method: Method, options: RunOptions, base: SharedBase) -> None:
     """Join the runs of a base."""
-    if runner.workers.size > 1:
-        raise OptionError(
-            "workers",
-            found=f"{runner.workers.size} workers",
-            expected="one process for a shared base",
-            remedy="leave it out",
-        )
     timeline = runner.recorder.timeline
     runner.base_digests = BaseDigests(runner.journal.base_digests, learns=runner.is_kept)
     joined = base.join(runner.model, _request(runner, method, options), timeline, runner.base_digests)
@@ -493,8 +468,8 @@ def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
         ]
         first = AdapterState(runner, trained, method.factory)
         taken = AdapterSteps(runner, method, first, gradient_visits(runner, leaves, spill))
-    keeps = run is not None and options.commit_every is None
-    return OpenedRun(runner, first, taken, KeptSnapshots(Path(run), runner, first) if keeps and run is not None else None)
+    kept = run if options.commit_every is None else None
+    return OpenedRun(runner, first, taken, None if kept is None else KeptSnapshots(Path(kept), runner, first))
 
 
 def _header(runner: Runner, method: Method, options: RunOptions) -> Mapping[str, Any]:
@@ -569,17 +544,21 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         or (isinstance(method, ZerothOrder) and method.estimator is not None)
     ):
         require_whole_model(model)
-    without_effect = {
-        "write_back": options.write_back is not None and not isinstance(method, ZerothOrder),
-        "scheduler": options.scheduler is not None and options.source is None,
-        "commit_every": options.commit_every is not None and update is None,
-        "run": options.run is not None and isinstance(method, AtSnapshot),
-        "journal": options.journal is not None and isinstance(method, AtSnapshot),
-    }
-    for option, is_set in without_effect.items():
-        if is_set:
-            expected = f"none with {type(method).__name__}" if option != "scheduler" else "a source beside it"
-            raise OptionError(option, found=str(getattr(options, option))[:80], expected=expected, remedy="leave it out")
+    with_method, workers = f"none with {type(method).__name__}", 1 if options.workers is None else options.workers.size
+    beside_source = "none beside a source, which has a scratch file of its own"
+    for option, is_refused, expected in (
+        ("write_back", not isinstance(method, ZerothOrder), with_method),
+        ("write_back", options.source is not None, beside_source),
+        ("shared", options.source is not None, beside_source),
+        ("scheduler", options.source is None, "a source beside it"),
+        ("commit_every", update is None, with_method),
+        ("run", isinstance(method, AtSnapshot), with_method),
+        ("journal", isinstance(method, AtSnapshot), with_method),
+        ("workers", options.shared is not None and workers > 1, "one process for a shared base"),
+    ):
+        value = getattr(options, option)
+        if value is not None and is_refused:
+            raise _without_effect(option, value, expected)
     if first is not None and options.journal is not None and options.run is None:
         raise OptionError(
             "run",
@@ -588,5 +567,8 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
             remedy=f"pass run=..., with its {JOURNAL}",
         )
     if first is not None and update is not None:
-        workers = 1 if options.workers is None else options.workers.size
         require_trainable(model, first, update, run=options.run, commit_every=options.commit_every, workers=workers)
+
+
+def _without_effect(option: str, value: object, expected: str) -> OptionError:
+    return OptionError(option, found=str(value)[:80], expected=expected, remedy="leave it out")

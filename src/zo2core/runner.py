@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 
 import torch
 
@@ -29,39 +28,40 @@ from zo2core.types import Batch, BlockLayout, ParameterSpec, require_tensors
 from zo2core.workers import Workers
 
 
-@dataclass(kw_only=True)
 class Runner:
-    """The parts of one run. It knows no method: a method makes sweeps with it."""
+    """The parts of one run, which ``build`` opens one after the other. It knows no method: a method makes sweeps with it."""
 
-    model: BlockModel
-    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
-    perturbation: Perturbation
-    micro_batch_size: int | None  # rows; None does not split batches
+    recorder: TraceRecorder
     journal: Journal
     is_kept: bool  # whether steps are recorded in the journal
     workers: Workers
     device: Device
+    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
+    perturbation: Perturbation
     noise: NoiseGenerator
-    recorder: TraceRecorder
-    factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-    opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
+    factors: FactorStore | None = None  # of low-rank perturbations; None for dense ones
     update_loss: UpdateLoss
-    use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
-    watch: Callable[[int, int], object] | None = None  # called after each visit, with the number of visits so far and of all
 
     # Where segments and activations are: planned, passed by the caller, or shared with other runs.
     spec: RunSpec | None = None  # None if the caller passed the source, or it is shared
     source: BlockSource | None = None  # None if it is shared with other runs
-    scheduler: Scheduler = field(init=False)
-    base_digests: BaseDigests = field(init=False)  # empty if the caller passed the source
+    scheduler: Scheduler
+    base_digests: BaseDigests  # empty if the caller passed the source
     generations: Generations | None = None  # segments on disk that change at each step
-    activations: StreamActivations = field(init=False)
-    activation_bytes: int = 0  # for activations in the memory in which forwards run
-    spare_bytes: Callable[[], int] = lambda: 0  # further bytes there that the present plan leaves over
-    work_buffer: WorkBuffer = field(init=False)
-    visits: Visits = field(init=False)  # makes the visitors of sweeps that run the present or perturbed weights
-    trained: TrainedParameters | StoredParameters | None = None  # by first-order steps; None: weights are the journal's
-    _offloaded: int = 0  # version at which the blocks that stay on the device were last offloaded
+    activations: StreamActivations
+    activation_bytes: int  # for activations in the memory in which forwards run
+    spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
+    work_buffer: WorkBuffer
+    visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
+    trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are the journal's
+
+    def __init__(self, model: BlockModel, opened: ExitStack, *, micro_batch_size: int | None) -> None:
+        self.model = model
+        self.opened = opened  # closes what was opened for the run, and nothing of the caller's
+        self.micro_batch_size = micro_batch_size  # rows; None does not split batches
+        self.use = ExclusiveUse("Engine")
+        self.watch: Callable[[int, int], object] | None = None  # called after each visit, with the visits so far and of all
+        self._offloaded = 0  # version at which the blocks that stay on the device were last offloaded
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
