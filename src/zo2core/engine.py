@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective
 from zo2core.sweep.perturber import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
+
+Part = TypeVar("Part")
 
 
 class Engine:
@@ -177,12 +179,12 @@ class Engine:
     @property
     def optimizer(self) -> Any:
         """The optimizer of an adapter, for learning rate schedules. The engine calls its ``step``."""
-        return self._adapter("optimizer").optimizer
+        return _required(self._state, AdapterState, "optimizer").optimizer
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """An adapter's parameters by name, in registration order, on the device. Only change them in place."""
-        return MappingProxyType(self._adapter("parameters").trained.parameters)
+        return MappingProxyType(_required(self._state, AdapterState, "parameters").trained.parameters)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -192,7 +194,7 @@ class Engine:
     @property
     def committed(self) -> int:
         """The step of the last commit of segments on disk, from which the run resumes."""
-        return self._generations("committed").committed
+        return _required(self._state, GenerationState, "committed").committed
 
     def watch(self, visited: Callable[[int, int], object] | None) -> None:
         """Have a function called after each visit of a sweep, such as one that draws a progress bar.
@@ -266,7 +268,7 @@ class Engine:
             ZO2Error: as for ``step``, except that a loss that is not finite is returned. All gradients are cleared then.
         """
         self._runner.use.require_open()
-        trained = self._adapter("gradients").trained
+        trained = _required(self._state, AdapterState, "gradients").trained
         assert isinstance(self._steps, AdapterSteps), "they belong to an adapter's state"
         try:
             return self._steps.gradients(batch, forward)
@@ -509,7 +511,7 @@ class Engine:
             ScratchError: if it cannot be written; the engine is closed then.
         """
         self._runner.use.require_open()
-        self._generations("commit").commit_generation()
+        _required(self._state, GenerationState, "commit").commit_generation()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
         """Record the results of an evaluation of the present weights in the journal, after the base's digests.
@@ -544,29 +546,24 @@ class Engine:
 
     def _zeroth_order(self, asked: str) -> ZerothOrderSteps:
         self._runner.use.require_open()
-        if not isinstance(self._steps, ZerothOrderSteps):
-            raise _misplaced(asked, "zeroth-order steps", "ZerothOrder(estimator)")
-        return self._steps
-
-    def _adapter(self, asked: str) -> AdapterState:
-        if not isinstance(self._state, AdapterState):
-            raise _misplaced(asked, "first-order steps of an adapter", "FirstOrder with a function that makes an optimizer")
-        return self._state
+        return _required(self._steps, ZerothOrderSteps, asked)
 
     def _kept(self, asked: str) -> KeptSnapshots:
         if isinstance(self._state, GenerationState):
             self._state.refuse(asked)
-        if self._snapshots is None:
-            raise _misplaced(asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every")
-        return self._snapshots
-
-    def _generations(self, asked: str) -> GenerationState:
-        if not isinstance(self._state, GenerationState):
-            raise _misplaced(
-                asked, "segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"
-            )
-        return self._state
+        return _required(self._snapshots, KeptSnapshots, asked)
 
 
-def _misplaced(asked: str, lacks: str, needed: str) -> OptionError:
-    return OptionError(asked, found=f"an engine without {lacks}", expected=needed, remedy="pass it to the engine")
+_NEEDED: Mapping[type, tuple[str, str]] = {  # what an engine lacks without such a part, and the method that has it
+    ZerothOrderSteps: ("zeroth-order steps", "ZerothOrder(estimator)"),
+    AdapterState: ("first-order steps of an adapter", "FirstOrder with a function that makes an optimizer"),
+    KeptSnapshots: ("snapshots", "FirstOrder(...) with run=..., and without commit_every"),
+    GenerationState: ("segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"),
+}
+
+
+def _required(part: object, kind: type[Part], asked: str) -> Part:
+    if isinstance(part, kind):
+        return part
+    lacks, needed = _NEEDED[kind]
+    raise OptionError(asked, found=f"an engine without {lacks}", expected=needed, remedy="pass it to the engine")
