@@ -12,9 +12,9 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from threading import Thread
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -35,13 +35,14 @@ from zo2core.types import Batch, BlockLayout, Evaluation, require_tensors
 class Shard(NamedTuple):
     """A worker's part of a step."""
 
+    split: Split
     evaluations: range  # indices of the worker's evaluations in the step
-    part: int = 0  # index of the worker's part of the rows
-    parts: int = 1  # number of parts of the rows
+    part: int  # index of the worker's part of the rows
 
     def rows(self, count: int) -> slice:
         """The worker's rows of a batch of ``count`` rows: parts differ by one row at most."""
-        return slice(self.part * count // self.parts, (self.part + 1) * count // self.parts)
+        parts = self.split.parts
+        return slice(self.part * count // parts, (self.part + 1) * count // parts)
 
 
 class Split(NamedTuple):
@@ -56,7 +57,10 @@ class Split(NamedTuple):
     def shard(self, rank: int, evaluations: int) -> Shard:
         """The shard of the worker of this rank, in a step of so many evaluations."""
         group, part = divmod(rank, self.parts)
-        return Shard(range(group * evaluations // self.groups, (group + 1) * evaluations // self.groups), part, self.parts)
+        return Shard(self, range(group * evaluations // self.groups, (group + 1) * evaluations // self.groups), part)
+
+
+ALONE = Split(1, 1)  # of a single worker
 
 
 def require_split(name: str) -> None:
@@ -99,21 +103,10 @@ def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Sp
 class Report(NamedTuple):
     """A worker's losses, as JSON values."""
 
-    context: int  # checksum over what all workers have to agree on
+    context: int  # checksum over what all workers have to agree on: journal, evaluations, digest of the batch, split
     tokens: int  # labelled tokens of the worker's rows: the weight of its losses in means over rows
     dtype: str  # in which the model computed the losses; doubles hold all of their bits
     losses: list[float]  # one per evaluation of the worker's shard
-
-    @classmethod
-    def of(cls, losses: Sequence[torch.Tensor], *, tokens: int, context: int) -> Report:
-        """The report of 0-d losses."""
-        dtype = losses[0].dtype if losses else torch.float64
-        return cls(context, tokens, str(dtype).removeprefix("torch."), [float(loss.item()) for loss in losses])
-
-
-def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | None, split: Split) -> int:
-    """A checksum over what all workers have to agree on: journal, evaluations, digest of the batch, and split."""
-    return zlib.crc32(repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(split))).encode())
 
 
 def batch_digest(batches: Sequence[Batch]) -> int:
@@ -163,18 +156,6 @@ def mismatch(rank: int, found: str, expected: str) -> WorkerError:
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others
 T = TypeVar("T")
-
-
-class Plan(NamedTuple):
-    """How one step is sharded."""
-
-    split: Split
-    shard: Shard  # shard of this worker
-
-    @classmethod
-    def alone(cls, evaluations: int) -> Plan:
-        """The plan of a single worker, for a step of ``evaluations`` evaluations."""
-        return cls(Split(1, 1), Shard(range(evaluations)))
 
 
 class Workers:
@@ -316,8 +297,8 @@ class Workers:
         gathered = self.all_gather(list(values))
         return [gathered[index % self.size][index // self.size] for index in range(sum(map(len, gathered)))]
 
-    def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
-        """Shard a step.
+    def shard(self, evaluations: Sequence[Evaluation], rows: int | None) -> Shard:
+        """Choose this worker's part of a step.
 
         Args:
             evaluations: Evaluations of the step.
@@ -326,10 +307,9 @@ class Workers:
         Raises:
             OptionError: if some worker would have nothing to compute.
         """
-        if self.size == 1:
-            return Plan.alone(len(evaluations))
-        split = choose_split(self.split, self.size, len(evaluations), rows)
-        return Plan(split, split.shard(self.rank, len(evaluations)))
+        count = len(evaluations)
+        split = ALONE if self.size == 1 else choose_split(self.split, self.size, count, rows)
+        return split.shard(self.rank, count)
 
     def digest(self, batches: Sequence[Batch]) -> int:
         """A digest of batches, to compare among workers; 0 if there is nobody to compare with.
@@ -341,7 +321,7 @@ class Workers:
 
     def gathered(
         self,
-        plan: Plan,
+        shard: Shard,
         evaluations: Sequence[Evaluation],
         losses: Sequence[torch.Tensor],
         *,
@@ -352,7 +332,7 @@ class Workers:
         """Send the losses of this worker's shard and return those of all evaluations, 0-d.
 
         Args:
-            plan: Plan of the step.
+            shard: This worker's part of the step.
             evaluations: All evaluations of the step.
             losses: Losses of this worker's shard, 0-d. A single worker's are returned as they are.
             tokens: Labelled tokens of the shard's rows.
@@ -364,9 +344,11 @@ class Workers:
         """
         if self.size == 1:
             return list(losses)
-        context = context_of(journal, evaluations, batch, plan.split)
-        reports = self.all_gather(Report.of(losses, tokens=tokens, context=context), "losses")
-        return combined([Report(*report) for report in reports], plan.split, len(evaluations))
+        context = repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(shard.split)))
+        dtype = str(losses[0].dtype if losses else torch.float64).removeprefix("torch.")
+        report = Report(zlib.crc32(context.encode()), tokens, dtype, [float(loss.item()) for loss in losses])
+        reports = [Report(*received) for received in self.all_gather(report, "losses")]
+        return combined(reports, shard.split, len(evaluations))
 
     def _open_group(self) -> Any:
         if self._group is None:
@@ -383,29 +365,25 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 def _at_most(seconds: float, call: Callable[[], object]) -> None:
     """Call in a thread: gloo never stops waiting for a worker that was killed while it connected."""
-    failures: list[BaseException] = []
+    result: Future[object] = Future()
 
     def run() -> None:
         try:
-            call()
+            result.set_result(call())
         except BaseException as error:  # any: raised below, where it is expected
-            failures.append(error)
+            result.set_exception(error)
 
-    thread = Thread(target=run, name="zo2-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise RuntimeError(f"no connection within {seconds:g} seconds")
-    for failure in failures:
-        raise failure
+    Thread(target=run, name="zo2-connect", daemon=True).start()
+    try:
+        result.result(seconds)
+    except TimeoutError as error:
+        raise RuntimeError(f"no connection within {seconds:g} seconds") from error
 
 
 def _join(backend: str, wait: timedelta) -> None:

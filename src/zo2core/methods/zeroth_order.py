@@ -31,7 +31,7 @@ from zo2core.sweep.microbatch import (
 )
 from zo2core.sweep.perturber import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
-from zo2core.workers import Plan
+from zo2core.workers import ALONE, Shard
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class OpenStep(NamedTuple):
     lr: float
     evaluations: tuple[Evaluation, ...]  # of all workers
     started: float  # ``time.perf_counter``, in seconds
-    plan: Plan  # how the step is sharded among workers
+    shard: Shard  # this worker's part of the step
     batch: int | None = None  # digest of the batch; None: it is not known
     tokens: int = 0  # labelled tokens of this worker's rows, if rows are sharded
 
     @property
     def indices(self) -> range:
         """Indices of this worker's evaluations among all evaluations of the step."""
-        return self.plan.shard.evaluations
+        return self.shard.evaluations
 
     @property
     def local(self) -> tuple[Evaluation, ...]:
@@ -156,14 +156,14 @@ class ZerothOrderSteps:
         evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._runner.offload_kept(step)
         self._runner.update_loss.begin(step)
-        return OpenStep(step, lr, evaluations, started, Plan.alone(len(evaluations)))
+        return OpenStep(step, lr, evaluations, started, ALONE.shard(0, len(evaluations)))
 
     def _planned(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
         """Shard a step among the workers."""
         workers = self._runner.workers
         digest = workers.digest(batches) if batches else None
-        plan = workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
-        return open_step._replace(plan=plan, batch=digest)
+        shard = workers.shard(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
+        return open_step._replace(shard=shard, batch=digest)
 
     def _evaluated(
         self,
@@ -175,8 +175,8 @@ class ZerothOrderSteps:
         is_model_loss: bool,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
         """Compute this worker's losses in one sweep."""
-        runner, shard, indices = self._runner, open_step.plan.shard, open_step.indices
-        if shard.parts > 1:
+        runner, shard, indices = self._runner, open_step.shard, open_step.indices
+        if shard.split.parts > 1:
             slices = [shard.rows(len(batch["labels"])) for batch in batches]
             batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
             open_step = open_step._replace(tokens=sum(map(labelled_tokens, batches)))
@@ -212,7 +212,7 @@ class ZerothOrderSteps:
                 remedy="pass all losses in one call, in the order of the evaluations",
             )
         gathered = runner.workers.gathered(
-            open_step.plan,
+            open_step.shard,
             evaluations,
             losses,
             tokens=open_step.tokens,
