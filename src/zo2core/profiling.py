@@ -23,8 +23,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from zo2core.errors import OutputError, reason
@@ -94,9 +94,7 @@ class Gathered:
     """Work in parts on several threads, recorded as one span from the first part's start to the last one's end."""
 
     def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
-        self._timeline = timeline
-        self._lane = lane
-        self._name = name
+        self._note = partial(timeline.note, lane, name)
         self._left = parts
         self._nbytes = 0
         self._started: Event | None = None
@@ -115,7 +113,7 @@ class Gathered:
                 self._nbytes += nbytes
                 last = self._left == 0
             if last:
-                self._timeline.note(self._lane, self._name, started, now(), self._nbytes)
+                self._note(started, now(), self._nbytes)
 
 
 def lane_uses(
@@ -177,14 +175,13 @@ class Trace:
         self._closed = False
         try:
             os.lstat(path)
+            found = "something at this path"
         except FileNotFoundError:
-            pass
+            found = "" if os.access(path.parent, os.W_OK) else "a directory that does not exist, or is not writable"
         except OSError as error:  # a name that is too long, say
-            raise self._unwritable(reason(error)) from error
-        else:
-            raise self._unwritable("something at this path")
-        if not os.access(path.parent, os.W_OK):
-            raise self._unwritable("a directory that does not exist, or is not writable")
+            found = reason(error)
+        if found:
+            raise self._unwritable(found)
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Write spans that are done, and the sweep that has ended.
@@ -224,9 +221,7 @@ class Trace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _span(self, span: Span) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -129,18 +129,10 @@ class SavedForm:
         return self.parts.get(spec.name) or (SavedPart(spec.name, spec.shape, 0, spec.numel),)
 
 
-@runtime_checkable
-class CustomSavedForm(Protocol):
-    """A model whose checkpoint does not store one tensor for each parameter."""
-
-    @property
-    def saved_form(self) -> SavedForm:
-        """The tensors of the checkpoint, and of exported models."""
-
-
 def saved_form(model: object) -> SavedForm:
-    """Return the tensors of a model's checkpoint."""
-    return model.saved_form if isinstance(model, CustomSavedForm) else SavedForm()
+    """Return a model's ``saved_form``: one tensor for each parameter if it has none."""
+    form: SavedForm = getattr(model, "saved_form", SavedForm())
+    return form
 
 
 class StateSpec(NamedTuple):
@@ -443,9 +435,13 @@ class Update:
         Returns:
             The finding and the expectation, in words; None if all values are valid.
         """
-        shape = self._contradiction_of_lengths()
-        if shape is not None:
-            return shape
+        for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
+            if not values:
+                return f"no {name}", "at least one"
+        if len(self.losses) != len(self.evaluations):
+            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one for each evaluation"
+        if len(self.projected_grads) != len(self.seeds):
+            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one for each seed"
         seeds = {evaluation.seed for evaluation in self.evaluations}
         for seed in seeds:
             if not 0 <= seed <= MAX_SEED:
@@ -467,16 +463,6 @@ class Update:
         for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
             if not abs(value) <= LARGEST:
                 return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
-        return None
-
-    def _contradiction_of_lengths(self) -> tuple[str, str] | None:
-        for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
-            if not values:
-                return f"no {name}", "at least one"
-        if len(self.losses) != len(self.evaluations):
-            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one for each evaluation"
-        if len(self.projected_grads) != len(self.seeds):
-            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one for each seed"
         return None
 
 
