@@ -62,7 +62,6 @@ from zo2core.protocols import (
     DifferentiableModel,
     Forward,
     Scheduler,
-    ZOEstimator,
 )
 from zo2core.runner import Runner
 from zo2core.schedulers import open_scheduler, spread
@@ -282,14 +281,19 @@ def _begin(runner: Runner, method: Method, options: RunOptions) -> None:
 
 def _request(runner: Runner, method: Method, options: RunOptions) -> RunRequest:
     """What the plan of a run depends on."""
+    estimator, updates = runner.estimator, runner.journal.updates
+    directions = {len(seeds_of(update)) for update in updates} | {1}  # past and future
+    if estimator is not None:
+        evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
+        directions.add(len({evaluation.seed for evaluation in evaluations}))
     return replace(
         request_of(runner.model, method, options, workers=runner.workers.size),
         noise=runner.noise,
         perturbation=runner.perturbation,
         perturb_in_place=runner.perturb_in_place,
-        takes_steps=runner.estimator is not None,
-        directions=_most_directions(runner.estimator, runner.journal),
-        updates=len(runner.journal.updates),
+        takes_steps=estimator is not None,
+        directions=max(directions),
+        updates=len(updates),
     )
 
 
@@ -505,15 +509,6 @@ def _require_kind(journal: Journal, method: Method) -> None:
             expected=f"a run of {kinds[is_replayable]}",
             remedy="name another journal, or resume the run with its own method",
         )
-
-
-def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
-    """Return the most directions of a step, past or future."""
-    past = max((len(seeds_of(update)) for update in journal.updates), default=1)
-    if estimator is None:
-        return past
-    evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
-    return max(past, len({evaluation.seed for evaluation in evaluations}))
 
 
 def require_whole_model(model: BlockModel) -> None:

@@ -88,14 +88,12 @@ class RunHealth(NamedTuple):
         """Return the summary of these updates: this one extended if they continue it, else a new one."""
         continues = self.version <= len(past) and (self.version == 0 or past[self.version - 1] is self.last)
         health = self if continues else RunHealth()
-        for start in range(health.version, len(past) - BLOCK + 1, BLOCK):
-            health = health._after(past[start : start + BLOCK])
+        for end in range(health.version + BLOCK, len(past) + 1, BLOCK):
+            block = past[end - BLOCK : end]
+            now, squares = median(map(level, block)), sum(map(squared_move, block), health.squares)
+            best, best_end = (now, end) if now < health.best else (health.best, health.best_end)
+            health = RunHealth(end, block[-1], squares, best, best_end)
         return health
-
-    def _after(self, block: Sequence[Update]) -> RunHealth:
-        end, now = self.version + BLOCK, median(map(level, block))
-        best, best_end = (now, end) if now < self.best else (self.best, self.best_end)
-        return RunHealth(end, block[-1], sum(map(squared_move, block), self.squares), best, best_end)
 
 
 def squared_move(update: Update) -> float:
@@ -112,7 +110,7 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
         return f"each weight moved by {moved:.2g} in all", f"at most {MOST_MOVED:g}, since most weights are below it"
     now = median(map(level, past[-BLOCK:]))
     found = f"a median loss of {now:.4g} in the last {BLOCK} steps"
-    first_levels = _first_levels(past[:window])
+    first_levels = _levels_while(past[:window], 10 * past[0].zo_eps)
     start, worst = median(first_levels), max(first_levels)
     limit = worst + max(0.5, 0.5 * abs(worst), 2 * (worst - start))
     if now > limit:
@@ -137,11 +135,6 @@ def best_step(past: Sequence[Update]) -> int:
     end = medians.index(min(medians)) + 1
     start = max(0, end - BLOCK)
     return levels.index(min(levels[start:end]), start)
-
-
-def _first_levels(past: Sequence[Update]) -> list[float]:
-    """Return the levels of the first steps, until the weights have moved by ten times ``zo_eps``."""
-    return _levels_while(past, 10 * past[0].zo_eps)
 
 
 def _levels_while(past: Sequence[Update], most_moved: float) -> list[float]:

@@ -141,32 +141,20 @@ def require_perturbation(
 ) -> None:
     """Check that a perturbation fits model, estimator and noise, before anything is read."""
     if isinstance(perturbation, DensePerturbation):
-        _require_dense(model, estimator)
-    else:
-        _require_low_rank(model, estimator, noise)
-
-
-def _require_dense(model: BlockModel, estimator: ZOEstimator | None) -> None:
-    """Refuse dense perturbations of encoded weights."""
-    specs = [spec for spec in trained(model.layouts) if spec.encoding is not None]
-    if estimator is not None and specs:
-        assert specs[0].encoding is not None
-        raise _refusal(
-            "perturbation",
-            f"none, for the weights of {specs[0].name}, which are stored in {specs[0].encoding.name}",
-            "directions of low rank or an adapter, because quantised weights are only read",
-            "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
-        )
-
-
-def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:
-    """Check the model, noise and estimator of a low-rank run."""
+        for spec in trained(model.layouts):
+            if estimator is not None and spec.encoding is not None:
+                raise _refusal(
+                    "perturbation",
+                    f"none, for the weights of {spec.name}, which are stored in {spec.encoding.name}",
+                    "directions of low rank or an adapter, because quantised weights are only read",
+                    "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
+                )
+        return
     if not isinstance(model, StackedModel):
         raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use DensePerturbation()")
     if not isinstance(noise, CounterNoise):
-        raise _refusal(
-            "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
-        )
+        remedy = "pass PhiloxNoise(Distribution.GAUSSIAN)"
+        raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
     # A parameter may be rounded in a segment that borrows it, and not in the one that owns it.
     for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
         if spec.is_rounded or spec.is_low_bit:
@@ -184,33 +172,21 @@ def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: N
                 remedy="leave --rank out, or use DensePerturbation(), which takes parameters of any shape",
             )
     if estimator is not None:
-        _require_estimator(estimator)
+        name, weight_decay = estimator.options.get("name"), estimator.options.get("weight_decay")
+        if estimator.perturb_in_place:
+            expected = "False beside the activations, where weights stay"
+            raise _refusal("perturb_in_place", "True", expected, "pass perturb_in_place=False")
+        if weight_decay:
+            expected = "0 beside the activations, where weights are only read"
+            raise _refusal("weight_decay", str(weight_decay), expected, "pass weight_decay=0.0")
+        if estimator.distribution is not None:
+            raise _refusal(
+                "estimator",
+                f"{name}, which needs {estimator.distribution.value} directions",
+                "an estimator for directions of any distribution, since products of factors have another one",
+                "choose another estimator, or DensePerturbation()",
+            )
     model.require_stackable()
-
-
-def _require_estimator(estimator: ZOEstimator) -> None:
-    if estimator.perturb_in_place:
-        raise _refusal(
-            "perturb_in_place",
-            "True",
-            "False beside the activations, where weights stay",
-            "pass perturb_in_place=False",
-        )
-    weight_decay = estimator.options.get("weight_decay")
-    if weight_decay:
-        raise _refusal(
-            "weight_decay",
-            str(weight_decay),
-            "0 beside the activations, where weights are only read",
-            "pass weight_decay=0.0",
-        )
-    if estimator.distribution is not None:
-        raise _refusal(
-            "estimator",
-            f"{estimator.options.get('name')}, which needs {estimator.distribution.value} directions",
-            "an estimator for directions of any distribution, since products of factors have another one",
-            "choose another estimator, or DensePerturbation()",
-        )
 
 
 def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:

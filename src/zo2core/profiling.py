@@ -226,7 +226,7 @@ class Trace:
 
     def _span(self, span: Span) -> Iterator[dict[str, Any]]:
         thread = (_LANES.index(span.lane) + 1) * _TRACKS + span.track
-        yield from self._lane(thread, row_name(span))
+        yield from self._lane(thread, f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value)
         event = _complete(span.lane.value, span.name, thread, span.started.seconds, span.done.seconds)
         yield event if not span.nbytes else {**event, "args": {"bytes": span.nbytes}}
 
@@ -275,11 +275,6 @@ class TraceRecorder:
         spans = self.timeline.take()
         if self._trace is not None:
             self._trace.add(spans)
-
-
-def row_name(span: Span) -> str:
-    """Name a span's row in trace viewers: its lane, or the evaluation."""
-    return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 
 def _complete(category: str, name: str, thread: int, started: float, done: float) -> dict[str, Any]:

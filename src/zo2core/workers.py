@@ -109,18 +109,6 @@ class Report(NamedTuple):
     losses: list[float]  # one per evaluation of the worker's shard
 
 
-def batch_digest(batches: Sequence[Batch]) -> int:
-    """A digest of the batches' tensors: names, shapes, dtypes, bytes."""
-    digest = xxhash.xxh3_64()
-    for batch in batches:
-        require_tensors(batch)
-        for name, tensor in sorted(batch.items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            on_host = tensor.detach().cpu().contiguous()
-            digest.update(byte_view(on_host))
-    return digest.intdigest()
-
-
 def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[torch.Tensor]:
     """The losses of a step, 0-d, on the CPU."""
     parts: list[list[tuple[float, int]]] = [[] for _ in range(evaluations)]
@@ -312,12 +300,21 @@ class Workers:
         return split.shard(self.rank, count)
 
     def digest(self, batches: Sequence[Batch]) -> int:
-        """A digest of batches, to compare among workers; 0 if there is nobody to compare with.
+        """A digest of batches (names, shapes, dtypes, bytes), to compare among workers; 0 for a single worker.
 
         Raises:
             BatchError: if a batch holds something other than tensors.
         """
-        return 0 if self.size == 1 else batch_digest(batches)
+        if self.size == 1:
+            return 0
+        digest = xxhash.xxh3_64()
+        for batch in batches:
+            require_tensors(batch)
+            for name, tensor in sorted(batch.items()):
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+                on_host = tensor.detach().cpu().contiguous()
+                digest.update(byte_view(on_host))
+        return digest.intdigest()
 
     def gathered(
         self,

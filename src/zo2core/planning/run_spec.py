@@ -194,7 +194,24 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
     factors = MemoryPart("factors of directions", request.factor_bytes)
     copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
     on_device = [copies] if machine.on_host else [factors, copies, *request.further]
-    device_plan = _device_plan(request, machine, on_device, is_low_bit=low_bit is not None)
+    if machine.in_place and memory.least_activations is not None and not request.spills:
+        raise OptionError(
+            "memory.least_activations",
+            found=f"{memory.least_activations!r} on a device that computes in host memory",
+            expected="a GPU, where activations can wait in host memory",
+            remedy="leave it out",
+        )
+    has_slots = request.overlap and not machine.in_place
+    if memory.device != "auto" and not has_slots:
+        raise OptionError(
+            "memory.device",
+            found=repr(memory.device),
+            expected="a GPU and overlapping transfers for this option",
+            remedy="leave it out; `memory.host` limits host memory",
+        )
+    device_plan = memory.device if isinstance(memory.device, DevicePlan) else None
+    if has_slots and device_plan is None:
+        device_plan = plan_device_memory(request, machine, on_device, is_low_bit=low_bit is not None)
     activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
@@ -278,32 +295,6 @@ def plan_host(
         if planned.nbytes <= budget:
             return planned
     raise planned.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
-
-
-def _device_plan(
-    request: RunRequest, machine: Machine, further: Sequence[MemoryPart], *, is_low_bit: bool
-) -> DevicePlan | None:
-    """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute."""
-    memory = request.memory
-    if machine.in_place and memory.least_activations is not None and not request.spills:
-        raise OptionError(
-            "memory.least_activations",
-            found=f"{memory.least_activations!r} on a device that computes in host memory",
-            expected="a GPU, where activations can wait in host memory",
-            remedy="leave it out",
-        )
-    if not machine.in_place and request.overlap:
-        if isinstance(memory.device, DevicePlan):
-            return memory.device
-        return plan_device_memory(request, machine, further, is_low_bit=is_low_bit)
-    if memory.device != "auto":
-        raise OptionError(
-            "memory.device",
-            found=repr(memory.device),
-            expected="a GPU and overlapping transfers for this option",
-            remedy="leave it out; `memory.host` limits host memory",
-        )
-    return None
 
 
 def plan_device_memory(
