@@ -17,20 +17,18 @@ import torch
 
 from zo2core.devices import HostDevice
 from zo2core.errors import OptionError, ScratchError, reason
-from zo2core.estimators import MeZOSGD
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import apply, apply_drawing
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS, WriteBackPolicy
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.sources.loader import CHUNK, READERS
 from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program, shown_bytes, trained
-from zo2core.updates import compile_updates
 
 _BYTES = 64 << 20  # written to measure a disk
 _READ_CHUNKS = 48  # read to measure a checkpoint's disk
 _CHUNKS = 64  # of a parameter, replayed to measure replay
 _THREADS = 2  # that replay with counter-based noise; a sequential generator allows one
-_LR, _EPS = 1e-6, 1e-3  # of the updates that are replayed
+_DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
 _ROUNDS = 3  # of each measurement, of which the fastest counts
 _UPDATES = 4  # replayed in one pass, to measure the cost of one more
 _LEAST_SHARE = 0.1  # of a pass with one update, the least cost of one more: smaller differences are noise of the clock
@@ -69,12 +67,15 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
     With counter-based noise, updates are replayed in one pass over memory, so that one more costs less than the first one.
     """
-    estimator, losses = MeZOSGD(lr=_LR, zo_eps=_EPS, perturb_in_place=in_place), [torch.tensor(2 * _EPS), torch.tensor(0.0)]
+    shifts = (1.0, -2.0, 1.0) if in_place else ()
 
     def seconds_of(updates: int) -> float:
-        evaluations = [estimator.evaluations(step, iter([step])) for step in range(updates)]
-        replayed = [estimator.update(step, pair, losses, _LR, ()) for step, pair in enumerate(evaluations)]
-        program = compile_updates(replayed)[False]
+        seeds = tuple(range(updates))
+        instructions: list[Perturb | Descend] = []
+        for seed in seeds:
+            instructions += [Perturb(seed, shift, 1e-3) for shift in shifts]
+            instructions.append(_DESCEND._replace(direction=seed))
+        program = Program(seeds, tuple(instructions))
 
         def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
             if isinstance(noise, CounterNoise):
@@ -100,9 +101,8 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
 
         return _seconds(noise, layouts, run)
 
-    update = Descend(0, projected_grad=1.0, lr=_LR, weight_decay=0.0)
-    with_update = Program((0, 1), (update,), then=Perturb(1, 1.0, _EPS))
-    return seconds_of(with_update), seconds_of(Program((1,), (), then=Perturb(0, 1.0, _EPS)))
+    with_update = Program((0, 1), (_DESCEND,), then=Perturb(1, 1.0, 1e-3))
+    return seconds_of(with_update), seconds_of(Program((1,), (), then=Perturb(0, 1.0, 1e-3)))
 
 
 def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
@@ -112,13 +112,14 @@ def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callabl
     chunks = noise.chunks(largest)[:_CHUNKS]
     longest = max(stop - start for start, stop in chunks)
     memory = [torch.full((longest,), _WEIGHT, dtype=largest.dtype) for _ in range(4)]
-
-    def run_chunks() -> None:
+    best = math.inf
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
         for start, stop in chunks:
             run(largest, start, *(buffer[: stop - start] for buffer in memory))
-
+        best = min(best, time.perf_counter() - started)
     threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
-    return _fastest(run_chunks) / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
+    return best / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
 
 
 def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout]) -> float:
@@ -151,12 +152,12 @@ def write_bytes_per_second(directory: Path) -> float:
     try:
         existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
         with contextlib.closing(RangedFile.unnamed(existing)) as file:
-
-            def write() -> None:
+            best = math.inf
+            for _ in range(_ROUNDS):
+                started = time.perf_counter()
                 file.write(0, data)
                 file.sync()
-
-            return _BYTES / _fastest(write)
+                best = min(best, time.perf_counter() - started)
     except OSError as error:
         raise ScratchError(
             directory,
@@ -164,16 +165,7 @@ def write_bytes_per_second(directory: Path) -> float:
             expected="a directory on a disk with free space",
             remedy="choose another directory or free space",
         ) from error
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some rounds."""
-    rounds = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        work()
-        rounds.append(time.perf_counter() - started)
-    return min(rounds)
+    return _BYTES / best
 
 
 SHARE = 0.1  # of a step's time that may be spent on replay to write less
