@@ -23,11 +23,10 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
 LEVELS = (
     {"errors", "io", "names", "exports", "encodings"},
-    {"types", "ranges", "lockstep"},
+    {"types", "ranges"},
     {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
-    {"guard", "optimizer_states", "factor_file"},
-    {"factor_store"},
+    {"guard", "optimizer_states", "factors"},
     {"sweep", "planning"},
     {"runner", "shared"},
     {"methods"},
@@ -153,19 +152,27 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 426,
+<<<<<<< HEAD
     "zo2adapters/commands": 3048,
     "zo2adapters/edge": 482,
     "zo2adapters/frameworks": 1019,
     "zo2adapters/models": 5105,
     "zo2adapters/tasks": 2964,
+=======
+    "zo2adapters/commands": 3210,
+    "zo2adapters/edge": 541,
+    "zo2adapters/frameworks": 1022,
+    "zo2adapters/models": 5106,
+    "zo2adapters/tasks": 3051,
+>>>>>>> e3251a82 (Factors and their file are one module with one record of factors; a shared base has its lockstep beside it)
     "zo2adapters/trainers": 5165,
-    "zo2core": 4590,
+    "zo2core": 4480,
     "zo2core/checkpoint": 818,
     "zo2core/io": 436,
     "zo2core/journal": 512,
     "zo2core/kernels": 1357,
     "zo2core/methods": 987,
-    "zo2core/planning": 613,
+    "zo2core/planning": 607,
     "zo2core/sources": 980,
     "zo2core/sweep": 2297,
 }

@@ -20,7 +20,7 @@ import torch
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
-from zo2core.factor_store import FactorStore
+from zo2core.factors import FactorStore
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.first_order import (

@@ -16,7 +16,7 @@ from torch import nn
 from zo2core.build import Method, RunOptions, build, require_whole_model
 from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
 from zo2core.errors import OptionError
-from zo2core.factor_store import Learned
+from zo2core.factors import Learned
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.gradient_steps import AdapterSteps

@@ -20,10 +20,17 @@ from zo2core.types import Batch, trained
 
 
 class Factors(NamedTuple):
-    """Factors of the change of a matrix W (m, n): ``left[s] @ right^T`` for stream s."""
+    """Factors of the change of a matrix W (m, n): ``left @ right^T``, or ``left[s] @ right^T`` for stream s.
 
-    left: torch.Tensor  # (streams, m, R), in W's dtype
+    Those of several periods are side by side.
+    """
+
+    left: torch.Tensor  # learned: (m, R), float32; of streams: (streams, m, R), in W's dtype
     right: torch.Tensor  # (n, R), in W's dtype
+
+    def joined(self, other: Factors) -> Factors:
+        """These columns followed by the other's."""
+        return Factors(*(torch.cat(pair, dim=-1) for pair in zip(self, other, strict=True)))
 
 
 PerturbedParameter: TypeAlias = Factors | torch.Tensor  # factors for a matrix; (streams, n) values for a vector

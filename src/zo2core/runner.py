@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import torch
 
-from zo2core.factor_store import FactorStore
+from zo2core.factors import FactorStore
 from zo2core.journal import Journal
 from zo2core.perturbation import Perturbation
 from zo2core.planning.run_spec import RunSpec

@@ -7,17 +7,18 @@ bit, those of the run alone. Only the reads, the decoding of quantised blocks an
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
 from zo2core.devices import choose_device
-from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.lockstep import Lockstep
+from zo2core.errors import BusyError, MemoryBudgetError, OptionError
 from zo2core.perturbation import DensePerturbation
 from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy
 from zo2core.planning.run_spec import RunRequest, RunSpec, decoded_bytes, plan, shared_request
@@ -29,18 +30,140 @@ from zo2core.sources import SegmentStore
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.exclusive_use import ExclusiveUse, SoleUse
-from zo2core.sweep.shared_visitor import (
-    BlockDecoder,
-    RunReplay,
-    RunSegments,
-    RunSweep,
-    SharedVisitor,
-    SweepEnded,
-)
+from zo2core.sweep.shared_visitor import BlockDecoder, RunReplay, RunSegments, RunSweep, SharedVisitor, SweepEnded
 from zo2core.types import Batch, Bucket, StepResult
 
-KeyT = TypeVar("KeyT", bound=Hashable)
+_PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
+
+
+def end_openmp_team() -> None:
+    """End the OpenMP threads of the calling thread, which start again when it next computes.
+
+    Once a process has more OpenMP threads than processors, GNU's library puts them to sleep at the end of each operation
+    instead of letting them wait actively: a step of a small model then takes a quarter longer. Threads that take turns
+    call this before they wait. Other libraries than OpenMP 5.0 are left alone.
+    """
+    try:
+        openmp = ctypes.CDLL(None)
+        openmp.omp_pause_resource(_PAUSE_SOFT, openmp.omp_get_initial_device())
+    except (OSError, AttributeError, TypeError):
+        return
+
+
+RequestT = TypeVar("RequestT")
 T = TypeVar("T")
+
+
+class _Turn(Generic[RequestT]):
+    """A function, its thread and its state."""
+
+    def __init__(self, function: Callable[[], Any], paused: threading.Semaphore) -> None:
+        self.function = function
+        self.paused = paused  # of all functions: released whenever one waits or has ended
+        self.may_run = threading.Semaphore(0)
+        self.request: RequestT | None = None  # that waits to be served
+        self.result: Any = None  # what the function returned, or the exception that it raised
+        self.has_ended = False
+        self.abort: BaseException | None = None  # raised instead of serving a request
+
+
+class Lockstep(Generic[RequestT]):
+    """Runs functions one at a time, each until it makes a request, and serves the requests of all together.
+
+    Each function has a thread of its own, but only one thread runs at a time: the functions need no locks, and always run in
+    the same order. Requests are served in the thread of the caller.
+    """
+
+    def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
+        self._serve = serve
+        self._local = threading.local()  # the turn of the present thread
+        self._is_running = False
+
+    def request(self, request: RequestT | None) -> None:
+        """Wait until a request is served: with those of the other functions, or alone outside of ``run``.
+
+        None waits until each other function has ended or made a request that is served.
+        """
+        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
+        if turn is not None:
+            self._pause(turn, request)
+        elif request is not None:
+            self._serve([request])
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
+        """Run functions to their ends."""
+        if self._is_running:
+            raise BusyError(
+                "shared base",
+                found="a call within a function that already runs together with others",
+                expected="one call at a time",
+                remedy="pass all functions in one call",
+            )
+        paused = threading.Semaphore(0)
+        turns: list[_Turn[RequestT]] = [_Turn(function, paused) for function in functions]
+        threads = [threading.Thread(target=self._run_turn, args=(turn,), name="zo2-run", daemon=True) for turn in turns]
+        self._is_running = True
+        try:
+            for thread in threads:
+                thread.start()
+            try:
+                self._run_rounds(turns)
+            except BaseException as error:
+                self._abort(turns, error)
+                raise
+        finally:
+            self._is_running = False
+            for thread, turn in zip(threads, turns, strict=True):
+                if turn.has_ended:
+                    thread.join()
+        return [turn.result for turn in turns]
+
+    def _pause(self, turn: _Turn[RequestT], request: RequestT | None) -> None:
+        """Let the other functions run, until the requests of all are served."""
+        if turn.abort is None:
+            turn.request = request
+            end_openmp_team()
+            turn.paused.release()
+            turn.may_run.acquire()
+        if turn.abort is not None:
+            raise turn.abort
+
+    def _run_rounds(self, turns: Sequence[_Turn[RequestT]]) -> None:
+        running = list(turns)
+        while running:
+            for turn in running:
+                turn.may_run.release()
+                turn.paused.acquire()
+                if isinstance(turn.result, BaseException) and not isinstance(turn.result, Exception):
+                    raise turn.result
+            running = [turn for turn in running if not turn.has_ended]
+            requests = [turn.request for turn in running if turn.request is not None]
+            if requests:
+                self._serve(requests)
+
+    def _abort(self, turns: Sequence[_Turn[RequestT]], error: BaseException) -> None:
+        """End all functions: what they wait for raises the error."""
+        for turn in turns:
+            turn.abort = error
+        for turn in turns:
+            turn.may_run.release()
+        for turn in turns:
+            while not turn.has_ended:
+                turn.paused.acquire()
+
+    def _run_turn(self, turn: _Turn[RequestT]) -> None:
+        self._local.turn = turn
+        turn.may_run.acquire()
+        try:
+            turn.result = turn.function() if turn.abort is None else turn.abort
+        except BaseException as error:
+            turn.result = error
+        finally:
+            turn.request, turn.has_ended = None, True
+            turn.paused.release()
+
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Stepping(Hashable, Protocol):

@@ -43,7 +43,7 @@ from zo2core import (
 )
 from zo2core.encodings import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
-from zo2core.factor_store import factor_bytes
+from zo2core.factors import factor_bytes
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
 from zo2core.kernels.encoding import encode

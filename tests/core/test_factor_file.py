@@ -18,10 +18,9 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_weights
 
 from zo2adapters import open_checkpoint
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, factor_store
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, factors
 from zo2core.errors import JournalError, ZO2Warning
-from zo2core.factor_file import DATA, MANIFEST, sum_elements
-from zo2core.factor_store import kept_bytes_a_step
+from zo2core.factors import DATA, MANIFEST, kept_bytes_a_step, sum_elements
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
@@ -77,7 +76,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 def resumed(base: Path, run: Path, expected: dict[str, torch.Tensor], **policy: Any) -> int:
     """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
     drawing = Counting()
-    with patch.object(factor_store, "apply_drawing", drawing), opened(base, run, **policy) as engine:
+    with patch.object(factors, "apply_drawing", drawing), opened(base, run, **policy) as engine:
         engine.step(BATCH)
         assert_same_weights(weights(engine).items(), expected.items())
     return drawing.drawn
@@ -158,7 +157,7 @@ def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, 
 def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, tmp_path: Path) -> None:
     base, run, expected = stopped
     kept = shutil.copytree(run, tmp_path / "kept")
-    refused = patch("zo2core.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
+    refused = patch("zo2core.factors.open_regular", side_effect=OSError(24, "Too many open files"))
     with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
         assert resumed(base, kept, expected) == directions(base, STEPS)
     assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes(), "it may be read the next time"

@@ -32,7 +32,7 @@ from zo2core import (
     MultiQueryRGE,
     PhiloxNoise,
     ZerothOrder,
-    factor_store,
+    factors,
 )
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
@@ -130,7 +130,7 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
     batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.GAUSSIAN
     loop = StackedLoop(whole_on_gpu(base), 2, 2, distribution)
     with (
-        patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
+        patch.object(factors, "BESIDE_UP_TO", beside_up_to),
         Engine(
             open_checkpoint(base, loss_chunk=None),
             ZerothOrder(

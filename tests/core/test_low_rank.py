@@ -54,7 +54,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
-    factor_store,
+    factors,
 )
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
@@ -130,7 +130,7 @@ def test_a_run_is_the_stacked_loop(
             write_back=WriteBackPolicy(directory=tmp) if keeps_periods else None,
         )
 
-    with closing(device), patch.object(factor_store, "BESIDE_UP_TO", beside_up_to):
+    with closing(device), patch.object(factors, "BESIDE_UP_TO", beside_up_to):
         engine = opened()
         try:
             for done in between:
@@ -275,9 +275,9 @@ def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> 
     with beside(base, MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False), period=1000) as engine:
         for _ in range(3):
             engine.step(batch)
-        factors = engine._runner.factors
-        assert factors is not None
-        sums = factors._sums["model.layers.0.mlp.up_proj.weight"].now
+        store = engine._runner.factors
+        assert store is not None
+        sums = store._sums["model.layers.0.mlp.up_proj.weight"].now
         assert sums.dtype is torch.float32
         assert 0 < sums.abs().max() < 1e-3, "too little for bfloat16 weights to show, and not lost"
 
@@ -460,7 +460,7 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
             for _ in range(3):
                 engine.step(batch)
             if disturbed:
-                with patch.object(factor_store, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
+                with patch.object(factors, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
                     engine.step(batch)
             engine.step(batch)
             weights.append(dict(engine_weights(engine)))

@@ -27,7 +27,7 @@ MARKED = {  # phases of a process, with the functions during which it is in them
     "snapshot or commit": (
         (SNAPSHOTS, "Snapshots", "write"),
         ("zo2core", "Engine", "commit"),
-        ("zo2core.factor_file", "FactorFile", "keep"),
+        ("zo2core.factors", "FactorFile", "keep"),
     ),
     "evaluation": (("zo2core", "Engine", "evaluate"), ("zo2adapters.tasks.reward_task", "RewardTask", "evaluate")),
     "step": (("zo2core", "Engine", "step"), ("zo2adapters.tasks.reward_task", "RewardTask", "step")),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zo2core import Distribution, LowRankPerturbation
-from zo2core.factor_store import FactorStore
+from zo2core.factors import FactorStore
 from zo2core.kernels import fill
 from zo2core.perturbation import Factors
 from zo2core.types import Evaluation, ParameterSpec, Update

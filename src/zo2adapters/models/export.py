@@ -37,7 +37,8 @@ from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.factor_store import Learned, LearnedFactors
+from zo2core.factors import Learned
+from zo2core.perturbation import Factors
 
 _FLOAT32_MATRICES = 4
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
@@ -104,7 +105,7 @@ class _Parts:
             names = _TABLE if forward is nn.Embedding.forward else _LAYER
             self._take_columns(path, value.factors, names, is_turned=forward is nn.Linear.forward)
 
-    def _take_columns(self, path: str, factors: LearnedFactors, names: tuple[str, str], *, is_turned: bool) -> None:
+    def _take_columns(self, path: str, factors: Factors, names: tuple[str, str], *, is_turned: bool) -> None:
         """Add a matrix's factors. A linear layer's matrix is (outputs, inputs), that of others (inputs, outputs)."""
         (rows, self.columns), across = factors.left.shape, len(factors.right)
         if self.columns > min(rows, across):

@@ -14,7 +14,7 @@ from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.rows import Rows
 from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
-from zo2core.factor_store import kept_bytes_a_step
+from zo2core.factors import kept_bytes_a_step
 from zo2core.planning.speeds import terabytes_written
 from zo2core.ranges import counted
 from zo2core.types import shown_bytes

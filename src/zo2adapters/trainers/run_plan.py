@@ -28,7 +28,7 @@ from zo2adapters.trainers.probes import (
 from zo2adapters.trainers.shared_runs import require_shareable, shared_base_model
 from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator
 from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.factor_store import kept_bytes_a_step
+from zo2core.factors import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.methods.states import read_bytes
 from zo2core.perturbation import require_perturbation

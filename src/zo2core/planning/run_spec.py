@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias
 
 from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.factor_store import factor_bytes
+from zo2core.factors import factor_bytes
 from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.io.process_memory import memory_in_use
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout

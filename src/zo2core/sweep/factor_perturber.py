@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 
 import torch
 
-from zo2core.factor_store import FactorStore
+from zo2core.factors import FactorStore
 from zo2core.kernels.encoding import decode
 from zo2core.perturbation import PerturbedParameter, StackedForward, StackedModel
 from zo2core.protocols import Forward, Stores
