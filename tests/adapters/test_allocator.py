@@ -128,7 +128,7 @@ def test_the_command_keeps_memory_within_the_budget_alone(
     (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n')
     options = ["--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run"]
     options += ["--steps", 1, "--batch-size", 1]
-    options += ["--activation-memory", int(0.6 * free_memory())] if is_tight else []
+    options += ["--memory", f"activations={int(0.6 * free_memory())}"] if is_tight else []
     main(["train", *map(str, options)])
     assert calls == ([] if is_tight else [True])
 

@@ -155,7 +155,7 @@ def test_a_branch_that_is_told_nothing_anew_ends_as_its_parent(options: TrainOpt
 def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(options: TrainOptions, tmp_path: Path) -> None:
     finish(options)
     new = tmp_path / "new"
-    anew = ["--lr", 1e-3, "--decay", "constant", "--warmup-steps", 0, "--steps", 9, "--clip-grad", 0.5]
+    anew = ["--lr", 1e-3, "--decay", "constant", "--warmup-steps", 0, "--steps", 9, "--clip", "projected=0.5"]
     run("train", "--resume", options.output, "--from-step", 2, "--output", new, *anew)
     then, now = records(options.output / "journal.jsonl"), records(new / "journal.jsonl")
     updates = [record for record in now if "step" in record and "losses" in record]
@@ -196,9 +196,9 @@ REFUSED = [
     (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),
-    (["--from-step", "2", "--output", "{new}", "--exact-mezo"], "--exact-mezo: found true"),
+    (["--from-step", "2", "--output", "{new}", "--estimator", "mezo:exact"], "exact of --estimator: found true"),
     (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
-    (["--from-step", "2", "--output", "{new}", "--clip-median", "0.5"], "--clip-median: found 0.5"),
+    (["--from-step", "2", "--output", "{new}", "--clip", "median=0.5"], "median of --clip: found 0.5"),
     (["--from-step", "2", "--output", "{new}", "--memory", "1MiB"], "--memory"),
     (["--from-step", "2", "--output", "{new}/below", "--memory", "1MiB"], "--memory"),
 ]
@@ -260,7 +260,7 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     ("chosen", "remedy"),
     [
         (["--precision", "exact"], "(--precision mixed, or --dtype float32)"),
-        (["--transfer-dtype", "float16-back"], "(--transfer-dtype float16)"),
+        (["--precision", "mixed:transfer=float16-back"], "(--precision mixed:transfer=float16)"),
     ],
 )
 def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(

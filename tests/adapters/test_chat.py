@@ -261,9 +261,10 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
     options = small_run(tmp_path, steps=1)
     rows = [{"subject": "the cat", "prompt": "the cat is", "mood": mood} for mood in WORDS[8:10]]
     options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = ("--prompt-template", "{subject} is") if by == "template" else ("--prompt-column", "prompt")
+    template = ("--prompt-template", "{subject} is", "--columns", "label=mood")
+    columns = template if by == "template" else ("--columns", "prompt=prompt,label=mood")
     command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    assert run_here(*command, *columns, "--label-column", "mood", "--lr", 0.1).status == 0
+    assert run_here(*command, *columns, "--lr", 0.1).status == 0
     line, typed = ("the dog is", "the dog") if by == "template" else ("the dog is", "the dog is")
     ended = chat(options.output, lines=f"{typed}\n/adapter none\n{typed}\n/reset\n{'the ' * 70}\n")
     first, switched, unknown, long = ended.err.splitlines()
@@ -291,7 +292,7 @@ def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path)
     rows = [{"subject": "the cat", "mood": mood} for mood in WORDS[8:10]]
     options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    columns = ("--prompt-template", "{subject} is", "--completion-column", "mood", "--lora-rank", 2)
+    columns = ("--prompt-template", "{subject} is", "--columns", "completion=mood", "--lora-rank", 2)
     assert run_here(*command, *columns, "--method", "adamw", "--lr", 0.1).status == 0
     ended = chat(options.output, "--max-new-tokens", 1, lines="the dog\n/help\n/adapter none\nthe dog\n")
     first, repeated, _ = ended.err.splitlines()
@@ -323,5 +324,5 @@ def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> N
     rows = [{"subject": "the cat", "verb": "is", "mood": mood} for mood in WORDS[8:10]]
     options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    assert run_here(*command, "--prompt-template", "{subject} {verb}", "--label-column", "mood").status == 0
+    assert run_here(*command, "--prompt-template", "{subject} {verb}", "--columns", "label=mood").status == 0
     assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith("run answers; ")

@@ -165,7 +165,7 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Pat
     ("arguments", "words"),
     [
         (["--estimator", "fzoo"], "--queries: found 1; expected at least 2"),
-        (["--estimator", "fzoo", "--queries", "4", "--exact-mezo"], "--exact-mezo: found fzoo; expected the estimator mezo"),
+        (["--estimator", "fzoo:exact", "--queries", "4"], "exact of --estimator: found fzoo; expected the estimator mezo"),
         (["--estimator", "fzoo", "--queries", "4", "--noise", "mezo"], "--noise: found 'mezo'; expected 'rademacher'"),
         (["--estimator", "fzoo", "--queries", "4", "--noise", "gaussian"], "--noise: found 'gaussian'"),
         (["--estimator", "adam"], "adam"),
@@ -315,7 +315,7 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     for expected in (
         "  --model TEXT",
         "  --steps INT",
-        "  --method adamw|sgd|lomo|adalomo|badam",
+        "  --method adamw|sgd|lomo|adalomo|badam[:KEY=VALUE,...]",
         "  --write-limit-tb FLOAT",
     ):
         assert expected in lines

@@ -152,7 +152,7 @@ def save_csv(path: str) -> None:
         writer.writerows([f"the {word}", "yes" if number % 2 else "no"] for number, word in enumerate(WORDS[2:8]))
 
 
-COLUMNS = ("--prompt-template", "{subject} is", "--label-column", "mood")
+COLUMNS = ("--prompt-template", "{subject} is", "--columns", "label=mood")
 
 
 def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_run_knows_how_long_its_rows_may_be(here: Path) -> None:
     assert "left out" not in done("evaluate", "--model", "base", "--data", "mixed.jsonl").err
 
 
-@pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--eval-split", 0.5)], ids=str)
+@pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--evaluation", 0.5)], ids=str)
 def test_the_rows_of_a_run_are_those_it_was_evaluated_on(more: tuple[object, ...], here: Path) -> None:
     train("evaluated", *more)
     losses = Journal("evaluated/journal.jsonl").evaluations
@@ -198,13 +198,12 @@ def test_a_trace_is_that_of_the_run_alone(here: Path) -> None:
 @pytest.mark.parametrize("method", [(), ("--method", "adamw", "--lora-rank", 2)], ids=["zeroth-order", "adamw"])
 def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[object, ...], here: Path) -> None:
     plan = ("plan", "--model", "base", "--data", "texts.jsonl", "--steps", 10, "--evaluate-every", 5, "--json", *method)
-    planned = json.loads(done(*plan, "--eval-split", 0.5).out)
+    planned = json.loads(done(*plan, "--evaluation", 0.5).out)
     assert planned["evaluations"] == 3
     assert planned["evaluation_seconds"] > 0
     for more, option in (
-        (("--eval-split", 0.5, "--evaluation", "texts.jsonl"), "--eval-split"),
-        (("--eval-split", 1.5), "--eval-split"),
+        (("--evaluation", 1.5), "--evaluation"),
         ((), "--evaluate-every"),
     ):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
-    assert "--eval-split: found 0.5 without the rows" in refusal("plan", "--model", "base", "--eval-split", 0.5)
+    assert "--evaluation: found 0.5 without the rows" in refusal("plan", "--model", "base", "--evaluation", 0.5)

@@ -10,7 +10,7 @@ import pytest
 from command_lines import done, make_place, refusal, run_here
 
 TRAIN = ("train", "--model", "base", "--data", "rows.jsonl", "--steps", 1)
-REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--max-new-tokens", 2)
+REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--reward-options", "max_new_tokens=2")
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def test_a_name_means_another_option_only_where_that_one_exists() -> None:
 
 
 def test_a_first_order_option_without_a_method_says_what_is_missing(here: Path) -> None:
-    told = refusal(*TRAIN, "--output", "run", "--stream-blocks")
-    assert "--stream-blocks: found True without --method; expected --method and no adapter" in told
-    told = refusal(*TRAIN, "--output", "run", "--max-grad-norm", 1)
-    assert "--max-grad-norm: found 1.0 without --method" in told
-    assert "--clip-grad" in told
+    told = refusal(*TRAIN, "--output", "run", "--method", "stream_blocks")
+    assert "stream_blocks of --method: found True without --method; expected --method and no adapter" in told
+    told = refusal(*TRAIN, "--output", "run", "--clip", "norm=1")
+    assert "norm of --clip: found 1.0 without --method" in told
+    assert "--clip projected" in told
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_columns_that_a_run_on_texts_does_not_use_are_told(here: Path) -> None:
     tweets = ("train", "--model", "base", "--data", "tweets.csv", "--steps", 1)
     told = done(*tweets, "--output", "run").err
     assert "trained on: the column text; not used: mood, id. --prompt-template" in told
-    template = ("--prompt-template", "{text} is", "--label-column", "mood")
+    template = ("--prompt-template", "{text} is", "--columns", "label=mood")
     assert "not used" not in done(*tweets, "--output", "labels", *template).err
     assert "not used" not in done(*TRAIN, "--output", "rows").err
 

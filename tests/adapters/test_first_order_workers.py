@@ -39,7 +39,7 @@ def train(place: Path, output: Path, *more: object, steps: int = STEPS) -> list[
     """The command of a run; each of two workers has two rows of a batch."""
     named = ["train", "--method", "adamw", "--model", place / "base", "--adapter", place / "lora" / "adapter_config.json"]
     named += ["--data", place / "rows.jsonl", "--output", output, "--steps", steps, "--lr", 1e-2, "--batch-size", 4]
-    return [*named, "--max-grad-norm", 0.5, *more]
+    return [*named, "--clip", "norm=0.5", *more]
 
 
 def evaluated(place: Path) -> list[object]:

@@ -41,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(output: str, *more: object, method: str = "adamw") -> list[object]:
     """The command of a run."""
     told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
-    switching = ["--switch-every", 2] if method == "badam" else []
+    switching = ["--method", "switch_every=2"] if method == "badam" else []
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
 
 
@@ -79,7 +79,7 @@ def plain_loop(directory: Path, method: OptimizerName, *, clip: float) -> dict[s
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path, apart: Apart) -> None:
-    schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
+    schedule = ("--weight-decay", 0.1, "--clip", "norm=0.5", "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, "--snapshot-every", 2, method=method)
     ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
@@ -237,7 +237,7 @@ def test_tune_finds_a_rate_and_its_run_goes_on(here: Path) -> None:
     done("train", "--resume", "tuned/lr-0.01", "--steps", steps + 2)
 
 
-STREAMED = ("--stream-blocks",)
+STREAMED = ("--method", "stream_blocks")
 
 
 def test_a_streamed_run_goes_on_and_says_what_it_writes(here: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_streamed_run_goes_on_and_says_what_it_writes(here: Path) -> None:
 
 
 def test_plan_counts_what_turns_write(here: Path) -> None:
-    common = ("plan", "--model", "base", "--method", "badam", "--data", "rows.jsonl", "--stream-blocks", "--switch-every", 2)
+    common = ("plan", "--model", "base", "--method", "badam:stream_blocks,switch_every=2", "--data", "rows.jsonl")
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
     sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)]
@@ -262,7 +262,7 @@ def test_plan_counts_what_turns_write(here: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--snapshot-every", 2), "--snapshot-every: found 2 with --stream-blocks"),
+        (("--snapshot-every", 2), "--snapshot-every: found 2 with stream_blocks of --method"),
         (("--write-limit-tb", 1e-9), "--write-limit-tb: found 1e-09, and a run that writes "),
     ],
 )
@@ -274,7 +274,7 @@ def test_what_does_not_go_with_streamed_blocks_is_refused(more: tuple[object, ..
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])
 def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
-    schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
+    schedule = ("--weight-decay", 0.1, "--clip", "norm=0.5", "--decay", "linear", "--warmup-steps", 2)
     ended = done(*train("run", *schedule, *STREAMED, "--snapshot-every", 4, method=method))
     assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
     expected, saved = plain_loop(here, method, clip=0.5), load_file("run/model/model.safetensors")
@@ -287,7 +287,7 @@ def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerNam
 
 
 def test_plan_counts_what_streamed_states_write(here: Path) -> None:
-    common = ("plan", "--model", "base", "--method", "adamw", "--data", "rows.jsonl", "--stream-blocks")
+    common = ("plan", "--model", "base", "--method", "adamw:stream_blocks", "--data", "rows.jsonl")
     planned = json.loads(done(*common, "--json").out)
     model = open_checkpoint("base")
     adamw = make_block_update("adamw", weight_decay=0.0)
@@ -313,26 +313,32 @@ def test_a_run_that_writes_more_than_a_disk_bears_needs_a_word(here: Path, monke
 
 
 def test_where_blocks_stream_and_change_is_checked(here: Path) -> None:
-    assert "--stream-blocks: found True without --method; expected --method" in refusal("plan", "--model", "base", *STREAMED)
-    assert "--stream-blocks: found True with --method adamw and" in refusal(*train("run", *STREAMED, "--lora-rank", 2))
+    assert "stream_blocks of --method: found True without --method; expected --method" in refusal(
+        "plan", "--model", "base", *STREAMED
+    )
+    assert "stream_blocks of --method: found True with --method adamw and" in refusal(
+        *train("run", *STREAMED, "--lora-rank", 2)
+    )
 
 
 def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
-    done(*train("run", "--loss-scaling"))
+    done(*train("run", "--method", "loss_scaling"))
     done(*train("plain"))
     assert outcome("run")["weights"] == outcome("plain")["weights"], "a scale that is a power of two changes no float32 bit"
     method = Journal("run/journal.jsonl").header["method"]  # type: ignore[index]
     assert method["loss_scaling"] == {"initial": 65536.0, "growth": 2.0, "backoff": 0.5, "interval": 2000}
-    assert "--loss-scaling: found True with --method adamw and" in refusal(*train("no", "--loss-scaling", "--lora-rank", 2))
+    assert "loss_scaling of --method: found True with --method adamw and" in refusal(
+        *train("no", "--method", "loss_scaling", "--lora-rank", 2)
+    )
 
 
 @pytest.mark.long_profile
 def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apart: Apart) -> None:
-    command = train("run", "--delayed-update", "--snapshot-every", 2)
+    command = train("run", "--method", "delayed_update", "--snapshot-every", 2)
     ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
     done("train", "--resume", "run")
-    done(*train("whole", "--delayed-update"))
+    done(*train("whole", "--method", "delayed_update"))
     done(*train("prompt"))
     assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert outcome("run")["weights"] != outcome("prompt")["weights"]
@@ -342,10 +348,10 @@ def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apar
 @pytest.mark.long_profile
 def test_states_in_8_bits_take_a_quarter_and_train(here: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    ended = done(*train("run", "--state-bits", 8, "--snapshot-every", 2))
+    ended = done(*train("run", "--method", "state_bits=8", "--snapshot-every", 2))
     done("train", "--resume", "run", "--steps", STEPS + 2)
-    done(*train("whole", "--state-bits", 8), "--steps", STEPS + 2)
+    done(*train("whole", "--method", "state_bits=8"), "--steps", STEPS + 2)
     assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert "all parameters" in ended.err
-    done(*train("streamed", "--state-bits", 8, *STREAMED), "--steps", STEPS + 2)
+    done(*train("streamed", "--method", "state_bits=8", *STREAMED), "--steps", STEPS + 2)
     assert outcome("streamed")["weights"] == outcome("whole")["weights"]

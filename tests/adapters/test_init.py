@@ -71,11 +71,11 @@ def written(data: str, *more: object) -> dict[str, Any]:
 
 CASES: list[tuple[str, dict[str, object], str]] = [
     ("pairs.jsonl", {"samples": 2}, "prompts with completions"),
-    ("labels.csv", {"label_column": "completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
-    ("moods.csv", {"label_column": "mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"}, "2 labels"),
+    ("labels.csv", {"columns": "label=completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
+    ("moods.csv", {"columns": "label=mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"}, "2 labels"),
     ("texts.jsonl", {}, "texts, of which every token is learned"),
     ("chat.jsonl", {}, "conversations, of which the assistant's answers are learned"),
-    ("alpaca.json", {"prompt_column": "instruction", "completion_column": "output"}, "prompts with completions"),
+    ("alpaca.json", {"columns": "prompt=instruction,completion=output"}, "prompts with completions"),
     ("preferred.jsonl", {}, "prompts with a chosen and a rejected completion"),
 ]
 
@@ -92,12 +92,12 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
     assert {key: values.get(key) for key in expected} == expected
     common = {"method": "adamw", "lora_rank": 8, "lora_targets": "auto", "lr": "auto", "output": "run"}
     assert {key: values[key] for key in common} == common
-    assert values["eval_split"] == 0.1
+    assert values["evaluation"] == 0.1
     assert values.keys() <= set(option_names(Train))
     assert kind in Path("recipe.yaml").read_text()
     chooses_rate = data == "labels.csv" or request.config.getoption("--long")
     said = done("train", "recipe.yaml", "--steps", 8, *(() if chooses_rate else GIVEN_RATE)).err
-    assert ("accuracy" in said) == ("label_column" in expected or data == "preferred.jsonl")
+    assert ("accuracy" in said) == ("label=" in str(expected.get("columns")) or data == "preferred.jsonl")
     assert Path("run/model/adapter_model.safetensors").exists()
 
 
@@ -115,7 +115,7 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
     line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
-    assert said[0] == "The rows are prompts with one of 2 labels: 'no', 'yes'; label_column: completion."
+    assert said[0] == "The rows are prompts with one of 2 labels: 'no', 'yes'; columns: label=completion."
     assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: snapshots of adapter", said[1])
     assert said[2:] == ["next: zo2 train other.yaml"]
 
@@ -144,7 +144,7 @@ def test_numbers_follow_from_the_rows(here: Path) -> None:
     Path("recipe.yaml").unlink()
     few = written("few.jsonl")
     assert few["batch_size"] == 4
-    assert "eval_split" not in few
+    assert "evaluation" not in few
     assert "there are too few rows, 4" in Path("recipe.yaml").read_text()
 
 
@@ -243,16 +243,15 @@ def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.Mon
     assert "1 longer ones are shortened or left out" in Path("recipe.yaml").read_text()
     assert (
         "cut to the sequence length: 1 row\n"
-        in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01", *GIVEN_RATE).err
+        in done("train", "recipe.yaml", "--steps", 2, "--evaluation", "0.01", *GIVEN_RATE).err
     )
 
 
 def test_options_of_the_user_are_kept(here: Path) -> None:
-    more = ["--prompt-template", "{tweet} is", "--label-column", "mood", "--evaluation", "moods.csv", "--memory", "8GB"]
+    more = ["--prompt-template", "{tweet} is", "--columns", "label=mood", "--evaluation", "moods.csv", "--memory", "8GB"]
     values = written("moods.csv", *more, "--seed", 3)
     expected = {"prompt_template": "{tweet} is", "evaluation": "moods.csv", "memory": "8GB", "seed": 3}
     assert {key: values[key] for key in expected} == expected
-    assert "eval_split" not in values
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
@@ -260,20 +259,20 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
 @pytest.mark.parametrize(
     "named",
     [
-        ["--label-column", "mood"],
-        ["--completion-column", "mood"],
-        ["--prompt-column", "tweet"],
+        ["--columns", "label=mood"],
+        ["--columns", "completion=mood"],
+        ["--columns", "prompt=tweet"],
         ["--prompt-template", "{tweet}"],
     ],
     ids=lambda named: named[0],
 )
 def test_the_column_that_is_not_named_is_found(here: Path, named: list[str]) -> None:
     values = written("moods.csv", *named)
-    assert "tweet" in str(values.get("prompt_template", values.get("prompt_column")))
-    assert "mood" in (values.get("label_column"), values.get("completion_column"))
+    assert "tweet" in str(values.get("prompt_template", values.get("columns")))
+    assert str(values.get("columns")).endswith(("label=mood", "completion=mood"))
 
 
-@pytest.mark.parametrize("named", [[], ["--label-column", "mood"], ["--prompt-column", "tweet"]], ids=str)
+@pytest.mark.parametrize("named", [[], ["--columns", "label=mood"], ["--columns", "prompt=tweet"]], ids=str)
 def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[str]) -> None:
     text = (here / "moods.csv").read_text().splitlines()
     (here / "blank.csv").write_text("\n".join([*text[:4], "9,the cat,", *text[4:]]) + "\n")
@@ -291,7 +290,7 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     write_rows(here / "odd.jsonl", [{"a": f"the {i}", "b": f"cat {i}"} for i in range(ROWS)])
     said = refusal("init", "--model", "base", "--data", "odd.jsonl")
     assert "found the columns 'a', 'b'" in said
-    assert "--prompt-column a --completion-column b" in said
+    assert "--columns prompt=a,completion=b" in said
     assert not Path("recipe.yaml").exists()
     Path("recipe.yaml").write_text("mine")
     assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")

@@ -49,7 +49,7 @@ def classes(count: int = 12) -> list[dict[str, Any]]:
 
 def asked(folder: Path, *more: object, output: str = "run") -> list[object]:
     common = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--output", folder / output, "--steps", 4]
-    return ["train", *common, "--batch-size", 4, "--lr", 1e-2, "--exact-mezo", "--no-guard", *more]
+    return ["train", *common, "--batch-size", 4, "--lr", 1e-2, "--estimator", "mezo:exact", "--no-guard", *more]
 
 
 def whole(folder: Path) -> Any:

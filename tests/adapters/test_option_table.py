@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 from command_lines import make_place, refusal, run_here
 
-from zo2adapters.commands.options import option_names, parse_command
+from zo2adapters.commands.options import option_fields, parse_command
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers import option_table
 from zo2adapters.trainers.optimization import Noise
-from zo2adapters.trainers.option_table import EXCLUDED, NEEDED, OPTIONS, Change, require_unchanged
+from zo2adapters.trainers.option_table import (
+    EXCLUDED,
+    NEEDED,
+    OPTIONS,
+    SETTING_OF,
+    SETTINGS,
+    Change,
+    flag,
+    require_unchanged,
+)
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2core.errors import OptionError
 from zo2core.names import EstimatorName, Fitness
@@ -55,7 +64,10 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
 
 
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
-    assert sorted(OPTIONS) == sorted(option_names(Train))
+    listed = option_fields(Train)
+    names = [name for option in listed for name in (option.field, *(setting.field for setting in option.settings.values()))]
+    assert sorted(OPTIONS) == sorted(name for name in names if name not in SETTINGS or name in OPTIONS)
+    assert len(listed) <= 60, "an option that nobody would miss goes, and options that are one thing become one value"
 
 
 def test_every_option_of_a_run_that_is_saved_has_a_row(saved: TrainOptions) -> None:
@@ -67,8 +79,9 @@ def test_every_option_of_a_run_that_is_saved_has_a_row(saved: TrainOptions) -> N
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.change is Change.RESUME])
 def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> None:
     given, expected = CHANGED[name]
-    flag = f"--{name.replace('_', '-')}"
-    command: Train = parse_command("train", Train, ["--resume", "run", *([flag] if given is True else [flag, str(given)])])
+    option, key = SETTING_OF.get(name, (name, ""))
+    written = [flag(option), *([] if given is True else [f"{key}={given}" if key else str(given)])]
+    command: Train = parse_command("train", Train, ["--resume", "run", *written])
     before, after = leaves(saved.to_json()), leaves(command.options().to_json())
     assert {name: after[name] for name in after if after[name] != before[name]} == {
         name: expected,
@@ -170,14 +183,14 @@ def test_what_has_no_effect_is_refused_by_name(name: str, method: str) -> None:
 
 @pytest.mark.parametrize(("name", "excluded", "expected"), EXCLUDED)
 def test_what_excludes_each_other_is_refused_by_name(name: str, excluded: str, expected: str) -> None:
-    with pytest.raises(OptionError, match=f"^{name}: found .* with --{excluded.replace('_', '-')}.*; expected") as refused:
+    with pytest.raises(OptionError, match=f"^{name}: found .* with {flag(excluded)}.*; expected") as refused:
         require(**{name: other(name), excluded: other(excluded)})
     assert refused.value.expected == expected
 
 
 @pytest.mark.parametrize(("name", "needed"), NEEDED)
 def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
-    with pytest.raises(OptionError, match=f"^{name}: found .*; expected --{needed[0].replace('_', '-')}"):
+    with pytest.raises(OptionError, match=f"^{name}: found .*; expected {flag(needed[0])}"):
         require(**{name: other(name)})
     require(**{name: other(name), needed[0]: other(needed[0])})
 
@@ -241,6 +254,39 @@ def test_a_recipe_may_have_its_options_in_sections(saved: TrainOptions) -> None:
         Train.with_recipe(["recipe.yaml"])
 
 
+def test_a_recipe_of_an_earlier_version_is_read_with_settings_that_had_keys_of_their_own(saved: TrainOptions) -> None:
+    earlier = "model: base\ndata: rows.jsonl\noutput: other\nmethod: adamw\nbetas: [0.8, 0.95]\nstream_blocks: false\n"
+    Path("recipe.yaml").write_text(f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n")
+    command: Train = parse_command("train", Train, Train.with_recipe(["recipe.yaml", "--method", "state_bits=8"]))
+    given = command.first_order
+    assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == ("adamw", (0.8, 0.95), 0.5, 8)
+    assert (command.eval_split, command.evaluation, command.rows.text_column) == (0.25, None, "a, b")
+    Path("recipe.yaml").write_text("evaluation: rows.jsonl\neval_split: 0.5\n")
+    with pytest.raises(OptionError, match="evaluation twice"):
+        Train.with_recipe(["recipe.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (("--betas", "0.8", "0.95"), "did you mean --method betas=VALUE"),
+        (("--adam-beta1", "0.8"), "did you mean --method betas=VALUE"),
+        (("--eval-split", "0.1"), "did you mean --evaluation SHARE"),
+        (("--text-column", "a"), "did you mean --columns text=VALUE"),
+        (("--plan",), "did you mean zo2 plan"),
+        (("--columns", "txt=a"), "'txt=a' as --columns; expected text=VALUE or prompt=VALUE"),
+        (("--estimator", "mezo:exact=perhaps"), "expected exact, or exact=false"),
+        (("--method", "adamw:betas=0.8"), "1 values after betas of --method; expected 2 values"),
+        (("--method", "adamw:beta=0.8"), "'adamw:beta=0.8' as --method; expected one of"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_now_a_setting_is_named_as_one(written: tuple[str, ...], told: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_command("train", Train, written)
+    assert told in str(refused.value)
+
+
 RUN = ("train", "--model", "base", "--data", "rows.jsonl", "--output", "all", "--runs", "runs.yaml", "--batch-size", 2)
 
 
@@ -251,7 +297,7 @@ def test_runs_that_go_on_refuse_another_common_option_and_take_what_may_change(
     monkeypatch.chdir(tmp_path)
     Path("runs.yaml").write_text("one: {rank: 2}\n")
     assert run_here(*RUN, "--steps", 2, "--lr", 1e-3).status == 0
-    changes = ("--seed", 3), ("--lr", 2e-3), ("--weight-decay", 0.1), ("--eval-split", 0.5)
+    changes = ("--seed", 3), ("--lr", 2e-3), ("--weight-decay", 0.1), ("--evaluation", 0.5)
     for option, value in changes:
         told = refusal(*RUN, "--steps", 3, "--lr", 1e-3, option, value)
         assert told.startswith(f"zo2: {option}: found {value}; expected ")

@@ -48,7 +48,7 @@ def lines(*more: object) -> list[str]:
         (["--lr", 1e-3], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
         (["--lr", 1e-3, "--lora-rank", 2], "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about "),
         (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
-        ([*FIRST_ORDER, "--eval-split", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
+        ([*FIRST_ORDER, "--evaluation", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
     ],
     ids=str,
 )

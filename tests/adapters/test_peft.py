@@ -241,7 +241,7 @@ def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     ("more", "said"),
     [
         (["--adapter", "missing.json"], "missing.json"),
-        (["--adapter", "CONFIG", "--transfer-dtype", "bfloat16"], "--transfer-dtype"),
+        (["--adapter", "CONFIG", "--precision", "auto:transfer=bfloat16"], "transfer of --precision"),
         (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
         (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),
         (["--adapter", "CONFIG", "--adapter-frozen", "lora_C"], "--adapter-frozen"),

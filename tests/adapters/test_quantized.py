@@ -414,7 +414,7 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
     shutil.rmtree(tmp_path / "base")
     train = ["train", "--model", str(quantised), "--data", str(options.data), "--output", str(run), "--steps", "4"]
     assert "--rank" in refusal(*train, "--lr", "1e-3")
-    main([*train, "--lr", "1e-3", "--rank", "2", "--period", "2"])
+    main([*train, "--lr", "1e-3", "--rank", "2:period=2"])
     assert "--rank" in refusal("plan", "--model", quantised)
     capsys.readouterr()
     main(["plan", "--model", str(quantised), "--rank", "2"])

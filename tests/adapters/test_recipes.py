@@ -87,7 +87,9 @@ MANY = ["--evaluation", "rows.jsonl", "--evaluate-every", 2, "--decay", "cosine"
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("more", [MANY, ["--rank", 2, "--per-row"], ["--exact-mezo", "--clip-median", 2.5]], ids=str)
+@pytest.mark.parametrize(
+    "more", [MANY, ["--rank", 2, "--per-row"], ["--estimator", "mezo:exact", "--clip", "median=2.5"]], ids=str
+)
 def test_the_recipe_in_a_run_directory_repeats_the_run_to_the_same_journal(here: Path, more: list[object]) -> None:
     done("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 4, "--batch-size", 3, *more)
     assert "already started" in refusal("train", "run/recipe.yaml"), "it names the directory that it was written to"
@@ -189,11 +191,23 @@ def test_nul_in_a_saved_path_is_refused(here: Path) -> None:
 def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
     given = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--steps", 3)
     told = done(
-        "plan", *given, "--lr", 0.3, "--objective", "loss", "--seed", 3, "--exact-mezo", "--no-guard", "--samples", 2
+        "plan",
+        *given,
+        "--lr",
+        0.3,
+        "--objective",
+        "loss",
+        "--seed",
+        3,
+        "--estimator",
+        "mezo:exact",
+        "--no-guard",
+        "--samples",
+        2,
     )
     assert "3 steps of 3 rows" in told.out
     assert told.err == "not in the plan: the answers to 2 samples\n"
-    assert "every 3 steps" in done("train", "--plan", *given, "--write-back-every", 3).out
+    assert "every 3 steps" in done("plan", *given, "--write-back-every", 3).out
     done("train", "--output", "planned", *given)
     again = done("plan", "--resume", "planned").out
     assert "3 steps of 3 rows" in again

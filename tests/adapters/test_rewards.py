@@ -30,6 +30,7 @@ from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.trainers.option_table import SETTING_OF, flag
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
 from zo2core.names import Fitness
@@ -422,7 +423,7 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> No
         assert task.drift(engine) == 0.0
         for _ in range(10):
             task.step(engine, rows.rows[:2], {})
-        with pytest.raises(DivergenceError, match=r"step 10: found a drift of .*--max-drift"):
+        with pytest.raises(DivergenceError, match=r"step 10: found a drift of .*max_drift of the run"):
             task.step(engine, rows.rows[:2], {})
         assert engine.version == 10, "a step that is refused is not taken"
         drift = task.drift(engine)
@@ -446,7 +447,9 @@ def asked(folder: Path, reward: str, **changes: object) -> list[object]:
     given: dict[str, object] = {"model": folder / "base", "data": folder / "rows.jsonl", "output": folder / "run"}
     given |= {"reward": reward, "estimator": "es", "queries": 3, "rank": 2, "lr": 0.02, "zo_eps": 0.1, "steps": 6}
     given |= {"batch_size": 3, "max_new_tokens": 5, "temperature": 0.8, "seed": 3, **changes}
-    return ["train", *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))]
+    settings = {name: f"{SETTING_OF[name][1]}={value}" for name, value in given.items() if name in SETTING_OF}
+    options = [(flag(SETTING_OF.get(name, (name,))[0]), settings.get(name, value)) for name, value in given.items()]
+    return ["train", *(word for option in options for word in option)]
 
 
 def test_a_run_writes_rewards_and_a_resumed_one_has_its_bits(functions: Path, tmp_path: Path) -> None:
@@ -527,10 +530,13 @@ def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(tmp_p
     path.write_text(PAUSES)
     told = refusal(*map(str, asked(tmp_path, f"{path}:pauses", reward_seconds=0.5)))
     assert "of --data: found TimeoutError: it takes longer than 0.5 s" in told
-    assert "resume with more --reward-seconds" in told
+    assert "resume with more seconds" in told
     taken = (tmp_path / "run/journal.jsonl").read_bytes().count(b"projected_grads")
     assert taken == 2, "18 calls a step"
-    assert run_here("train", "--resume", tmp_path / "run", "--reward-seconds", 5, "--reward", f"{path}:pauses").status == 0
+    assert (
+        run_here("train", "--resume", tmp_path / "run", "--reward-options", "seconds=5", "--reward", f"{path}:pauses").status
+        == 0
+    )
     assert run_here(*asked(tmp_path, f"{path}:pauses", output=tmp_path / "whole")).status == 0
     journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("run", "whole")]
     assert journals[0] == journals[1]
@@ -576,7 +582,10 @@ def test_prompts_that_leave_no_room_are_told_by_their_row(tmp_path: Path) -> Non
         if tokens == 40:
             assert f"{tmp_path / rows}, line 5: found a prompt of 40 tokens, which leaves no token" in told
         else:
-            assert f"--max-new-tokens: found 5 after a prompt of 30 tokens, in the row on line 5 of {where}" in told
+            assert (
+                f"max_new_tokens of --reward-options: found 5 after a prompt of 30 tokens, in the row on line 5 of {where}"
+                in told
+            )
             assert "expected at most 2" in told
         assert not (tmp_path / "run").exists()
         (tmp_path / rows).write_text(kept)
@@ -630,10 +639,10 @@ def run(tmp_path: Path) -> Path:
 )
 def test_options_that_have_no_effect_or_no_sense_are_refused(changes: dict[str, object], named: str, run: Path) -> None:
     command = asked(run, str(changes.pop("reward", "length")), **changes)
-    assert refusal(*map(str, command)).startswith(f"zo2: --{named.replace('_', '-')}: ")
+    assert refusal(*map(str, command)).startswith(f"zo2: {flag(named)}: ")
     assert not (run / "run").exists()
 
 
 def test_options_of_rewards_need_a_reward(run: Path) -> None:
     command = [str(word) for word in asked(run, "length") if word not in ("--reward", "length")]
-    assert "--max-new-tokens: found 5 without --reward" in refusal(*command)
+    assert "max_new_tokens of --reward-options: found 5 without --reward" in refusal(*command)

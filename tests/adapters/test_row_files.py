@@ -111,7 +111,7 @@ def test_an_error_names_file_row_column_and_the_nearest_name(name: str, tmp_path
     unit = "line" if name.endswith("jsonl") else "row"
     assert caught.value.where == f"{path}, {unit} 1"
     assert "'txt'" in caught.value.found
-    assert "--text-column" in caught.value.expected
+    assert "--columns text" in caught.value.expected
     assert "'text'" in caught.value.remedy
 
 
@@ -399,14 +399,13 @@ def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> Non
         Trainer(replace(options, eval_split=0.5), resume=True, quiet=True)
 
 
-def test_a_split_beside_an_evaluation_file_or_out_of_range_is_refused(tmp_path: Path) -> None:
+def test_a_split_out_of_range_is_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)
     path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
     arguments = ("train", "--model", base, "--data", path, "--output", tmp_path / "out")
-    assert "--evaluation" in refusal(*arguments, "--eval-split", 0.5, "--evaluation", path)
-    for share in (0, 1, "nan"):
-        assert "--eval-split" in refusal(*arguments, "--eval-split", share)
+    for share in (0, 1, "nan", 1.5):
+        assert "--evaluation" in refusal(*arguments, "--evaluation", share)
     assert not (tmp_path / "out").exists()
 
 

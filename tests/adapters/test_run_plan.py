@@ -37,10 +37,10 @@ from zo2core.types import shown_bytes
 CONFIGURATIONS = {
     "default": [],
     "rank": ["--rank", "2"],
-    "rank, one evaluation at a time": ["--rank", "2", "--stack", "1", "--queries", "2"],
+    "rank, one evaluation at a time": ["--rank", "2:stack=1", "--queries", "2"],
     "rank, per row": ["--rank", "4", "--per-row"],
     "exact": ["--precision", "exact"],
-    "exact MeZO": ["--exact-mezo"],
+    "exact MeZO": ["--estimator", "mezo:exact"],
     "packed": ["--pack"],
     "micro-batches": ["--micro-batch-size", "1"],
 }
@@ -97,7 +97,7 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
         "--lora-rank 2",
         "--method adamw --lora-rank 2",
         "--method adamw",
-        "--method badam --stream-blocks",
+        "--method badam:stream_blocks",
         "--rank 2 --runs 3",
         "--device-memory 1GB",
     ],
@@ -109,7 +109,7 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
     method, memory, *gpu, time, disk, empty, _ = done("plan", *arguments).out.splitlines()[: 6 + on_device]
     assert method.endswith(": 7 steps of 16 rows")
     assert memory.startswith("Memory: it fits, with ")
-    assert " of 2.00 GB; all blocks stay in memory" in memory or "--stream-blocks" in given
+    assert " of 2.00 GB; all blocks stay in memory" in memory or "stream_blocks" in given
     if not on_device:
         planned = parse_size("".join(memory.removeprefix("Memory: it fits, with ").split()[:2]))
         assert planned == pytest.approx(plan["nbytes"], rel=0.1), "the process itself has grown a little"

@@ -275,7 +275,9 @@ def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
 def test_a_plan_of_runs_counts_what_they_generate(options: TrainOptions, process_memory: int) -> None:
     memory = f"{(process_memory >> 20) + 400}MiB"
     given = ("--rank", 2, "--runs", 2, "--batch-size", 2, "--reward", "length", "--memory", memory)
-    short, long = (plan_of(options, *given, "--max-new-tokens", tokens)["memory_a_run"] for tokens in (1, 8))
+    short, long = (
+        plan_of(options, *given, "--reward-options", f"max_new_tokens={tokens}")["memory_a_run"] for tokens in (1, 8)
+    )
     assert long > short
 
 

@@ -55,7 +55,7 @@ def test_one_command_does_what_its_parts_do(folder: Path) -> None:
         (["--task", "sst2", "--evaluation", "rows.jsonl"], "--evaluation"),
         (["--task", "sst2", "--adapter", "adapter.json"], "--adapter"),
         (["--task", "sst2", "--head", "sequence-classification"], "--head"),
-        (["--task", "sst2", "--beta", "0.3"], "--beta"),
+        (["--task", "sst2", "--objective", "dpo:beta=0.3"], "beta of --objective"),
         (["--shots", "2"], "--shots"),
     ],
 )

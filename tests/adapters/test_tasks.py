@@ -52,7 +52,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(data: str, objective: str, *more: str, output: str = "run") -> list[str]:
-    common = ["--steps", "4", "--batch-size", "4", "--lr", "2e-2", "--zo-eps", "5e-2", "--exact-mezo", "--no-guard"]
+    common = [
+        "--steps",
+        "4",
+        "--batch-size",
+        "4",
+        "--lr",
+        "2e-2",
+        "--zo-eps",
+        "5e-2",
+        "--estimator",
+        "mezo:exact",
+        "--no-guard",
+    ]
     told = ["--model", "model", "--data", f"{data}.jsonl", "--output", output, "--objective", objective]
     return ["train", *told, *common, *more]
 
@@ -134,9 +146,9 @@ def paired(rows: Any) -> Any:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("more", [(), ("--beta", "2.0"), ("--micro-batch-size", "3")], ids=str)
+@pytest.mark.parametrize("more", [(), ("--objective", "dpo:beta=2.0"), ("--micro-batch-size", "3")], ids=str)
 def test_dpo_is_mezo_against_the_base_also_where_it_is_gone_on_with(here: Path, more: tuple[str, ...]) -> None:
-    journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "--beta" in more else 0.1))
+    journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "dpo:beta=2.0" in more else 0.1))
     for update, rows in zip(journal.updates, batches_of("preferences"), strict=False):
         step = literal.step(paired(rows), *update.seeds)
         assert update.losses == pytest.approx(step.losses, rel=1e-6)
@@ -164,7 +176,7 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
 @pytest.mark.few(1)
 @pytest.mark.parametrize("transfer_dtype", ["float8", "bfloat16-back"])
 def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, transfer_dtype: str) -> None:
-    opening = ("--model", "model", "--precision", "mixed", "--transfer-dtype", transfer_dtype)
+    opening = ("--model", "model", "--precision", f"mixed:transfer={transfer_dtype}")
     rows = ("--data", "preferences.jsonl", "--evaluation", "preferences.jsonl")
     ended = run_here("train", *opening, *rows, "--output", "run", "--steps", 2, "--lr", 1e-3)
     assert ended.status == 0, ended.err
@@ -238,8 +250,11 @@ def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
     ("arguments", "said"),
     [
         (("--data", "pairs.jsonl", "--objective", "dpo"), "rows with prompt, chosen and rejected"),
-        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found the objective loss; expected the objective dpo"),
-        (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
+        (
+            ("--data", "pairs.jsonl", "--objective", "beta=0.5"),
+            "beta of --objective: found the objective loss; expected the objective dpo",
+        ),
+        (("--data", "preferences.jsonl", "--objective", "beta=0"), "beta of --objective: found 0.0"),
         (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with prompt, chosen and rejected"),
         (
             ("--data", "preferences.jsonl", "--rank", "2", "--per-row"),
@@ -364,7 +379,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("pairs", "own.py:gone"), "found own.py:gone, which cannot be imported (AttributeError"),
     (("pairs", "gone.py:calm"), "which cannot be imported (FileNotFoundError"),
     (("pairs", "own.py:logits"), "--objective: found shape [4,"),
-    (("choices", "accuracy", "--keep-best"), "--keep-best: found True; expected --evaluation or --eval-split"),
+    (("choices", "accuracy", "--keep-best"), "--keep-best: found True; expected --evaluation"),
     (("choices", "accuracy", "--evaluation", "pairs.jsonl"), "--evaluation: found rows with text"),
 ]
 

@@ -214,9 +214,7 @@ def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
     assert ours == theirs[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--precision", "mixed", "--dtype", "bfloat16", "--transfer-dtype", "bfloat16"]], ids=str
-)
+@pytest.mark.parametrize("more", [[], ["--precision", "mixed:transfer=bfloat16", "--dtype", "bfloat16"]], ids=str)
 def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(more: list[str], tmp_path: Path) -> None:
     options = small_run(tmp_path)
     train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--device", "cuda", *more]

@@ -495,7 +495,7 @@ def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path) -> None:
     weights = [directory / "model.safetensors" for directory in (options.output / "model", tmp_path / "again")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert "bfloat16, as in the run" in refusal(
-        "evaluate", "--run", str(options.output), "--data", str(options.data), "--transfer-dtype", "float16"
+        "evaluate", "--run", str(options.output), "--data", str(options.data), "--precision", "mixed:transfer=float16"
     )
 
 
@@ -504,7 +504,9 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan = ["plan", "--model", options.model, "--precision", "mixed", "--sequence-length", "8", "--json"]
     moved: dict[str, tuple[int, int]] = {}
     for transfer_dtype in TRANSFER_DTYPES:
-        main([*plan, "--transfer-dtype", transfer_dtype, "--device-memory", "30000", "--micro-batch-size", "1"])
+        main(
+            [*plan, "--precision", f"mixed:transfer={transfer_dtype}", "--device-memory", "30000", "--micro-batch-size", "1"]
+        )
         planned = json.loads(capsys.readouterr().out)
         moved[transfer_dtype] = planned["moved_bytes"], planned["returned_bytes"]
     there, back = zip(*moved.values(), strict=True)
@@ -515,8 +517,8 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--transfer-dtype", "float8", "--exact-mezo", "--precision", "mixed"], "noise"),
-        (["--transfer-dtype", "float16", "--precision", "exact", "--dtype", "bfloat16"], "precision.transfer_dtype"),
+        (["--precision", "mixed:transfer=float8", "--estimator", "mezo:exact"], "noise"),
+        (["--precision", "exact:transfer=float16", "--dtype", "bfloat16"], "precision.transfer_dtype"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(

@@ -396,12 +396,12 @@ def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--stack", "2"], "--stack"),
-        (["--rank", "2", "--stack", "0"], "--stack"),
+        (["--rank", "stack=2"], "stack of --rank"),
+        (["--rank", "2:stack=0"], "stack of --rank"),
         (["--rank", "2", "--snapshot-every", "3"], "--rank"),
         (["--per-row", "--objective", "exact-match"], "--per-row"),
         (["--per-row", "--micro-batch-size", "1"], "--per-row"),
-        (["--rank", "2", "--exact-mezo"], "--exact-mezo"),
+        (["--rank", "2", "--estimator", "mezo:exact"], "exact of --estimator"),
         (["--rank", "2", "--noise", "mezo"], "--noise"),
         (["--rank", "2", "--weight-decay", "0.1"], "--weight-decay"),
         (["--rank", "2", "--estimator", "fzoo", "--queries", "2"], "--estimator"),

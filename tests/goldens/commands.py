@@ -71,24 +71,34 @@ def trained(
 
 
 ADAPTER = ("--method", "adamw", "--lora-rank", 2)
-MEZO = ("--exact-mezo", "--zo-eps", 1e-2, "--weight-decay", 0.1)
+MEZO = ("--estimator", "mezo:exact", "--zo-eps", 1e-2, "--weight-decay", 0.1)
 MIXED = ("--precision", "mixed", "--dtype", "bfloat16")
-FULL = ("--weight-decay", 0.1, "--max-grad-norm", 0.5)
+FULL = ("--weight-decay", 0.1, "--clip", "norm=0.5")
 COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     "mezo, exact, float32, read": partial(trained, *MEZO, "--write-back-every", 2, read=True),
     "mezo, exact, float32, resumed": partial(trained, *MEZO, "--write-back-every", 2, resumed_after=3),
     "mezo, exact, bfloat16": partial(trained, *MEZO, dtype=torch.bfloat16),
     "mezo, mixed, 3 queries, linear decay, clipped": partial(
-        trained, *MIXED, "--queries", 3, "--decay", "linear", "--warmup-steps", 2, "--clip-median", 1.5, dtype=torch.bfloat16
+        trained,
+        *MIXED,
+        "--queries",
+        3,
+        "--decay",
+        "linear",
+        "--warmup-steps",
+        2,
+        "--clip",
+        "median=1.5",
+        dtype=torch.bfloat16,
     ),
     "mezo, gaussian, micro-batches": partial(trained, "--noise", "gaussian", "--micro-batch-size", 1),
     "fzoo": partial(trained, "--estimator", "fzoo", "--queries", 3),
-    "evolution strategies, ranks": partial(trained, "--estimator", "es", "--queries", 4, "--fitness", "ranks"),
-    "low-rank, read": partial(trained, "--rank", 2, "--period", 3, "--queries", 2, read=True),
+    "evolution strategies, ranks": partial(trained, "--estimator", "es:fitness=ranks", "--queries", 4),
+    "low-rank, read": partial(trained, "--rank", "2:period=3", "--queries", 2, read=True),
     "low-rank, bfloat16, a direction per row": partial(
         trained, "--rank", 2, "--per-row", "--zo-eps", 1e-2, dtype=torch.bfloat16
     ),
-    "low-rank, nf4, resumed": partial(trained, "--rank", 2, "--period", 3, quantized="nf4", resumed_after=2),
+    "low-rank, nf4, resumed": partial(trained, "--rank", "2:period=3", quantized="nf4", resumed_after=2),
     "mezo, adapter on int8": partial(trained, "--lora-rank", 2, quantized="int8"),
     "mezo, loss over candidates": partial(trained, rows=CANDIDATES),
     "mezo, dpo": partial(trained, rows=PREFERENCES),
@@ -97,17 +107,13 @@ COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     ),
     "adapter adamw, on nf4, read": partial(trained, *ADAPTER, quantized="nf4", read=True),
     "adapter sgd with momentum, bfloat16": partial(
-        trained, "--method", "sgd", "--momentum", 0.9, "--lora-rank", 2, dtype=torch.bfloat16
+        trained, "--method", "sgd:momentum=0.9", "--lora-rank", 2, dtype=torch.bfloat16
     ),
     "full adamw, micro-batches, read": partial(trained, "--method", "adamw", *FULL, "--micro-batch-size", 2, read=True),
-    "full adamw, streamed, resumed": partial(trained, "--method", "adamw", *FULL, "--stream-blocks", resumed_after=3),
-    "full adamw, one step late, mixed": partial(
-        trained, "--method", "adamw", "--delayed-update", *MIXED, dtype=torch.bfloat16
-    ),
-    "lomo, bfloat16": partial(trained, "--method", "lomo", *FULL, "--max-grad-value", 0.1, dtype=torch.bfloat16),
+    "full adamw, streamed, resumed": partial(trained, "--method", "adamw:stream_blocks", *FULL, resumed_after=3),
+    "full adamw, one step late, mixed": partial(trained, "--method", "adamw:delayed_update", *MIXED, dtype=torch.bfloat16),
+    "lomo, bfloat16": partial(trained, "--method", "lomo", *FULL, "--clip", "norm=0.5,value=0.1", dtype=torch.bfloat16),
     "adalomo": partial(trained, "--method", "adalomo", *FULL),
-    "badam, resumed": partial(trained, "--method", "badam", *FULL, "--switch-every", 2, resumed_after=3),
-    "badam, streamed, bfloat16": partial(
-        trained, "--method", "badam", "--switch-every", 2, "--stream-blocks", dtype=torch.bfloat16
-    ),
+    "badam, resumed": partial(trained, "--method", "badam:switch_every=2", *FULL, resumed_after=3),
+    "badam, streamed, bfloat16": partial(trained, "--method", "badam:switch_every=2,stream_blocks", dtype=torch.bfloat16),
 }

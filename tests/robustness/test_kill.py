@@ -121,20 +121,20 @@ def zeroth(buckets: int | None, write: int | Literal["never"], *more: object, ke
 
 
 def first_order(method: str, *more: object) -> tuple[object, ...]:
-    turns = ("--switch-every", 2) if method == "badam" else ()
+    turns = ("--method", "switch_every=2") if method == "badam" else ()
     return ("--model", "base", "--method", method, "--lr", 1e-2, "--evaluate-every", 2, *turns, *more)
 
 
 SNAPSHOTS_KEPT = ("--keep-best", "--snapshot-every", 2)
 ADAPTER = ("--lora-rank", 3, "--lora-alpha", 16)
-STREAMED = ("--stream-blocks",)
+STREAMED = ("--method", "stream_blocks")
 REWARDS = ("rewards.py:fingerprint", "length=0.1")
 
 
 def rewarded(*more: object, patch: str = "") -> Kind:
     """Steps that learn from rewards, in which the drift is measured before the first and the eleventh."""
     options: tuple[object, ...] = ("--reward", *REWARDS, "--estimator", "es", "--queries", 3, "--lr", 0.05, "--zo-eps", 0.1)
-    options += ("--max-new-tokens", 4, "--evaluate-every", 4, "--samples", 2)
+    options += ("--reward-options", "max_new_tokens=4", "--evaluate-every", 4, "--samples", 2)
     temporary = beforehand(keep_temporary_files, "temporary")
     return Kind((*options, *more), {}, None, temporary + patch, 12, ("--reward", *REWARDS))
 
@@ -151,7 +151,7 @@ KINDS: dict[str, Kind] = {
     "zeroth, streamed, snapshots": zeroth(1, 4, "--snapshot-every", 3),
     "adapter": Kind(first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT), SNAPSHOT_PLACES),
     "adapter, streamed, inputs on disk": Kind(
-        first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--activation-memory", 1, "--micro-batch-size", 1), patch=TIGHT
+        first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--memory", "activations=1", "--micro-batch-size", 1), patch=TIGHT
     ),
     "adamw": Kind(first_order("adamw", *SNAPSHOTS_KEPT), {**SNAPSHOT_PLACES, **UPDATE_PLACES}),
     "adamw, streamed": Kind(first_order("adamw", *STREAMED), COMMIT_PLACES, "adamw"),
@@ -161,14 +161,15 @@ KINDS: dict[str, Kind] = {
     "lomo, streamed": Kind(first_order("lomo", *STREAMED, "--snapshot-every", 2), {}, "lomo"),
     "adalomo": Kind(first_order("adalomo", *SNAPSHOTS_KEPT)),
     "adalomo, streamed": Kind(first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"),
-    "rewards": rewarded("--model", "base", "--rank", 2, "--temperature", 0.8, "--reward-seconds", 500)._replace(
+    "rewards": rewarded("--model", "base", "--rank", 2, "--reward-options", "temperature=0.8,seconds=500")._replace(
         places=REWARD_PLACES
     ),
     "rewards, a quantised base, one row at a time": rewarded(
-        *("--model", "nf4", "--rank", 2, "--period", 3, "--activation-memory", 1, "--fitness", "ranks"), patch=TIGHT
+        *("--model", "nf4", "--rank", "2:period=3", "--memory", "activations=1", "--estimator", "es:fitness=ranks"),
+        patch=TIGHT,
     ),
     "rewards, weights on disk": rewarded(
-        *("--model", "base", "--write-back-every", 2, "--temperature", 0.8, "--top-p", 0.9), patch=TIGHT
+        *("--model", "base", "--write-back-every", 2, "--reward-options", "temperature=0.8,top_p=0.9"), patch=TIGHT
     ),
 }
 
@@ -445,7 +446,7 @@ def test_a_run_killed_while_its_rewards_are_computed_leaves_no_process(runs: Run
 @pytest.mark.long_profile
 def test_a_resumed_run_has_the_drift_that_ends_it(here: Path, apart: Apart) -> None:
     kind = KINDS["rewards"]
-    bounded = [*kind.command, "--max-drift", 1e-9]
+    bounded = [*kind.command, "--reward-options", "max_drift=1e-9"]
     told = refusal(*bounded)
     assert "step 10: found a drift of" in told
     shutil.move("run", "whole")

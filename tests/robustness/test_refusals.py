@@ -464,7 +464,7 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
 def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
     unfinish(run)
     journal = (run / "journal.jsonl").read_bytes()
-    anew = ["--memory", "4GiB", "--write-back-every", "never", "--snapshot-every", 2, "--activation-memory", "64MB"]
+    anew = ["--memory", "4GiB:activations=64MB", "--write-back-every", "never", "--snapshot-every", 2]
     assert run_here("train", "--resume", run, *anew).status == 0
     options = json.loads((run / "options.json").read_text())["options"]["storage"]
     assert [options[name] for name in ("memory", "write_back_every", "snapshot_every")] == ["4GiB", "never", 2]
@@ -569,7 +569,7 @@ import psutil, resource
 limit = psutil.Process().memory_info().vms + {room}
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
-    arguments = ["--batch-size", 20_000, "--activation-memory", "1MB", "--queries", 40, "--steps", 1]
+    arguments = ["--batch-size", 20_000, "--memory", "activations=1MB", "--queries", 40, "--steps", 1]
     ended = apart.run(*train(place), *arguments, patch=patch)
     assert ended.status == 2, ended
     assert_typed(ended)

@@ -24,7 +24,7 @@ RUNS: dict[str, list[str]] = {
     "rank 8, per row": ["--rank", "8", "--per-row"],
     "exact": ["--precision", "exact"],
     "float32": ["--dtype", "float32"],
-    "exact MeZO": ["--exact-mezo"],
+    "exact MeZO": ["--estimator", "mezo:exact"],
     "streamed": [],
     "streamed, rank 2": ["--rank", "2"],
 }

@@ -56,20 +56,20 @@ FLOAT32 = "--precision exact --dtype float32 --loss-chunk 64"
 BFLOAT16 = "--precision exact --dtype bfloat16 --loss-chunk 64"
 MIXED = "--precision mixed --dtype bfloat16"  # weights in float32; the dtype is fixed, not chosen by speed
 LORA = "--lora-rank 8 --lora-targets q_proj v_proj --lora-alpha 16"
-CLIPPED = "--max-grad-norm 1 --warmup-steps 10"
+CLIPPED = "--clip norm=1 --warmup-steps 10"
 ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)  # FZOO's are lengths: it normalises its steps
 PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2, 1e-1), (1e-3,)
 # LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. Its queries share the 16 rows.
 LORA_FA = f"--no-guard --noise gaussian --zo-eps 1e-2 {LORA} --adapter-frozen lora_A {BFLOAT16}"
 VARIANTS = {
-    "mezo-float32": Variant("--no-guard --exact-mezo --precision exact --dtype float32"),
+    "mezo-float32": Variant("--no-guard --estimator mezo:exact --precision exact --dtype float32"),
     "rademacher-float32": Variant(f"--no-guard {FLOAT32}"),
     "rademacher-bfloat16": Variant(f"--no-guard {BFLOAT16}"),
     "rademacher-mixed": Variant(f"--no-guard {MIXED}"),
-    "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --transfer-dtype float8"),
-    "rademacher-mixed-bfloat16-carried": Variant(f"--no-guard {MIXED} --transfer-dtype bfloat16"),
-    "rademacher-mixed-float8-both-ways": Variant(f"--no-guard {MIXED} --transfer-dtype float8-back"),
-    "rademacher-mixed-bfloat16-both-ways": Variant(f"--no-guard {MIXED} --transfer-dtype bfloat16-back"),
+    "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --precision transfer=float8"),
+    "rademacher-mixed-bfloat16-carried": Variant(f"--no-guard {MIXED} --precision transfer=bfloat16"),
+    "rademacher-mixed-float8-both-ways": Variant(f"--no-guard {MIXED} --precision transfer=float8-back"),
+    "rademacher-mixed-bfloat16-both-ways": Variant(f"--no-guard {MIXED} --precision transfer=bfloat16-back"),
     "rademacher-4-queries-float32": Variant(f"--no-guard --queries 4 {FLOAT32}", forwards=8),
     "gaussian-float32": Variant(f"--no-guard --noise gaussian {FLOAT32}"),
     "gaussian-bfloat16": Variant(f"--no-guard --noise gaussian {BFLOAT16}"),
@@ -84,12 +84,12 @@ VARIANTS = {
     "fzoo-mixed": Variant(f"--no-guard --estimator fzoo --queries 8 {MIXED}", FZOO_LRS, forwards=9),
     "fzoo-float32": Variant(f"--no-guard --estimator fzoo --queries 8 {FLOAT32}", FZOO_LRS, forwards=9),
     "lora-adamw-bfloat16": Variant(
-        f"--method adamw --max-grad-norm 1 --weight-decay 0 {LORA} --dtype bfloat16", (5e-4, 1e-3, 2e-3, 4e-3), forwards=3
+        f"--method adamw --clip norm=1 --weight-decay 0 {LORA} --dtype bfloat16", (5e-4, 1e-3, 2e-3, 4e-3), forwards=3
     ),
     "adamw-float32": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {FLOAT32}", ADAMW_LRS, forwards=3),
     "adamw-mixed": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {MIXED}", ADAMW_LRS, forwards=3),
     "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", (3e-3, 1e-2, 3e-2, 1e-1), forwards=5),
-    "badam-mixed": Variant(f"--method badam --switch-every 3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3),
+    "badam-mixed": Variant(f"--method badam:switch_every=3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3),
 }
 # On sums: forwards are completions that are written, or rows that are read.
 SUMS = {

@@ -75,7 +75,9 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     given["micro-batch-size"] = options.micro_rows
     given["precision"] = options.precision if options.method is None or options.full else None
     arguments = [part for name, value in given.items() if value is not None for part in (f"--{name}", value)]
-    plan: dict[str, Any] = json.loads(zo2("plan", *arguments, "--json", *(["--stream-blocks"] if options.stream else [])))
+    plan: dict[str, Any] = json.loads(
+        zo2("plan", *arguments, "--json", *(["--method", "stream_blocks"] if options.stream else []))
+    )
     return plan
 
 

@@ -22,10 +22,10 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from zo2adapters.trainers.option_table import OPTIONS, SECTIONS
+from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, SETTINGS, by_option, flag, section_of, setting_text
 from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -111,15 +111,12 @@ class OptionField(NamedTuple):
     owner: type  # the dataclass that has the field
     field: str
     name: str  # on the command line, with underscores
+    flag: str  # the option on the command line, such as --batch-size, or which setting it is of which option
     aliases: tuple[str, ...]  # further names, with hyphens
     type: Any  # without marks
     default: Any  # MISSING: the option is required
     is_positional: bool
-
-    @property
-    def flag(self) -> str:
-        """The option on the command line, such as ``--batch-size``."""
-        return f"--{self.name.replace('_', '-')}"
+    settings: Mapping[str, OptionField] = MappingProxyType({})  # that the value has after a colon, or alone
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,16 +151,42 @@ class OptionField(NamedTuple):
         """How the option is written, with the kind of its value, such as ``--steps INT``."""
         if self.is_positional:
             return self.field.upper() + (" ..." if get_origin(self.type) is tuple else "")
-        return ", ".join(self.flags) + ("" if self.type is bool else f" {_kind(self.type)}")
+        settings = "KEY=VALUE,..." if any(self.settings) else ""
+        if self.type is NoneType:
+            return f"{self.flag} {settings}"
+        number = f"|{self.settings[''].kind}" if "" in self.settings else ""
+        kind = "" if self.type is bool else f" {self.kind}{number}"
+        return ", ".join(self.flags) + kind + (f"[:{settings}]" if settings else "")
+
+    @property
+    def kind(self) -> str:
+        """The kind of its value, such as ``INT`` or ``auto|FLOAT``."""
+        return _kind(self.type)
 
 
-def option_fields(command: Any) -> Iterator[OptionField]:
-    """Yield the options of a command, and where it has groups of options, those of each."""
+def option_fields(command: Any) -> list[OptionField]:
+    """The options of a command, and where it has groups of options, those of each, with their settings."""
+    listed: dict[str, OptionField] = {}
+    for found in _fields(command):
+        definition = next(base for base in found.owner.__mro__ if found.field in inspect.get_annotations(base))
+        is_own = definition.__module__.startswith("zo2adapters.commands")  # no setting of an option that runs have
+        option, key = (found.name, None) if is_own else SETTING_OF.get(found.field, (found.name, None))
+        if key is None:
+            listed[option] = found
+            continue
+        alone = OptionField(found.owner, option, option, flag(option), (), NoneType, None, is_positional=False)
+        holder = listed.get(option, alone)
+        listed[option] = holder._replace(settings={**holder.settings, key: found._replace(flag=flag(found.field))})
+    return list(listed.values())
+
+
+def _fields(command: Any) -> Iterator[OptionField]:
+    """Yield the fields of a command and of its groups that are options or settings."""
     owner = command if isinstance(command, type) else type(command)
     hints = get_type_hints(owner, include_extras=True)
     for option in fields(command):
         if option.default_factory is not MISSING:
-            yield from option_fields(option.default_factory())
+            yield from _fields(option.default_factory())
             continue
         hint = hints[option.name]
         marks: list[Any] = []
@@ -174,7 +197,8 @@ def option_fields(command: Any) -> Iterator[OptionField]:
         written = next((mark for mark in marks if isinstance(mark, Written)), Written())
         default = getattr(command, option.name, MISSING)
         name = written.name or option.name
-        yield OptionField(owner, option.name, name, written.aliases, hint, default, written.is_positional)
+        called = f"--{name.replace('_', '-')}"
+        yield OptionField(owner, option.name, name, called, written.aliases, hint, default, written.is_positional)
 
 
 def _kind(hint: Any) -> str:
@@ -203,21 +227,21 @@ def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
 
 def parse_options(name: str, options: Any, arguments: Sequence[str], *, default: Any = None) -> Any:
     """Fill in a command's options. Those that are not given are a default's, where there is one."""
-    listed, see = list(option_fields(options)), f"see zo2 {name} --help"
+    listed, see = option_fields(options), f"see zo2 {name} --help"
     known = [option.name for option in listed if not option.is_positional]
     try:
         parsed, stray = _parser(listed, see).parse_known_args([_with_hyphens(argument) for argument in arguments])
     except argparse.ArgumentError as error:
         if isinstance(error.__context__, OptionError):  # of a value
             raise error.__context__ from None
-        flag = str(error.argument_name).partition("/")[0]
+        called = str(error.argument_name).partition("/")[0]
         no_value = error.message.startswith("expected")
-        found, expected = (f"no value after {flag}", "a value") if no_value else (f"a value after {flag}", "none")
+        found, expected = (f"no value after {called}", "a value") if no_value else (f"a value after {called}", "none")
         raise OptionError(_WHERE, found=found, expected=expected, remedy=see) from None
     for word in stray:
-        flag = word.partition("=")[0]
-        if flag.startswith("--"):
-            raise unknown_option(_WHERE, f"the unknown option {flag[:80]}", flag, known, f"zo2 {name}")
+        called = word.partition("=")[0]
+        if called.startswith("--"):
+            raise unknown_option(_WHERE, f"the unknown option {called[:80]}", called, known, f"zo2 {name}")
     if stray:
         expected, remedy = f"options of zo2 {name}, which begin with --", see
         if "run" in known and (Path(stray[0]) / "journal.jsonl").is_file():
@@ -225,7 +249,10 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
         raise OptionError(_WHERE, found=f"the word {stray[0][:80]} without an option", expected=expected, remedy=remedy)
     values = vars(parsed)
     for option in listed:
-        if isinstance(given := values.get(option.field), list):
+        if option.settings:
+            for with_settings in values.pop(option.field, ()):  # a later one without a value changes settings alone
+                values |= with_settings
+        elif isinstance(given := values.get(option.field), list):
             values[option.field] = None if given == [None] else tuple(given)
             if Ellipsis not in option.items and given != [None] and len(given) != len(option.items):
                 found, expected = f"{len(given)} values after {option.flag}", f"{len(option.items)} values"
@@ -241,8 +268,8 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
 
 def _with_hyphens(argument: str) -> str:
     """An argument with its option as it is called, such as ``--weight-decay=0`` for ``--method.weight_decay=0``."""
-    flag, equals, value = argument.partition("=")
-    return _SECTION.sub("--", flag).replace("_", "-") + equals + value if flag.startswith("--") else argument
+    called, equals, value = argument.partition("=")
+    return _SECTION.sub("--", called).replace("_", "-") + equals + value if called.startswith("--") else argument
 
 
 def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
@@ -256,9 +283,46 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
             parser.add_argument(option.field, type=convert, nargs=count or "?")
         elif option.type is bool:
             parser.add_argument(*option.names, dest=option.field, action=argparse.BooleanOptionalAction)
+        elif option.settings:
+            convert = partial(_with_its_settings, option, see)
+            parser.add_argument(*option.names, dest=option.field, type=convert, action="append")
         else:
             parser.add_argument(*option.names, dest=option.field, type=convert, nargs=count)
     return parser
+
+
+def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, Any]:
+    """The values of an option and of its settings, by field. A value alone leaves all settings at their defaults."""
+    defaults = {setting.field: setting.default for setting in option.settings.values()}
+    if "" in option.settings:
+        with contextlib.suppress(ValueError):
+            return {option.field: None, option.settings[""].field: float(text)}
+        return {option.field: _converted(option, see, text), **defaults}
+    switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
+    starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
+    found = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL)
+    if found is None and option.type is NoneType:
+        expected = " or ".join(f"{key}=VALUE" for key in option.settings)
+        raise OptionError(_WHERE, found=f"{text!r:.80} as {option.flag}", expected=expected, remedy=see)
+    main, written = (text, "") if found is None else found.groups()
+    values = {} if main is None else {option.field: _converted(option, see, main), **defaults}
+    for part in re.split(rf",(?=(?:{starts}))", written) if written else ():
+        key, _, value = part.partition("=")
+        setting = option.settings[key]
+        if setting.type is bool:
+            if value.lower() not in ("", "true", "false"):
+                told = f"{part!r:.80} in {option.flag}"
+                raise OptionError(_WHERE, found=told, expected=f"{key}, or {key}=false", remedy=see)
+            values[setting.field] = value.lower() != "false"
+        elif setting.items:
+            items = value.split(",")
+            if len(items) != len(setting.items):
+                told, expected = f"{len(items)} values after {setting.flag}", f"{len(setting.items)} values"
+                raise OptionError(_WHERE, found=told, expected=expected, remedy=see)
+            values[setting.field] = tuple(_converted(setting, see, item) for item in items)
+        else:
+            values[setting.field] = _converted(setting, see, value)
+    return values
 
 
 def _converted(option: OptionField, see: str, text: str) -> Any:
@@ -299,15 +363,17 @@ def _filled(options: Any, values: Mapping[str, Any]) -> Any:
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
     """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
-    known, arguments, seen = option_names(options), list[str](), set[str]()
-    for key, value in _flat(values, where):
+    listed, arguments, seen = {option.name: option for option in option_fields(options)}, list[str](), set[str]()
+    known = option_names(options)
+    for key, value in _with_settings(_flat(values, where)):
         name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
         if name not in known:
             raise unknown_option(where, found, name, known, "zo2 train")
         if name in seen:
             raise OptionError(where, found=f"{found} twice", expected="each option once", remedy="remove one of the two")
         seen.add(name)
-        flag, is_list = name.replace("_", "-"), isinstance(value, (list, tuple))
+        value = setting_text(None, value) if listed[name].settings and isinstance(value, Mapping) else value
+        called, is_list = name.replace("_", "-"), isinstance(value, (list, tuple))
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
         if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
@@ -320,10 +386,26 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             expected = "text without NUL, which no path can have"
             raise OptionError(where, found=f"NUL in the value of {key}", expected=expected, remedy="correct the value")
         if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            arguments.append(f"--{called}" if value else f"--no-{called}")
         else:
-            arguments += [f"--{flag}", *texts] if is_list else [f"--{flag}={texts[0]}"]
+            arguments += [f"--{called}", *texts] if is_list else [f"--{called}={texts[0]}"]
     return arguments
+
+
+def _with_settings(values: Iterable[tuple[Any, object]]) -> Iterator[tuple[Any, object]]:
+    """Keys and values of a recipe. Settings with keys of their own, as earlier versions wrote them, join their options."""
+    settings, others = dict[str, object](), list[tuple[Any, object]]()
+    for key, value in values:
+        name = str(key).replace("-", "_")
+        if name in SETTING_OF:
+            settings[name] = value
+        else:
+            others.append((key, value))
+    joined = by_option(settings)
+    for key, value in others:
+        has_settings = key in joined and "" not in SETTINGS[key] and value is not None
+        yield key, f"{value}:{joined.pop(key)}" if has_settings else value
+    yield from joined.items()
 
 
 def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
@@ -333,19 +415,26 @@ def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, objec
             yield key, value
             continue
         for name, of_section in value.items():
-            option = OPTIONS.get(str(name).replace("-", "_"))
-            if option is not None and option.section != key:
-                found, expected = f"{name} in the section {key}", f"it in the section {option.section}"
+            section = section_of(str(name).replace("-", "_"))
+            if section not in (None, key):
+                found, expected = f"{name} in the section {key}", f"it in the section {section}"
                 raise OptionError(where, found=found, expected=expected, remedy="move it there")
             yield name, of_section
 
 
 def unknown_option(where: str, found: str, name: str, known: Sequence[str], command: str) -> OptionError:
     """The error about an unknown option, which names the nearest option, or all of them; as flags if ``name`` is one."""
-    written = {option: f"--{option.replace('_', '-')}" if name.startswith("--") else option for option in known}
-    nearest = nearest_name(name.removeprefix("--").replace("-", "_"), known)
-    if nearest is None:
-        listed, every = ("", "-all") if len(known) > _MOST_LISTED else (f": {', '.join(written.values())}", "")
+    is_flag = name.startswith("--")
+    written = {option: flag(option) if is_flag else option for option in known}
+    for setting, (option, key) in SETTING_OF.items():
+        if option in known:
+            written.setdefault(setting, f"{written[option]}{' ' if is_flag else ': '}{f'{key}=VALUE' if key else 'SHARE'}")
+    nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
+    if name == "--plan":  # of zo2 train, in earlier versions
+        expected, remedy = f"an option of {command}; did you mean zo2 plan", "write zo2 plan"
+    elif nearest is None:
+        names = ", ".join(written[option] for option in known)
+        listed, every = ("", "-all") if len(known) > _MOST_LISTED else (f": {names}", "")
         expected, remedy = f"an option of {command}{listed}", f"see {command} --help{every}"
     else:
         expected = f"an option of {command}; did you mean {written[nearest]}"
@@ -401,7 +490,7 @@ def first_steps(description: str) -> str:
 
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """The help of a command."""
-    listed = list(option_fields(options))
+    listed = option_fields(options)
     order = {field: index for index, field in enumerate(options.first_options)}
     # The command's own options come first, and of these the ones that most people need.
     shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
@@ -412,7 +501,11 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
         heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
         lines += ["", heading]
         for option in group:
-            lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
+            lines.append(f"  {option.written}")
+            lines += _wrapped("One or several settings:" if option.type is NoneType else _text(option), _INDENT)
+            for key, setting in option.settings.items():
+                written = key if setting.type is bool else f"{key}={setting.kind}" if key else setting.kind
+                lines += [f"    {written}", *_wrapped(_text(setting), _INDENT)]
     rest = len(listed) - len(shown)
     more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
     return "\n".join([*lines, *([""] if more else []), *more])
@@ -481,9 +574,9 @@ def completions(line: str, commands: Iterable[str], options_of: Callable[[str], 
         return [name for name in commands if name.startswith(last)]
     if not words or words[1] not in commands:
         return []
-    listed = list(option_fields(options_of(words[1])))
+    listed = option_fields(options_of(words[1]))
     if last.startswith("-"):
-        offered = [flag for option in listed for flag in option.flags]
+        offered = [name for option in listed for name in option.flags]
     else:
         offered = [name for option in listed if words[-1] in option.flags for name in option.named]
     return [text for text in offered if text.startswith(last)]
@@ -552,18 +645,16 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
 
 def error_line(error: ZO2Error, command: Any) -> str:
     """Format an error as one line, with options as flags."""
-    names = set(option_names(command)) if is_dataclass(command) else set()
-    flags = {name: _flag(name) for name in names}
-    flags |= {name: flags[option] for name, option in _FLAGS.items() if option in names}
+    listed = option_fields(command) if is_dataclass(command) else []
+    names = {option.name for option in listed}
+    flags = {option.name: option.flag for option in listed}
+    flags |= {setting.field: setting.flag for option in listed for setting in option.settings.values()}
+    flags |= {name: flags[option] for name, option in _FLAGS.items() if option in flags}
     where = error.where if error.is_of_path else flags.get(error.where, error.where)
     remedy = error.remedy
     if isinstance(error, MemoryBudgetError) and names:
-        reducing = [_flag(name) for name in _MEMORY_OPTIONS if name in names]
+        reducing = [flags[name] for name in _MEMORY_OPTIONS if name in names]
         remedy = "allow or free more" + (f", or reduce it with {', '.join(reducing)}" if reducing else "")
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
     line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
     return " ".join(line.split())
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")

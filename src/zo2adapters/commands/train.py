@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.benchmark import require_consistent, run_task
 from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
@@ -90,12 +90,6 @@ class Train(RunOptions, Command):
     """YAML file that trains several runs of one model at once, which share each pass over its blocks: a line for each run,
     such as small: {lr: 1e-4}, with the options in which it differs from this command. Each has a directory in --output, and
     can be continued alone; the same command continues all. They train adapters by any method, or with --rank."""
-    plan: bool = False
-    """Print what the run would take in memory, disk and time instead of training, as zo2 plan does. --data and --output may
-    be left out: rows are then as long as --sequence-length. --device-memory plans for a GPU, which need not be in this
-    machine, and --runs 3 for three equal runs."""
-    json: bool = False
-    """With --plan: print JSON instead of a table."""
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
@@ -201,19 +195,19 @@ class Train(RunOptions, Command):
 
     def check(self) -> None:
         """See the contract. Of a benchmark and of several runs, each is checked when it begins."""
-        if self.plan or (self.runs is None and self.task is None):
-            options = self._planned_options() if self.plan else self.options()
-            options.require_valid()
-            if options.optimization.lr != "auto":
-                options.optimization.require_sane()
-            for path in filter(None, (self.data, self.evaluation)):
-                require_there(path)
+        if self.runs is None and self.task is None:
+            self._check(self.options())
+
+    def _check(self, options: TrainOptions) -> None:
+        options.require_valid()
+        if options.optimization.lr != "auto":
+            options.optimization.require_sane()
+        for path in filter(None, (self.data, self.evaluation)):
+            require_there(path)
 
     def run(self) -> None:
-        """Train, and print where the result is; or print the plan."""
-        if self.plan:
-            self._print_plan()
-        elif self.runs is not None:
+        """Train, and print where the result is."""
+        if self.runs is not None:
             self._train_together(self.runs)
         elif self.task is not None:
             self._train_on_benchmark(self.task)
@@ -251,63 +245,12 @@ class Train(RunOptions, Command):
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
 
-    def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Train:
+    def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Self:
         """This command with the options in which one of several runs differs."""
         command = replace(self, runs=None, output=None if self.output is None else self.output / name)
         arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
-        differing: Train = parse_options("train", Train, arguments, default=command)
+        differing: Self = parse_options("train", Train, arguments, default=command)
         return differing
-
-    def _print_plan(self) -> None:
-        """Print what the run would take, or several equal runs, of a file the first one."""
-        from zo2adapters.trainers.planning import method_words, plan_of_options
-
-        command, count = self, None
-        if self.runs is not None and str(self.runs).isdecimal():
-            count = int(str(self.runs))
-        elif self.runs is not None:
-            differences = read_differences(self.runs)
-            count, [name, *_] = len(differences), [*differences, ""]
-            command = self._of_together(self.runs, name, differences.get(name, {}))
-        options = command._planned_options()
-        planned = plan_of_options(options, has_rows=command.data is not None or command.resume is not None, runs=count)
-        beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
-        beside += [f"the answers to {options.samples} samples"] if options.samples else []
-        if beside:
-            print(f"not in the plan: {', '.join(beside)}", file=sys.stderr)
-        print(
-            planned.to_json() if self.json else "\n".join([method_words(options), *planned.summary(), "", planned.table()])
-        )
-
-    @property
-    def lr_is_given(self) -> bool:
-        """Whether the learning rate is not the default of zeroth-order steps, which a plan never needs."""
-        return self.optimization.lr != Optimization().lr
-
-    def _planned_options(self) -> TrainOptions:
-        """The options of the run to plan. What a plan does not depend on may be missing."""
-        if self.task is not None:
-            expected = "none for a plan: zo2 rows writes a benchmark's rows"
-            raise OptionError("task", found=self.task, expected=expected, remedy="pass the rows as --data")
-        if self.resume is None:
-            self._require("model", expected="a value, or --resume DIR")
-            options = self._of(self.data or Path(), self.output or Path("run"))
-            if self.data is None and (self.evaluates or self.evaluate_every is not None):
-                option = next(
-                    name for name in ("evaluation", "eval_split", "evaluate_every") if getattr(self, name) is not None
-                )
-                found, remedy = f"{getattr(self, option)} without the rows", "pass the rows, or leave it out"
-                raise OptionError(option, found=found, expected="--data", remedy=remedy)
-        else:
-            options = self.options()
-        if options.first_order.method is not None and not self.lr_is_given:
-            options = options.with_rate("auto")
-        if options.storage.device_memory != "auto" and options.storage.device == "cpu":
-            options = replace(options, storage=replace(options.storage, device="cuda"))
-        elif options.storage.device_memory == "auto" and options.storage.device != "cpu":
-            expected = "the memory of the GPU for a plan, which needs none in this machine"
-            raise OptionError("device_memory", found="auto", expected=expected, remedy="pass it, such as 24GB")
-        return options
 
     def _train_on_benchmark(self, task: str) -> None:
         if self.resume is not None:
@@ -442,7 +385,11 @@ def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Train):
-    """Print what a run would take in memory, disk and time, without loading the model."""
+    """Print what a run would take in memory, disk and time, without loading the model.
+
+    All options are those of zo2 train. --data and --output may be left out: rows are then as long as --sequence-length.
+    --device-memory plans for a GPU, which need not be in this machine, and --runs 3 for three equal runs.
+    """
 
     needs: ClassVar = ("zo2adapters.trainers.planning",)
     runs_code: ClassVar = False
@@ -459,5 +406,60 @@ class Plan(Train):
         "json",
     )
 
-    plan: bool = True
-    """Always on: the other options are those of zo2 train."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def check(self) -> None:
+        """See the contract."""
+        self._check(self._planned_options())
+
+    def run(self) -> None:
+        """Print what the run would take, or several equal runs, of a file the first one."""
+        from zo2adapters.trainers.planning import method_words, plan_of_options
+
+        command, count = self, None
+        if self.runs is not None and str(self.runs).isdecimal():
+            count = int(str(self.runs))
+        elif self.runs is not None:
+            differences = read_differences(self.runs)
+            count, [name, *_] = len(differences), [*differences, ""]
+            command = self._of_together(self.runs, name, differences.get(name, {}))
+        options = command._planned_options()
+        planned = plan_of_options(options, has_rows=command.data is not None or command.resume is not None, runs=count)
+        beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
+        beside += [f"the answers to {options.samples} samples"] if options.samples else []
+        if beside:
+            print(f"not in the plan: {', '.join(beside)}", file=sys.stderr)
+        print(
+            planned.to_json() if self.json else "\n".join([method_words(options), *planned.summary(), "", planned.table()])
+        )
+
+    @property
+    def lr_is_given(self) -> bool:
+        """Whether the learning rate is not the default of zeroth-order steps, which a plan never needs."""
+        return self.optimization.lr != Optimization().lr
+
+    def _planned_options(self) -> TrainOptions:
+        """The options of the run to plan. What a plan does not depend on may be missing."""
+        if self.task is not None:
+            expected = "none for a plan: zo2 rows writes a benchmark's rows"
+            raise OptionError("task", found=self.task, expected=expected, remedy="pass the rows as --data")
+        if self.resume is None:
+            self._require("model", expected="a value, or --resume DIR")
+            options = self._of(self.data or Path(), self.output or Path("run"))
+            if self.data is None and (self.evaluates or self.evaluate_every is not None):
+                option = next(
+                    name for name in ("evaluation", "eval_split", "evaluate_every") if getattr(self, name) is not None
+                )
+                found, remedy = f"{getattr(self, option)} without the rows", "pass the rows, or leave it out"
+                raise OptionError(option, found=found, expected="--data", remedy=remedy)
+        else:
+            options = self.options()
+        if options.first_order.method is not None and not self.lr_is_given:
+            options = options.with_rate("auto")
+        if options.storage.device_memory != "auto" and options.storage.device == "cpu":
+            options = replace(options, storage=replace(options.storage, device="cuda"))
+        elif options.storage.device_memory == "auto" and options.storage.device != "cpu":
+            expected = "the memory of the GPU for a plan, which needs none in this machine"
+            raise OptionError("device_memory", found="auto", expected=expected, remedy="pass it, such as 24GB")
+        return options

@@ -212,7 +212,7 @@ class RewardTask(GeneratedTask):
             raise DivergenceError(
                 f"step {engine.version}",
                 found=f"a drift of {drift['drift']:.3g} nats a token from the base",
-                expected=f"at most {most:g}, the --max-drift of the run",
+                expected=f"at most {most:g}, the max_drift of the run's --reward-options",
                 remedy="export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken",
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )

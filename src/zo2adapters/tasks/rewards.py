@@ -153,7 +153,7 @@ class Rewards:
                     "reward",
                     found=f"{name.file}: {error}",
                     expected=f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}",
-                    remedy="correct the file, or raise --reward-memory if it needs more",
+                    remedy="correct the file, or raise memory of --reward-options if it needs more",
                 ) from error
 
     def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
@@ -211,7 +211,7 @@ class Rewards:
             f"reward {self.names[index]}, row on line {completion.line} of --{option}",
             found=f"{why}, for the completion {completion.text[:60]!r}",
             expected=f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory",
-            remedy="correct the row or the function and start anew, or resume with more --reward-seconds or --reward-memory",
+            remedy="correct row or function and begin anew, or resume with more seconds or memory in --reward-options",
         )
 
 

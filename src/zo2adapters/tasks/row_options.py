@@ -124,7 +124,7 @@ class RowOptions:
             self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
             return self._with_candidates(dict(row)) if not takes_labels and self.labels else dict(row)
-        converted = {key: _column(row, column, f"--{key}-column") for key, column in columns.items()}
+        converted = {key: _column(row, column, f"--columns {key}") for key, column in columns.items()}
         made = "text" if takes_labels else "prompt"
         if template is not None:
             converted[made] = self._filled(template, row)
@@ -144,7 +144,7 @@ class RowOptions:
                 "row",
                 found=f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}",
                 expected="a prompt before the label",
-                remedy=f"pass --prompt-column, or --prompt-template such as {self._example(row)!r}",
+                remedy=f"pass --columns prompt=NAME, or --prompt-template such as {self._example(row)!r}",
             )
         return self._with_candidates(converted)
 

@@ -229,7 +229,7 @@ class RowReader:
                 expected = "'text', or 'prompt' and 'completion', or 'messages'"
                 remedy = "keep the keys of one of these formats"
                 if not present and row:
-                    remedy += ", or name columns, such as --text-column or --prompt-template"
+                    remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
                 raise DataError("row", found=found, expected=expected, remedy=remedy)
         return whole, _prompt_length(prompt, whole), ()
 
@@ -280,7 +280,7 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
             path,
             found=f"the label {labels[0]!r} in every row",
             expected="at least two labels, which are compared",
-            remedy="name all labels with --labels, or name the column as --completion-column",
+            remedy="name all labels with --labels, or pass --columns completion=NAME",
         )
     return replace(options, labels=labels)
 

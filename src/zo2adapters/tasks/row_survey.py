@@ -162,10 +162,8 @@ def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOp
 
 def _example(columns: Sequence[str]) -> str:
     """Options that name columns of the file, for a remedy."""
-    if len(columns) == 1:
-        return f"--text-column {shlex.quote(columns[0])}"
-    prompt, completion = (shlex.quote(column) for column in columns[:2])
-    return f"--prompt-column {prompt} --completion-column {completion}"
+    named = f"text={columns[0]}" if len(columns) == 1 else f"prompt={columns[0]},completion={columns[1]}"
+    return f"--columns {shlex.quote(named)}"
 
 
 def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:

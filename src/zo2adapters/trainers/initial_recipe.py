@@ -26,6 +26,7 @@ from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods.choice import method_of
 from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.option_table import by_option, setting_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.planning import method_words, plan_of
 from zo2adapters.trainers.probes import hands_over_tensors
@@ -39,14 +40,7 @@ from zo2core.planning.memory import free_memory
 from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
 
-_ROW_OPTIONS = (
-    "prompt_template",
-    "text_column",
-    "prompt_column",
-    "completion_column",
-    "label_column",
-    "messages_column",
-)
+_ROW_OPTIONS = ("prompt_template", "columns")
 LORA_RANK = 8
 _BATCH = 16  # rows
 _MICRO_BATCHES = (None, 8, 4, 2, 1)  # rows that run at a time, of which the first that fits is chosen
@@ -299,9 +293,10 @@ def _data_choices(options: TrainOptions, surveyed: Survey) -> Iterator[Choice]:
     unused = f"; not used: {', '.join(surveyed.unused[:_LISTED])}" if surveyed.unused else ""
     unused += ", ..." if len(surveyed.unused) > _LISTED else ""
     yield Choice("data", str(options.data), f"The rows are {surveyed.kind}{unused}.")
+    named = by_option(vars(options.rows))
     for name in _ROW_OPTIONS:
-        if (value := getattr(options.rows, name)) is not None:
-            yield Choice(name, value)
+        if name in named:
+            yield Choice(name, named[name])
     if options.rows.labels:
         yield Choice("labels", list(options.rows.labels))
     if options.takes_labels:
@@ -319,7 +314,8 @@ def _method_choices(opened: _Opened, options: TrainOptions, plan: RunPlan) -> It
         yield Choice("method", options.first_order.method, opened.reason)
         yield Choice("lora_rank", options.model_options.lora_rank)
         yield Choice("lora_targets", "auto", "auto is every linear layer but the head; of a mixture, outside its experts.")
-        yield Choice("max_grad_norm", options.first_order.max_grad_norm, "Scales down gradients that are unusually large.")
+        clip = setting_text(None, {"norm": options.first_order.max_grad_norm})
+        yield Choice("clip", clip, "Scales down gradients that are unusually large.")
     else:
         yield Choice(None, None, opened.reason)
         if options.optimization.rank is not None:
@@ -385,7 +381,7 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
         yield Choice("evaluation", str(options.evaluation), f"An evaluation on {count} rows takes about {seconds}.")
     else:
         reason = f"About {seconds} each time, on {counted(count, 'row')} instead of training on them."
-        yield Choice("eval_split", options.eval_split, reason)
+        yield Choice("evaluation", options.eval_split, reason)
     if options.evaluate_every is not None:
         yield Choice("evaluate_every", options.evaluate_every)
     yield Choice("keep_best", options.keep_best, "The result is the model of the best evaluation, not of the last step.")

@@ -40,8 +40,8 @@ class ModelOptions:
     precision: PrecisionName = "auto"
     """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small updates are lost. mixed
     keeps the weights in float32 and computes under autocast. auto is mixed for 16-bit weights on the CPU. It is exact with
-    --exact-mezo or --rank, for a --journal without its run, and on a GPU, where float32 weights take twice as long to
-    transfer."""
+    --rank or an --estimator that is exact, for a --journal without its run, and on a GPU, where float32 weights take twice
+    as long to transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)

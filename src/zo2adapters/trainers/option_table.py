@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -128,12 +128,46 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("evaluate", "evaluate_every", _BRANCH, _ANY, _whole(1)),
     ("evaluate", "samples", _NEVER, _ANY, _whole(0, MOST_ROWS)),
     ("output", "keep_best report_to", _RESUME, _ANY, None),
-    ("output", "output task shots resume from_step runs plan json trace verify_base split", _CALL, _ANY, None),
+    ("output", "output task shots resume from_step runs trace verify_base split", _CALL, _ANY, None),
 ]
 SECTIONS = list(dict.fromkeys(section for section, *_ in _ROWS))  # of a recipe, in order
 OPTIONS = {
     name: Option(section, change, effect, check) for section, names, change, effect, check in _ROWS for name in names.split()
 }
+# Options whose value has settings after a colon, such as adamw:betas=0.9,0.95, or settings alone, and the field of each. The
+# setting without a name is a number in place of another value.
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "columns": {key: f"{key}_column" for key in ("text", "prompt", "completion", "label", "messages")},
+    "train_on": {"rendered_at": "rendered_at"},
+    "precision": {"transfer": "transfer_dtype"},
+    "objective": {"beta": "beta"},
+    "method": {
+        key: key
+        for key in (
+            "betas",
+            "momentum",
+            "switch_every",
+            "state_bits",
+            "delayed_update",
+            "stream_blocks",
+            "loss_scaling",
+        )
+    },
+    "clip": {"norm": "max_grad_norm", "value": "max_grad_value", "projected": "clip_grad", "median": "clip_median"},
+    "estimator": {"exact": "exact_mezo", "fitness": "fitness"},
+    "rank": {"period": "period", "stack": "stack"},
+    "reward_options": {
+        "max_new_tokens": "max_new_tokens",
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "seconds": "reward_seconds",
+        "memory": "reward_memory",
+        "max_drift": "max_drift",
+    },
+    "memory": {"activations": "activation_memory"},
+    "evaluation": {"": "eval_split"},
+}
+SETTING_OF = {name: (option, key) for option, settings in SETTINGS.items() for key, name in settings.items()}
 
 # Pairs of options that exclude each other, and what the first one needs instead.
 EXCLUDED: Sequence[tuple[str, str, str]] = [
@@ -202,7 +236,7 @@ def require_valid(options: object) -> None:
             if not OPTIONS[name].effect.applies(method, trains_adapter=trains_adapter):
                 clips = method is None and name == "max_grad_norm"
                 remedy = (
-                    "pass --method, or --clip-grad, which clips zeroth-order steps" if clips else "leave one of the two out"
+                    "pass --method, or --clip projected=1, for zeroth-order steps" if clips else "leave one of the two out"
                 )
                 expected = f"{OPTIONS[name].effect.needs}: it has no effect otherwise"
                 found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
@@ -215,8 +249,39 @@ def require_valid(options: object) -> None:
 
 
 def flag(name: str) -> str:
-    """An option as it is written on the command line."""
-    return f"--{name.replace('_', '-')}"
+    """An option as it is written on the command line, or which setting of an option a field is."""
+    option, key = SETTING_OF.get(name, (name, ""))
+    written = f"--{option.replace('_', '-')}"
+    return f"{key} of {written}" if key else written
+
+
+def section_of(option: str) -> str | None:
+    """The section of an option in recipes; None: there is no such option."""
+    row = OPTIONS.get(next(iter(SETTINGS[option].values())) if option in SETTINGS else option)
+    return None if row is None else row.section
+
+
+def setting_text(main: object, settings: Mapping[str, object]) -> str:
+    """An option's value with its settings as text; without a value None is passed."""
+    texts = {
+        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for key, value in settings.items()
+    }
+    written = ",".join(f"{key}={value}" for key, value in texts.items())
+    return written if main is None else f"{main}:{written}"
+
+
+def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options and settings by field as values of options; None stands for what is left out."""
+    written, settings = dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        option, key = SETTING_OF.get(name, (name, ""))
+        if value is None or (key and value is False):
+            continue
+        if key:
+            settings.setdefault(option, {})[key] = value
+        else:
+            written[option] = value
+    return written | {option: setting_text(written.get(option), found) for option, found in settings.items()}
 
 
 def _shown(value: object) -> str:

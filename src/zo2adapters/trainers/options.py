@@ -180,7 +180,7 @@ class RunOptions(EvaluationOptions):
             self.first_order.require_valid(self.model_options, self.optimization)
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
             expected = "none with badam: the end of a turn is committed"
-            found = f"{self.storage.snapshot_every} with --stream-blocks"
+            found = f"{self.storage.snapshot_every} with stream_blocks of --method"
             raise OptionError("snapshot_every", found=found, expected=expected, remedy="leave it out")
 
 

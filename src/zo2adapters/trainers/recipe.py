@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from zo2adapters.trainers.option_table import OPTIONS, SECTIONS, used_options
+from zo2adapters.trainers.option_table import OPTIONS, SECTIONS, by_option, section_of, used_options
 from zo2adapters.trainers.options import TrainOptions
 from zo2core.errors import OptionError, reason
 from zo2core.io.durable import open_regular
@@ -54,10 +54,10 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
         values |= value if isinstance(value, dict) else {name: value}
     del values["schedule_steps"]  # a lengthened run has a constant rate, which depends on no number of steps
     values |= {"output": str(options.output.resolve()), **(branch or {})}
+    written = by_option({name: values.get(name) for name in OPTIONS})
     text = _HEAD
     for section in SECTIONS:
-        names = [name for name in OPTIONS if OPTIONS[name].section == section and values.get(name) is not None]
-        of_section = {name: values[name] for name in names}
+        of_section = {name: value for name, value in written.items() if section_of(name) == section}
         text += f"\n# {section}\n{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
     return text
 

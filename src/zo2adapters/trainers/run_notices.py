@@ -47,7 +47,7 @@ def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
     if not is_plain or "text" not in data.columns or not others:
         return []
     listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
-    return [f"trained on: the column text; not used: {listed}. --prompt-template and --label-column, or zo2 init, use more"]
+    return [f"trained on: the column text; not used: {listed}. --prompt-template and --columns, or zo2 init, use more"]
 
 
 def length_notices(rows: Rows) -> list[str]:

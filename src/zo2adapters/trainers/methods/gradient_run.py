@@ -191,7 +191,7 @@ class GradientRun(RunMethod):
         nbytes = self._written(model, plan(request, Machine(), MeasuredSpeeds(model.weights)).host_plan)
         if 1000 * nbytes > limit * 1e12:
             turns = self.options.update().turn is not None
-            remedy = "--switch-every" if turns else "--snapshot-every, where memory has room for blocks"
+            remedy = "switch_every of --method" if turns else "--snapshot-every, where memory has room for blocks"
             raise OptionError(
                 "write_limit_tb",
                 found=f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "

@@ -59,7 +59,7 @@ def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
     if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
         return None
     name, _, back = options.model_options.transfer_dtype.partition("-")
-    remedy = f"--transfer-dtype {name}" if back else "--precision mixed, or --dtype float32"
+    remedy = f"--precision mixed:transfer={name}" if back else "--precision mixed, or --dtype float32"
     return (
         f"step {result.step}: the update changed {result.share_applied:.0%} of the stored weights; the "
         f"others rounded back to their old values; keep them in float32 ({remedy}), or raise --lr"
