@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import BLOOM, BLOOM_CONFIG, make_batch, random_model, save_model, small_config
+from models import BLOOM, BLOOM_CONFIG, CONFIGS, make_batch, random_model, save_model, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
-from zo2adapters.models.architecture import ARCHITECTURES, TEXT_MODELS, segment_layouts
+from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
@@ -36,7 +36,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("model_type", TEXT_MODELS)
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type), torch.float32)
     layouts = segment_layouts(skeleton, ARCHITECTURES[model_type])
@@ -46,7 +46,7 @@ def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str
     assert [layout.kind.value for layout in layouts] == ["embedding", "block", "block", "head"]
 
 
-@pytest.mark.parametrize("model_type", TEXT_MODELS)
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_skeleton_holds_no_weights_but_real_buffers(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type, hidden_size=1200, num_attention_heads=3), torch.float32)
     assert all(p.is_meta for p in skeleton.parameters() if p.dim() > 1)

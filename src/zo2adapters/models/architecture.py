@@ -8,7 +8,7 @@ run before the first layer, so they belong to the embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,16 @@ def segment_layouts(
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
-        users, spec = sorted(aliases), _stored(model, name, index, formats)
+        users, parameter = sorted(aliases), model.get_parameter(name)
+        spec = ParameterSpec(
+            name,
+            tuple(parameter.shape),
+            parameter.dtype,
+            index,
+            _decays_in_mezo(name),
+            encoding=formats.encodings.get(name),
+            frozen=formats.trained is not None and name not in formats.trained,
+        )
         is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
         in_layers = not {0, blocks + 1} & set(users)
         if spec.encoding is not None and is_common:
@@ -84,20 +93,6 @@ def segment_layouts(
     return tuple(
         BlockLayout(name, kind, tuple(specs), tuple(borrowed_specs))
         for name, kind, specs, borrowed_specs in zip(names, kinds, owned, borrowed, strict=True)
-    )
-
-
-def _stored(model: PreTrainedModel, name: str, index: int, formats: ParameterFormats) -> ParameterSpec:
-    """The spec of a parameter as it is stored."""
-    parameter = model.get_parameter(name)
-    return ParameterSpec(
-        name,
-        tuple(parameter.shape),
-        parameter.dtype,
-        index,
-        decays_in_mezo(name),
-        encoding=formats.encodings.get(name),
-        frozen=formats.trained is not None and name not in formats.trained,
     )
 
 
@@ -139,7 +134,7 @@ def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList
     )
 
 
-def decays_in_mezo(name: str) -> bool:
+def _decays_in_mezo(name: str) -> bool:
     """Whether MeZO's trainer decays a parameter. It decides by the name, so RMSNorm weights decay."""
     return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
@@ -153,7 +148,8 @@ def parameter_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) -> int:
-    for path in _prefixes(name):
+    path = name
+    while path := path.rpartition(".")[0]:
         if path in paths:
             return paths[path]
     raise UnsupportedModelError(
@@ -164,77 +160,61 @@ def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) ->
     )
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 _MAX_BYTES = 1 << 20
-_NAME_LISTS = ("embedding", "head", "ignored")
 _MAX_AXES = 8  # axes of hidden states
-_EXPECTED = {"returned": "an integer from 0 to 3", "axes": f"a list of two different integers from 0 to {_MAX_AXES - 1}"}
 
 
 def read_architecture(path: Path) -> Architecture:
     """Read a declaration."""
     try:
         with open_regular(path) as file:
-            values = json.loads(file.read(_MAX_BYTES))
+            values: dict[str, Any] = dict(json.loads(file.read(_MAX_BYTES)))
     except OSError as error:
         raise _refused(path, reason(error), "a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, f"invalid JSON ({error})", "a JSON object") from error
-    if not isinstance(values, dict):
-        raise _refused(path, f"a {type(values).__name__}", "a JSON object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refused(path, f"no object in JSON ({error})", "a JSON object") from error
     known = {field.name for field in fields(Architecture)}
-    needed = known - {"returned", "axes", "ignored"}
-    if not needed <= values.keys() <= known:
-        wrong = sorted(needed - values.keys()) or sorted(values.keys() - known)
-        raise _refused(path, f"{'no' if needed - values.keys() else 'a field'} {wrong[0][:40]!r}", ", ".join(sorted(known)))
+    missing, unknown = sorted(known - {"returned", "axes", "ignored"} - values.keys()), sorted(values.keys() - known)
+    if missing or unknown:
+        found = f"no {missing[0]!r}" if missing else f"a field {unknown[0][:40]!r}"
+        raise _refused(path, found, ", ".join(sorted(known)))
     for name, value in values.items():
-        if not _is_valid(name, value):
-            expected = _EXPECTED.get(name, "a list of names" if name in _NAME_LISTS else "a name")
+        is_valid, expected = _checked(name, value)
+        if not is_valid:
             raise _refused(f"{path}: {name}", f"{str(value)[:40]!r}", expected)
     declared: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return Architecture(**declared)
 
 
-def _is_valid(name: str, value: Any) -> bool:
+def _checked(name: str, value: Any) -> tuple[bool, str]:
+    """Whether a field's value is valid, and what is."""
+    items = value if isinstance(value, list) else []
     if name == "returned":
-        return type(value) is int and 0 <= value <= 3
+        return type(value) is int and 0 <= value <= 3, "an integer from 0 to 3"
     if name == "axes":
-        is_list = isinstance(value, list) and len(value) == 2 and value[0] != value[1]
-        return is_list and all(type(axis) is int and 0 <= axis < _MAX_AXES for axis in value)
-    if name in _NAME_LISTS:
-        return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
-    return isinstance(value, str) and value != ""
+        are_axes = len(items) == 2 and all(type(axis) is int and 0 <= axis < _MAX_AXES for axis in items)
+        return are_axes and items[0] != items[1], f"a list of two different integers from 0 to {_MAX_AXES - 1}"
+    if name in ("embedding", "head", "ignored"):
+        return items is value and all(isinstance(item, str) and item for item in items), "a list of names"
+    return isinstance(value, str) and value != "", "a name"
 
 
 def _refused(where: object, found: str, expected: str) -> OptionError:
     return OptionError(str(where), found=found, expected=expected, remedy="see the example in docs/models.md")
 
 
-def _decoder(model_type: str, ignored: tuple[str, ...] = ()) -> Architecture:
+def _declared(model_type: str, *towers: str, decoder: str = "model", ignored: tuple[str, ...] = ()) -> Architecture:
     return Architecture(
         model_type=model_type,
-        embedding=("model.embed_tokens",),
-        blocks="model.layers",
-        head=("model.norm", "lm_head"),
+        embedding=(*towers, f"{decoder}.embed_tokens"),
+        blocks=f"{decoder}.layers",
+        head=(f"{decoder}.norm", "lm_head"),
         ignored=ignored,
     )
 
 
-def _vision(model_type: str, *vision: str) -> Architecture:
-    return Architecture(
-        model_type=model_type,
-        embedding=(*vision, "model.language_model.embed_tokens"),
-        blocks="model.language_model.layers",
-        head=("model.language_model.norm", "lm_head"),
-    )
-
-
-_TEXT_MODELS = (
+_TOWER = "model.vision_tower", "model.multi_modal_projector"
+_DECLARED = (
     # ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered before the layers, so MeZO
     # draws its noise before theirs although it runs after them. 350m has a narrower embedding with two projections.
     Architecture(
@@ -244,19 +224,10 @@ _TEXT_MODELS = (
         head=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
         ignored=("decoder.version",),
     ),
-    _decoder("llama", ignored=("rotary_emb.inv_freq",)),
-    _decoder("qwen2", ignored=("rotary_emb.inv_freq",)),  # small sizes tie the head to the embedding
-    _decoder("qwen3"),
+    _declared("llama", ignored=("rotary_emb.inv_freq",)),
+    _declared("qwen2", ignored=("rotary_emb.inv_freq",)),  # small sizes tie the head to the embedding
+    _declared("qwen3"),
+    _declared("qwen2_5_vl", "model.visual", decoder="model.language_model"),
+    *(_declared(model_type, *_TOWER, decoder="model.language_model") for model_type in ("gemma3", "llava", "mistral3")),
 )
-_VISION_MODELS = (
-    _vision("gemma3", "model.vision_tower", "model.multi_modal_projector"),
-    _vision("llava", "model.vision_tower", "model.multi_modal_projector"),
-    _vision("mistral3", "model.vision_tower", "model.multi_modal_projector"),
-    _vision("qwen2_5_vl", "model.visual"),
-)
-
-TEXT_MODELS: Mapping[str, Architecture] = {declared.model_type: declared for declared in _TEXT_MODELS}
-ARCHITECTURES: Mapping[str, Architecture] = {
-    **TEXT_MODELS,
-    **{declared.model_type: declared for declared in _VISION_MODELS},
-}
+ARCHITECTURES: Mapping[str, Architecture] = {declared.model_type: declared for declared in _DECLARED}

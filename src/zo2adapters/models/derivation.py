@@ -6,9 +6,9 @@ take exactly the output of the one before, and nothing else may use it. Models t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,56 +38,44 @@ _TOKENS = 4  # in the one row of the dry run
 _SHORT_ROWS = 2  # rows of one token each in a second dry run
 
 
-class _DryRun:
-    """The record of one dry run."""
+class _DryRun(TorchFunctionMode):
+    """Forwards of a copy of a model on the meta device, with stubs for its layers, and the record of the last one.
 
-    def __init__(self, layers: int, returned: int) -> None:
-        self.layers = layers
+    Data may flow from part to part only through the layers' hidden states. Meta tensors have no values. Where the forward
+    reads one (is a row packed?), it gets ``read_as``, on which the place of the layers does not depend; if that leads to an
+    error, the caller tries the other value.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, returned: int, *, read_as: bool) -> None:
+        super().__init__()
+        self.read_as = read_as
         self.returned = returned  # length of the tuple that a layer returns; 0: a bare tensor
+        self.others = [object() for _ in range(max(returned - 1, 0))]  # the other values of a layer's tuple
+        self.shapes: list[torch.Size] = []  # hidden states' shape before the first layer, for each forward
+        self.layers = len(layers)
+        stubs = nn.ModuleList(_DryLayer(layer, index, self) for index, layer in enumerate(layers))
+        self.model: Any = deepcopy(model, {id(layers): stubs}).to("meta")  # with tensors on two devices it would not run
+        modules = self.model.named_modules()
+        self.owners = {name: module for name, module in modules if any(p is not None for p in module._parameters.values())}
+        for name, module in self.owners.items():
+            module.register_forward_pre_hook(partial(self._called, name))
+
+    def forward(self, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
+        """Run the forward."""
         self.reached = 0  # layers called so far
         self.before: list[str] = []  # modules called before the first layer
         self.between: list[str] = []
         self.after: list[str] = []
-        self.shapes: list[torch.Size] = []  # hidden states' shape before the first layer, for each forward
         self.layer_outputs: list[torch.Tensor] = []  # each layer's hidden states
         self.from_embedding: dict[int, torch.Tensor] = {}  # by id: tensors computed from parameters before the last layer
-        self.others = [object() for _ in range(max(returned - 1, 0))]  # the other values of a layer's tuple
+        off = without_router_losses(self.model)
+        with torch.inference_mode(), torch.device("meta"), self:
+            ids = torch.zeros(rows, tokens, dtype=torch.int64)
+            return self.model(input_ids=ids, use_cache=False, **off, **inputs)
 
-    def reset(self) -> None:
-        """Clear the calls before another forward; shapes are kept."""
-        self.reached, self.before, self.between, self.after = 0, [], [], []
-        self.layer_outputs, self.from_embedding = [], {}
-
-    def called(self, name: str) -> None:
-        """Record a call of a module that owns parameters."""
+    def _called(self, name: str, module: nn.Module, inputs: object) -> None:
         names = self.before if self.reached == 0 else self.after if self.reached == self.layers else self.between
         names.append(name)
-
-
-class _Loss:
-    """Stands in for the model's loss function and records its arguments."""
-
-    def __init__(self) -> None:
-        self.logits: object = None
-        self.labels: object = None
-        self.value: object = None
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.logits, self.labels, self.value = logits, labels, logits.new_empty(())
-        return self.value
-
-
-class _DataFlowCheck(TorchFunctionMode):
-    """Checks that data flows from part to part only through the layers' hidden states.
-
-    Meta tensors have no values. Where the forward reads one (is a row packed?), it gets ``read_as``, on which the
-    place of the layers does not depend; if that leads to an error, the caller tries the other value.
-    """
-
-    def __init__(self, run: _DryRun, *, read_as: bool) -> None:
-        super().__init__()
-        self.run = run
-        self.read_as = read_as
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.item and args[0].is_meta:
@@ -101,17 +89,17 @@ class _DataFlowCheck(TorchFunctionMode):
         return result
 
     def _follow(self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        run = self.run
-        is_past = run.reached == run.layers
-        for index, hidden in enumerate(run.layer_outputs[:-1] if is_past else run.layer_outputs):
+        is_past = self.reached == self.layers
+        for index, hidden in enumerate(self.layer_outputs[:-1] if is_past else self.layer_outputs):
             if any(tensor is hidden for tensor in arguments):
                 if func in _TUPLE_OPS:
                     raise IndexError(f"layer {index} returned no tuple")
                 raise _MismatchError(f"what layer {index} returned is used outside of layer {index + 1}")
-        if is_past and any(id(tensor) in run.from_embedding for tensor in arguments):
+        is_from_embedding = any(id(tensor) in self.from_embedding for tensor in arguments)
+        if is_past and is_from_embedding:
             raise _MismatchError("what is computed before the layers is used after them")
-        if not is_past and any(isinstance(tensor, nn.Parameter) or id(tensor) in run.from_embedding for tensor in arguments):
-            run.from_embedding |= {id(tensor): tensor for tensor in results}
+        if not is_past and (is_from_embedding or any(isinstance(tensor, nn.Parameter) for tensor in arguments)):
+            self.from_embedding |= {id(tensor): tensor for tensor in results}
 
 
 class _MismatchError(Exception):
@@ -146,22 +134,16 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
     """Derive where a model's parts are."""
     where = f"model type {model.config.model_type}"
     path, layers = _outermost_layers(model, where)
-    owners = {
-        name: module
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(f"{path}.") and any(p is not None for p in module._parameters.values())
-    }
     problem, mismatch, between = "", "", ""
     for returned, read_as in product(range(_MAX_RETURNED + 1), (True, False)):
-        run = _DryRun(len(layers), returned)
+        run = _DryRun(model, layers, returned, read_as=read_as)
         try:
-            with _stubbed(model, layers, owners, run), _DataFlowCheck(run, read_as=read_as):
-                is_next_token = _has_next_token_loss(model, is_causal_lm=head is CAUSAL_LM)
-                architecture = _architecture(model, path, owners, run, where)
-                if head is CAUSAL_LM:
-                    run.reset()
-                    _require_short_rows(model, where)
-                    architecture = replace(architecture, axes=_axes(*run.shapes, where=where))
+            is_next_token = head is not CAUSAL_LM or _has_next_token_loss(run)
+            if head is not CAUSAL_LM:
+                run.forward(1, _TOKENS)
+            architecture = _architecture(run, path, where)
+            if head is CAUSAL_LM:
+                architecture = replace(architecture, axes=_axes(run, where))
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
@@ -189,39 +171,34 @@ def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.Modul
     return max(lists, key=lambda pair: sum(parameter.numel() for parameter in pair[1].parameters()))
 
 
-@contextlib.contextmanager
-def _stubbed(model: nn.Module, layers: nn.ModuleList, owners: dict[str, nn.Module], run: _DryRun) -> Iterator[None]:
-    """A context in which the model is on the meta device with stubs for its layers."""
-    originals = list(layers)
-    with contextlib.ExitStack() as stack:
-        for name, module in owners.items():
-            hook = module.register_forward_pre_hook(lambda module, inputs, name=name: run.called(name))
-            stack.callback(hook.remove)
-        for index, layer in enumerate(originals):
-            layers[index] = _DryLayer(layer, index, run)
-            stack.callback(layers.__setitem__, index, layer)
-        stack.enter_context(_all_on_meta(model))
-        with torch.inference_mode(), torch.device("meta"):
-            yield
+def _has_next_token_loss(run: _DryRun) -> bool:
+    """Run the forward, and return whether its loss is exactly the model's loss function of logits and labels.
+
+    Counting labelled tokens and computing logits in chunks rely on that. Models with other heads need no such loss.
+    """
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((logits, labels, logits.new_empty(())))
+        return calls[-1][-1]
+
+    vars(run.model)["_loss_function"], labels = loss, torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    output = run.forward(1, _TOKENS, labels=labels)
+    expected = output.logits, labels, output.loss
+    return bool(calls) and all(tensor is other for tensor, other in zip(calls[-1], expected, strict=True))
 
 
-def _run(model: PreTrainedModel, *, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
-    off = without_router_losses(model)
-    return model(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False, **off, **inputs)
+def _axes(run: _DryRun, where: str) -> tuple[int, int]:
+    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs.
 
-
-def _require_short_rows(model: PreTrainedModel, where: str) -> None:
-    """Refuse a forward that takes no rows of one token, which is how logits of final hidden states are computed."""
+    The second one has rows of one token, which is how logits of final hidden states are computed.
+    """
     try:
-        _run(model, rows=_SHORT_ROWS, tokens=1)
+        run.forward(_SHORT_ROWS, 1)
     except Exception as error:  # any, as in a dry run of longer rows
         raise _refused(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
-
-
-def _axes(long: torch.Size, short: torch.Size, *, where: str) -> tuple[int, int]:
-    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs."""
-    sizes = list(zip(long, short, strict=False))
-    expected_sizes = [(1, _SHORT_ROWS), (_TOKENS, 1)]
+    long, short = run.shapes
+    sizes, expected_sizes = list(zip(long, short, strict=False)), [(1, _SHORT_ROWS), (_TOKENS, 1)]
     others = [pair for pair in sizes if pair not in expected_sizes]
     if len(long) != len(short) or len(sizes) != len(others) + 2 or any(first != second for first, second in others):
         found = f"hidden states of shape {list(long)} for a row of {_TOKENS} tokens, {list(short)} for {_SHORT_ROWS} of one"
@@ -230,46 +207,7 @@ def _axes(long: torch.Size, short: torch.Size, *, where: str) -> tuple[int, int]
     return rows, tokens
 
 
-def _has_next_token_loss(model: PreTrainedModel, *, is_causal_lm: bool) -> bool:
-    """Run the forward, and return whether its loss is exactly the model's loss function of logits and labels.
-
-    Counting labelled tokens and computing logits in chunks rely on that. Models with other heads need no such loss.
-    """
-    if not is_causal_lm:
-        _run(model, rows=1, tokens=_TOKENS)
-        return True
-    loss, labels, original = _Loss(), torch.zeros(1, _TOKENS, dtype=torch.int64), vars(model).get("_loss_function")
-    vars(model)["_loss_function"] = loss
-    try:
-        output = _run(model, rows=1, tokens=_TOKENS, labels=labels)
-    finally:
-        if original is None:
-            del vars(model)["_loss_function"]
-        else:
-            vars(model)["_loss_function"] = original
-    return loss.labels is labels and loss.logits is output.logits and loss.value is output.loss
-
-
-@contextlib.contextmanager
-def _all_on_meta(model: nn.Module) -> Iterator[None]:
-    """A context in which all tensors are on the meta device: a forward with tensors on two devices would not run."""
-    originals: list[tuple[Any, dict[str, Any]]] = []
-    for module in model.modules():
-        originals += [(tensors, dict(tensors)) for tensors in (module._buffers, module._parameters)]
-    try:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to("meta")
-            for name, parameter in module._parameters.items():
-                if parameter is not None and not parameter.is_meta:  # such as norms, which begin as ones
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        yield
-    finally:
-        for tensors, original in originals:
-            tensors.update(original)
-
-
-def _architecture(model: PreTrainedModel, path: str, owners: dict[str, nn.Module], run: _DryRun, where: str) -> Architecture:
+def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
     """Make a declaration of a dry run, in which each module must be called, and on one side of the layers only."""
     if run.reached != run.layers:
         raise _MismatchError(f"{run.reached} of {run.layers} layers are called")
@@ -279,13 +217,13 @@ def _architecture(model: PreTrainedModel, path: str, owners: dict[str, nn.Module
     if both:
         raise _refused(where, f"{both[0]}, called before the layers and after them")
     called = {*run.before, *run.after}
-    tied = {id(p) for name in called for p in owners[name]._parameters.values()}
-    for name, module in owners.items():
+    tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
+    for name, module in run.owners.items():
         idle = [leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied]
         if name not in called and idle:
             raise _refused(where, f"{name}.{idle[0]}, a parameter whose module is never called")
     return Architecture(
-        model_type=model.config.model_type,
+        model_type=run.model.config.model_type,
         embedding=tuple(dict.fromkeys(run.before)),
         blocks=path,
         head=tuple(dict.fromkeys(run.after)),

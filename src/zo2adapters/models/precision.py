@@ -50,34 +50,14 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.stored not in _STORED:
-            raise OptionError(
-                "precision.stored",
-                found=str(self.stored),
-                expected=f"one of {', '.join(map(str, _STORED))}",
-                remedy="pass one of these",
-            )
-        if self.autocast is not None and (self.stored is not torch.float32 or self.autocast not in _HALVES):
-            raise OptionError(
-                "precision.computed",
-                found=f"{self.computed} where {self.stored} is stored",
-                expected=f"{self.stored}, or torch.bfloat16 or torch.float16 where torch.float32 is stored",
-                remedy="store torch.float32 to compute in 16 bits",
-            )
-        transfer_dtypes = tuple(_TRANSFER_DTYPES.values())
-        if self.carried is not None and (self.stored is not torch.float32 or self.carried not in transfer_dtypes):
-            raise OptionError(
-                "precision.transfer_dtype",
-                found=f"{self.transfer_dtype} where {self.stored} is stored",
-                expected=f"{self.stored}, or one of {', '.join(map(str, transfer_dtypes))} where torch.float32 is stored",
-                remedy="leave it out, to transfer blocks in the stored dtype",
-            )
+            raise _refused("stored", str(self.stored), f"one of {', '.join(map(str, _STORED))}")
+        transferred = tuple(_TRANSFER_DTYPES.values())
+        for name, dtype, dtypes in (("computed", self.autocast, _HALVES), ("transfer_dtype", self.carried, transferred)):
+            if dtype is not None and not (self.stored is torch.float32 and dtype in dtypes):
+                expected = f"{self.stored}, or one of {', '.join(map(str, dtypes))} where torch.float32 is stored"
+                raise _refused(name, f"{dtype} where {self.stored} is stored", expected)
         if self.transfer_back and self.carried is None:
-            raise OptionError(
-                "precision.transfer_back",
-                found="True without a transfer dtype",
-                expected="a transfer dtype other than the stored one",
-                remedy="leave it out",
-            )
+            raise _refused("transfer_back", "True without a transfer dtype", "a transfer dtype other than the stored one")
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -90,56 +70,51 @@ class Precision:
         return None if self.transfer_dtype in (None, self.stored) else self.transfer_dtype
 
 
+def _refused(field: str, found: str, expected: str) -> OptionError:
+    remedy = "pass such a value, or store torch.float32 and leave this one out"
+    return OptionError(f"precision.{field}", found=found, expected=expected, remedy=remedy)
+
+
 def choose_precision(
     precision: Precision | str, dtype: torch.dtype, *, is_given: bool, transfer_dtype: str = "stored"
 ) -> Precision:
     """Make a ``Precision`` from the options of ``open_checkpoint``."""
-    chosen = _by_name(precision, dtype, is_given=is_given)
+    name = precision
+    if name == "auto":
+        name = "mixed" if dtype in _HALVES else "exact"
+    if isinstance(name, Precision) and not is_given:
+        chosen = name
+    elif name == "exact":
+        chosen = Precision(stored=dtype)
+    elif name == "mixed" and (not is_given or dtype in _HALVES):
+        chosen = Precision(stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds))
+    elif name == "mixed" or isinstance(name, Precision):
+        found, expected = f"{dtype} with precision {name!r}", "bfloat16 or float16 with 'mixed', and none with a Precision"
+        raise OptionError("dtype", found=found, expected=expected, remedy="leave it out")
+    else:
+        expected = "'auto', 'exact', 'mixed' or a Precision"
+        raise OptionError("precision", found=repr(name), expected=expected, remedy="pass one of these")
     if transfer_dtype == "stored":
         return chosen
-    name = transfer_dtype.removesuffix(_BACK) if isinstance(transfer_dtype, str) else ""
-    if name not in _TRANSFER_DTYPES or isinstance(precision, Precision):
-        raise OptionError(
-            "transfer_dtype",
-            found=repr(transfer_dtype),
-            expected=f"one of {', '.join(TRANSFER_DTYPES)}, and none with a Precision",
-            remedy="pass one of these",
-        )
-    return replace(chosen, transfer_dtype=_TRANSFER_DTYPES[name], transfer_back=transfer_dtype.endswith(_BACK))
+    if transfer_dtype not in TRANSFER_DTYPES or isinstance(precision, Precision):
+        expected = f"one of {', '.join(TRANSFER_DTYPES)}, and none with a Precision"
+        raise OptionError("transfer_dtype", found=repr(transfer_dtype), expected=expected, remedy="pass one of these")
+    carried = _TRANSFER_DTYPES[transfer_dtype.removesuffix(_BACK)]
+    return replace(chosen, transfer_dtype=carried, transfer_back=transfer_dtype.endswith(_BACK))
 
 
 def exact_where_encoded(precision: Precision | str, transfer_dtype: str) -> Precision | str:
     """Return "exact", the only precision of checkpoints with matrices in 8 or 4 bits."""
-    if transfer_dtype != "stored" or precision not in ("auto", "exact"):
-        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", str(precision))
-        raise OptionError(
-            option,
-            found=f"{found} for quantised weights",
-            expected="exact precision and the stored transfer dtype",
-            remedy="leave it out, and pass a dtype to compute in another one",
-        )
+    given = {"transfer_dtype": (transfer_dtype, "stored"), "precision": (precision, "auto", "exact")}
+    for option, (value, *allowed) in given.items():
+        if value not in allowed:
+            raise OptionError(
+                option,
+                found=f"{value} for quantised weights",
+                expected="exact precision and the stored transfer dtype",
+                remedy="leave it out, and pass a dtype to compute in another one",
+            )
     return "exact"
-
-
-def _by_name(precision: Precision | str, dtype: torch.dtype, *, is_given: bool) -> Precision:
-    if precision == "auto":
-        precision = "mixed" if dtype in _HALVES else "exact"
-    if precision == "exact":
-        return Precision(stored=dtype)
-    if precision == "mixed" and (not is_given or dtype in _HALVES):
-        return Precision(stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds))
-    if isinstance(precision, Precision) and not is_given:
-        return precision
-    if precision == "mixed" or isinstance(precision, Precision):
-        raise OptionError(
-            "dtype",
-            found=f"{dtype} with precision {precision!r}",
-            expected="bfloat16 or float16 with 'mixed', and none with a Precision",
-            remedy="leave it out",
-        )
-    raise OptionError(
-        "precision", found=repr(precision), expected="'auto', 'exact', 'mixed' or a Precision", remedy="pass one of these"
-    )
 
 
 def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
