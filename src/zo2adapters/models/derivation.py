@@ -54,7 +54,8 @@ class _DryRun(TorchFunctionMode):
         self.shapes: list[torch.Size] = []  # hidden states' shape before the first layer, for each forward
         self.layers = len(layers)
         stubs = nn.ModuleList(_DryLayer(layer, index, self) for index, layer in enumerate(layers))
-        self.model: Any = deepcopy(model, {id(layers): stubs}).to("meta")  # with tensors on two devices it would not run
+        copy: nn.Module = deepcopy(model, {id(layers): stubs})
+        self.model: Any = copy.to("meta")  # with tensors on two devices its forward would not run
         modules = self.model.named_modules()
         self.owners = {name: module for name, module in modules if any(p is not None for p in module._parameters.values())}
         for name, module in self.owners.items():

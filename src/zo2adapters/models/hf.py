@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2adapters.models.losses import RouterLogits, stacked_losses, whole_losses
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
-from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCalls, Stub
+from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
 from zo2core import Batch, ZO2Error
 from zo2core.errors import BatchError, UnsupportedModelError
 from zo2core.perturbation import PerturbedParameter
@@ -90,6 +90,7 @@ class HFBlockModel:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
     """
 
+    virtual_tokens = 0  # before each row, which an adapter adds
     takes_single_tokens: ClassVar[bool] = True  # whether ``logits`` takes hidden states of single tokens
 
     def __init__(
@@ -256,7 +257,7 @@ class HFBlockModel:
     def record_branches(self, batch: Batch) -> None:
         """Record all tensor values that HF's forward branches on, for a batch and for the stand-in tokens of ``logits``."""
         self.embed(batch)
-        with self._stand_in_branches:
+        with self._unwrapped(), self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def require_stackable(self) -> None:
@@ -314,11 +315,14 @@ class HFBlockModel:
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments."""
-        args, kwargs = activations.calls.layer(index)
+        args, kwargs = self._arguments(index, activations)
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting(), self.routers.recorded(activations.routed) as routed:
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed))
+
+    def _arguments(self, index: int, activations: Activations) -> LayerCall:
+        return activations.calls.layer(index)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
@@ -340,9 +344,18 @@ class HFBlockModel:
         """Run HF's norm and head on final hidden states (n, ...) of single tokens, from ``by_token``: (n, vocabulary)."""
         # Each token is a row, since there may be more tokens than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        with self._stand_in_branches:
+        with self._unwrapped(), self._stand_in_branches:
             final = Activations(hidden[:, None].movedim((0, 1), self._axes), LayerCalls.of([]))
             return self._epilogue(final, "logits", input_ids=ids)[:, 0]
+
+    @contextlib.contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        """A context in which HF's forward is called without an adapter's model around it."""
+        called, self._called = self._called, self._skeleton
+        try:
+            yield
+        finally:
+            self._called = called
 
     def epilogue(self, final: Activations, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on, and return its result."""
@@ -380,7 +393,8 @@ class HFBlockModel:
             self.config,
             rows,
             tokens,
-            is_padded="pixel_values" in batch or is_padded(batch),
+            keys=self.virtual_tokens + tokens,
+            is_padded="pixel_values" in batch or self.virtual_tokens > 0 or is_padded(batch),
             position_rows=rows if has_own_positions else None if positions is None else len(positions),
         )
 

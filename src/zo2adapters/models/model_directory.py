@@ -21,7 +21,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.quantized import EncodedTensor, Quantization, without_encodings
+from zo2adapters.models.quantized import EncodedTensor, Quantization
 from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, require_own_file
 from zo2core.errors import CheckpointError, UnsupportedModelError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
@@ -56,7 +56,7 @@ class ModelDirectory:
         self._entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
         self.is_encoded = quantization is not None  # whether there are tensors that have to be decoded
         if quantization is not None:
-            self._entries, self._encoded = without_encodings(self._entries, quantization, self.dtype)
+            self._entries, self._encoded = quantization.split(self._entries, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

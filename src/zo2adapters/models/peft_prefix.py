@@ -6,10 +6,10 @@ values that the base computes for random tokens.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.batches import is_packed, longest_row
-from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
+from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.peft_kinds import AdapterKind, FirstValues, Inserted, OpenBase, PeftBlockModel
 from zo2adapters.models.peft_layers import ADAPTER_NAME
@@ -34,60 +34,33 @@ _SHORTEST_ROW = 2  # tokens of the shortest useful row: one to read and one to p
 _NO_LIMIT = 1 << 62  # bytes of a host plan that streams one block at a time
 
 
-class _KeysAndValues:
-    """The base's forward up to the last layer, which writes every layer's keys and values to a cache."""
-
-    def __init__(self, model: HFBlockModel) -> None:
-        self.cache = DynamicCache()
-        self._model = model
-        self.block = model.block
-        self.forward_bytes = model.forward_bytes
-        self.held_bytes = model.held_bytes
-
-    def prepared(self, batch: Batch) -> Batch:
-        """Return the batch unchanged."""
-        return batch
-
-    def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer, with the cache."""
-        return self._model.prologue(**batch, past_key_values=self.cache, use_cache=True)
-
-    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Return a placeholder: the result is in the cache."""
-        return activations.hidden.new_zeros(())
-
-
 def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, seed: int) -> torch.Tensor:
     """Keys and values that the base computes for one row of random tokens, with one block in memory at a time."""
     tokens, heads = config.num_virtual_tokens, config.num_attention_heads
-    expected = (1, heads, tokens, config.token_dim // heads)
-    generator = torch.Generator().manual_seed(seed)
+    generator, cache = torch.Generator().manual_seed(seed), DynamicCache()
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
-    forward = _KeysAndValues(base)
+    forward: Any = SimpleNamespace(  # the base's up to the last layer, which writes all keys and values to the cache
+        prepared=lambda batch: batch,
+        embed=lambda batch: base.prologue(**batch, past_key_values=cache, use_cache=True),
+        block=base.block,
+        head=lambda batch, activations: activations.hidden.new_zeros(()),
+        forward_bytes=base.forward_bytes,
+        held_bytes=base.held_bytes,
+    )
     streamed = MemoryPolicy(host=HostPlan((), _NO_LIMIT, buckets=1, keep_noise=False))
     with Engine(base, memory=streamed) as replayer:
         list(replayer.forwards([{"input_ids": ids}], forward))
-    columns: list[torch.Tensor] = []
-    layers: list[Any] = forward.cache.layers
-    for index, layer in enumerate(layers):
-        for states in (layer.keys, layer.values):
-            if states is None or tuple(states.shape) != expected:
-                raise UnsupportedModelError(
-                    f"layer {index}",
-                    found="no keys" if states is None else f"keys or values of shape {list(states.shape)}",
-                    expected=f"shape {list(expected)}, as for every layer in peft's table",
-                    remedy='pass init_weights="zero", or train LoRA',
-                )
-            columns.append(states[0].transpose(0, 1).reshape(tokens, -1).float())
-    table = torch.cat(columns, dim=1)
-    if table.shape != shape:  # layers that share the keys of another layer have none
+    layers: list[Any] = cache.layers  # those that share the keys of another layer have none
+    states = [states for layer in layers for states in (layer.keys, layer.values) if states is not None]
+    shapes = {(1, heads, tokens, config.token_dim // heads), *(tuple(one.shape) for one in states)}
+    if len(shapes) > 1 or len(states) * config.token_dim != shape[1]:
         raise UnsupportedModelError(
             f"model type {base.config.model_type}",
-            found=f"keys and values of {len(layers)} layers, {table.shape[1]} numbers for a token",
-            expected=f"those of every layer, {shape[1]} numbers, as in peft's table",
+            found=f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: {sorted(shapes)}",
+            expected=f"those of every layer, {shape[1]} numbers a token, as in peft's table",
             remedy='pass init_weights="zero", or train LoRA',
         )
-    return table
+    return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 
 
 # Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype: float32 counts as two.
@@ -112,9 +85,9 @@ class PrefixBlockModel(PeftBlockModel):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._wrapper = self._called = self.adapter.inserted.wrapper
-        self._tokens = int(self.adapter.config.num_virtual_tokens)
+        self.virtual_tokens = int(self.adapter.config.num_virtual_tokens)
         if self.longest_row is not None:
-            self.longest_row -= self._tokens  # virtual tokens have positions, too
+            self.longest_row -= self.virtual_tokens  # which have positions, too
 
     def _prepared(self, batch: Batch) -> Batch:
         if is_packed(batch):
@@ -125,13 +98,6 @@ class PrefixBlockModel(PeftBlockModel):
                 remedy="pad the rows: pass an attention_mask, and leave --pack out",
             )
         return super()._prepared(batch)
-
-    @torch.inference_mode()
-    def record_branches(self, batch: Batch) -> None:
-        """Record as the class above does, the stand-in tokens without a prefix, as ``logits`` passes them."""
-        self.embed(batch)
-        with self._without_prefix(), self._stand_in_branches:
-            self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract."""
@@ -150,56 +116,31 @@ class PrefixBlockModel(PeftBlockModel):
                 cache.update(layer.keys, layer.values, index)
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         if mask is not None:
-            inputs["attention_mask"] = torch.cat([mask.new_ones(rows, self._tokens), mask], dim=1)
+            inputs["attention_mask"] = torch.cat([mask.new_ones(rows, self.virtual_tokens), mask], dim=1)
         if positions is not None:
-            inputs["position_ids"] = positions + self._tokens
-        with self._without_prefix():
+            inputs["position_ids"] = positions + self.virtual_tokens
+        with self._unwrapped():
             return super().prologue(**inputs)
 
-    def block(self, index: int, activations: Activations) -> Activations:
-        """Run one layer with its recorded arguments, and a new cache."""
-        calls = list(activations.calls.by_layer())
-        calls[index] = _with_cache(calls[index], index, len(self.by_token(activations.hidden)))
-        with_cache = activations._replace(calls=LayerCalls.of(calls))
-        return activations._replace(hidden=super().block(index, with_cache).hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states of single tokens. See the base class."""
-        with self._without_prefix():
-            return super().logits(hidden)
+    def _arguments(self, index: int, activations: Activations) -> LayerCall:
+        """The recorded arguments, with a new cache."""
+        return _with_cache(activations.calls.layer(index), index, len(self.by_token(activations.hidden)))
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
         """Bytes of the cache of all rows while it is made, and of each evaluation's prefix. See the base class."""
-        all_rows, prefix = (cache_bytes(self.config, count, self._tokens) for count in (rows, 1))
+        all_rows, prefix = (cache_bytes(self.config, count, self.virtual_tokens) for count in (rows, 1))
         return _COPIES * all_rows + streams * prefix
 
     def forward_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula. See the contract."""
-        making = cache_bytes(self.config, len(batch["input_ids"]), self._tokens)
+        making = cache_bytes(self.config, len(batch["input_ids"]), self.virtual_tokens)
         return max(super().forward_bytes(batch), _COPIES * making)
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula. See the contract."""
-        rows, tokens = batch["input_ids"].shape
-        positions = batch.get("position_ids")
-        held = expected_held_bytes(
-            self.config,
-            rows,
-            tokens,
-            keys=self._tokens + tokens,
-            position_rows=None if positions is None else len(positions),
-        )
+        prefix, rows = cache_bytes(self.config, 1, self.virtual_tokens), len(batch["input_ids"])
         # The positions of the prefix are removed by a view, which keeps their memory.
-        return held + cache_bytes(self.config, 1, self._tokens) + rows * self._tokens * POSITION_BYTES
-
-    @contextlib.contextmanager
-    def _without_prefix(self) -> Iterator[None]:
-        """A context in which HF's forward is called directly: no prefix is needed, or the cache has it."""
-        self._called = self._skeleton
-        try:
-            yield
-        finally:
-            self._called = self._wrapper
+        return super().held_bytes(batch) + prefix + rows * self.virtual_tokens * POSITION_BYTES
 
 
 class _OtherLayer:
@@ -231,7 +172,7 @@ def _with_prefix(call: LayerCall, index: int) -> LayerCall:
         own: Any = value.layers[index]
         return LayerPrefix(own.keys[:1].clone(), own.values[:1].clone())
 
-    return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}
+    return _mapped(of_layer, call)
 
 
 def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
@@ -248,8 +189,12 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
         cache.layers = [*others, own]
         return cache
 
+    return _mapped(of_layer, call)
+
+
+def _mapped(change: Callable[[Any], Any], call: LayerCall) -> LayerCall:
     args, kwargs = call
-    return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}
+    return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
 
 class PrefixKind(AdapterKind):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2core.checkpoint import Piece, TensorEntry
+from zo2core.checkpoint.reader import DTYPE_NAMES, DTYPES
 from zo2core.encodings import (
     MXFP4_BLOCK,
     Encoding,
@@ -46,12 +47,7 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
     "gptq": _INTEGERS,
     "gptq_v2": _INTEGERS,
     "awq": _INTEGERS,
-    "int4": {
-        "codes": ".weight_packed",
-        "scales": ".weight_scale",
-        "zeros": ".weight_zero_point",
-        "order": ".weight_g_idx",
-    },
+    "int4": {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point", "order": ".weight_g_idx"},
     "nvfp4": {"codes": ".weight_packed", "scales": ".weight_scale", "global": ".weight_global_scale"},
 }
 INT8_FORMAT = ".weight_format"  # bitsandbytes' layout of codes: 0 is row by row
@@ -59,18 +55,6 @@ MATRIX = ".matrices."  # between the name of a tensor of three axes and the numb
 _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")  # of compressed-tensors, beside what is decoded
 _MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}  # suffixes that encoded layers alone have
 _MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": NF4_STATE}
-_DTYPES = {
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int32: "I32",
-}
-_SCALES = {"BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}  # other dtypes of fp8's scales than float32
-_PLAIN_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _STACKS = MXFP4Stack, MatrixStack
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
 _MAX_OFFSET = torch.finfo(torch.float32).max
@@ -95,29 +79,20 @@ class Quantization:
 
     where: Path
     method: str
-    block: tuple[int, int] = (128, 128)
-    group: int = 0  # weights of a row that share a scale; -1: all
+    block: tuple[int, int] = (128, 128)  # rows and columns of fp8's blocks
+    group: int | None = None  # weights of a row that share a scale; None: all
     is_symmetric: bool = True  # whether int4's zeros are not stored
 
     @classmethod
     def of(cls, where: Path, config: Any) -> Quantization:
         """Read a config's ``quantization_config``."""
         values = config if isinstance(config, Mapping) else config.to_dict()
+        described = _described(values)
+        if described is not None:
+            return cls(where, **described)
         method = values.get("quant_method")
-        if method == "bitsandbytes" and values.get("load_in_8bit"):
-            return cls(where, "int8")
-        if method == "bitsandbytes" and values.get("bnb_4bit_quant_type") == "nf4":
-            return cls(where, "nf4")
-        block: Any = values.get("weight_block_size")
-        if method == "fp8" and _is_block(block):
-            return cls(where, "fp8", tuple(block))
-        if method == "mxfp4":
-            return cls(where, "mxfp4")
-        four_bits = _four_bits(values)
-        if four_bits is not None:
-            return cls(where, *four_bits)
         kind = f" of type {values.get('bnb_4bit_quant_type')}" if method == "bitsandbytes" else ""
-        kind += f" in blocks of {block}" if method == "fp8" else ""
+        kind += f" in blocks of {values.get('weight_block_size')}" if method == "fp8" else ""
         kind += f" of {values['bits']} bits" if method in ("gptq", "awq") and "bits" in values else ""
         kind += f" in format {values.get('format')}" if method == "compressed-tensors" else ""
         raise UnsupportedModelError(
@@ -128,29 +103,38 @@ class Quantization:
             remedy="use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
         )
 
-    def encoded(self, entries: Mapping[str, TensorEntry]) -> dict[str, EncodedTensor]:
-        """Find the encoded parameters, by their names."""
+    def split(
+        self, entries: Mapping[str, TensorEntry], dtype: torch.dtype
+    ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+        """A checkpoint's tensors as if none were encoded, and the encoded ones, by the parameters' names."""
         mark, own = _MARKS[self.method], "" if self.method == "mxfp4" else ".weight"
-        layers = [name.removesuffix(mark) for name in entries if name.endswith(mark)]
-        return {f"{layer}{own}": self._tensor(entries, layer) for layer in sorted(layers)}
-
-    def parts(self, parameter: str) -> set[str]:
-        """The names of all tensors that an encoded parameter may have."""
-        layer = parameter.removesuffix(".weight")
-        return {f"{layer}{suffix}" for suffix in (*SUFFIXES[self.method].values(), INT8_FORMAT, NF4_STATE, *_UNUSED)}
+        layers = sorted(name.removesuffix(mark) for name in entries if name.endswith(mark))
+        if not layers:
+            raise UnsupportedModelError(
+                self.where,
+                found=f"quantization_config of {self.method}, and no tensor of it",
+                expected="the tensors that belong to this config",
+                remedy="take quantization_config out of config.json if the weights are not quantised",
+            )
+        suffixes = *SUFFIXES[self.method].values(), INT8_FORMAT, NF4_STATE, *_UNUSED
+        parts = {f"{layer}{suffix}" for layer in layers for suffix in suffixes}
+        plain = {name: entry for name, entry in entries.items() if name not in parts}
+        encoded = _with_stacks({f"{layer}{own}": self._tensor(entries, layer) for layer in layers})
+        for name, (_, shape, (codes, *_)) in encoded.items():
+            plain[name] = codes._replace(name=name, dtype=DTYPE_NAMES[dtype], shape=shape)
+        return plain, encoded
 
     def _tensor(self, entries: Mapping[str, TensorEntry], layer: str) -> EncodedTensor:
         encoding, shape = self._encoding(entries, layer)
-        suffixes = SUFFIXES[self.method]
         parts: list[TensorEntry] = []
         for part in encoding.parts(shape):
-            entry = self._entry(entries, f"{layer}{suffixes[part.role]}")
+            entry = self._entry(entries, layer, part.role)
             fits = entry.nbytes == part.nbytes if self.method in ("nf4", "nvfp4") else entry.shape == part.shape
-            if not fits or entry.dtype != _DTYPES[part.dtype]:
+            if not fits or entry.dtype != DTYPE_NAMES[part.dtype]:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
                     found=f"{entry.dtype} of shape {list(entry.shape)}",
-                    expected=f"{_DTYPES[part.dtype]} of shape {list(part.shape)}, for {layer} in {encoding.name}",
+                    expected=f"{DTYPE_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer} in {encoding.name}",
                     remedy="get the checkpoint's files again",
                 )
             parts.append(entry)
@@ -159,14 +143,12 @@ class Quantization:
     def _encoding(self, entries: Mapping[str, TensorEntry], layer: str) -> tuple[Encoding, tuple[int, ...]]:
         """The encoding and the shape of a layer's matrix."""
         if self.method == "nf4":
-            return _nf4(self._entry(entries, f"{layer}{NF4_STATE}"))
-        codes = self._entry(entries, f"{layer}{SUFFIXES[self.method]['codes']}")
-        if len(codes.shape) == 2 and self.method not in ("int8", "fp8", "mxfp4"):
-            return self._groups(entries, layer, codes)
+            return _nf4(entries[f"{layer}{NF4_STATE}"])
+        codes = self._entry(entries, layer, "codes")
         if self.method == "mxfp4" and len(codes.shape) == 4:
             *stack, outputs, blocks, _ = codes.shape
             return MXFP4Stack(), (*stack, blocks * MXFP4_BLOCK, outputs)
-        if len(codes.shape) != 2:
+        if self.method == "mxfp4" or len(codes.shape) != 2:
             raise CheckpointError(
                 f"{codes.path}: {codes.name}",
                 found=f"shape {list(codes.shape)}",
@@ -174,8 +156,10 @@ class Quantization:
                 remedy="get the checkpoint's files again",
             )
         if self.method == "fp8":
-            scales = self._entry(entries, f"{layer}.weight_scale_inv")
-            return Float8Blocks(self.block, _SCALES.get(scales.dtype, torch.float32)), codes.shape
+            scales = self._entry(entries, layer, "scales").dtype
+            return Float8Blocks(self.block, DTYPES[scales if scales in ("BF16", "F8_E8M0") else "F32"]), codes.shape
+        if self.method != "int8":
+            return self._groups(entries, layer, *codes.shape)
         order = entries.get(f"{layer}{INT8_FORMAT}")
         if order is not None and (order.nbytes != 1 or any(_read(order))):
             raise CheckpointError(
@@ -187,33 +171,30 @@ class Quantization:
         return Int8Rows(), codes.shape
 
     def _groups(
-        self, entries: Mapping[str, TensorEntry], layer: str, codes: TensorEntry
-    ) -> tuple[Encoding, tuple[int, ...]]:
-        """The encoding and the shape of a matrix of 4 bits a weight."""
-        suffixes, (first, second) = SUFFIXES[self.method], codes.shape
+        self, entries: Mapping[str, TensorEntry], layer: str, first: int, second: int
+    ) -> tuple[FourBitGroups, tuple[int, int]]:
+        """The encoding and the shape of a matrix of 4 bits a weight, whose codes have this shape."""
         shapes = {"awq": (8 * second, first), "int4": (first, 8 * second), "nvfp4": (first, 2 * second)}
-        shape = shapes.get(self.method, (second, 8 * first))
+        rows, columns = shapes.get(self.method, (second, 8 * first))
         stated = entries.get(f"{layer}.weight_shape")
         if stated is not None and stated.nbytes == 16:
-            rows, columns = struct.unpack("<2q", stated.read())
-            if rows == shape[0] and shape[1] - 8 < columns <= shape[1]:
-                shape = rows, columns
-        rows, columns = shape
-        group = self.group if self.group > 0 else columns
-        scales = self._entry(entries, f"{layer}{suffixes['scales']}").torch_dtype or torch.float16
+            true_rows, true_columns = struct.unpack("<2q", stated.read())
+            if true_rows == rows and columns - 8 < true_columns <= columns:
+                columns = true_columns
+        group = self.group or columns
+        scales = self._entry(entries, layer, "scales").torch_dtype or torch.float16
+        suffixes, is_ordered = SUFFIXES[self.method], False
         order = entries.get(f"{layer}{suffixes['order']}") if "order" in suffixes else None
-        is_ordered = order is not None and self._is_ordered(order, columns, group)
+        if order is not None:
+            groups = torch.frombuffer(bytearray(_read(order, 4 * columns, "I32")), dtype=torch.int32)
+            if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < -(-columns // group):
+                raise _malformed(order, f"{len(groups)} groups of columns, from {int(groups.min())} to {int(groups.max())}")
+            is_ordered = not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)  # no neighbours
         has_zeros = self.method not in ("int4", "nvfp4") or not self.is_symmetric
-        return FourBitGroups(self.method, group, scales, has_zeros, is_ordered), shape
+        return FourBitGroups(self.method, group, scales, has_zeros, is_ordered), (rows, columns)
 
-    def _is_ordered(self, order: TensorEntry, columns: int, group: int) -> bool:
-        """Whether the groups of columns are not simply neighbours."""
-        groups = torch.frombuffer(bytearray(_read(order, 4 * columns, "I32")), dtype=torch.int32)
-        if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < -(-columns // group):
-            raise _malformed(order, f"{len(groups)} groups of columns, from {int(groups.min())} to {int(groups.max())}")
-        return not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)
-
-    def _entry(self, entries: Mapping[str, TensorEntry], name: str) -> TensorEntry:
+    def _entry(self, entries: Mapping[str, TensorEntry], layer: str, role: str) -> TensorEntry:
+        name = f"{layer}{SUFFIXES[self.method][role]}"
         if name not in entries:
             raise CheckpointError(
                 self.where.parent,
@@ -224,24 +205,39 @@ class Quantization:
         return entries[name]
 
 
-def without_encodings(
-    entries: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype
-) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-    """A checkpoint's tensors as if none were encoded, and the encoded ones."""
-    encoded = quantization.encoded(entries)
-    if not encoded:
-        raise UnsupportedModelError(
-            quantization.where,
-            found=f"quantization_config of {quantization.method}, and no tensor of it",
-            expected="the tensors that belong to this config",
-            remedy="take quantization_config out of config.json if the weights are not quantised",
+def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Method, block, group and symmetry, by the fields of ``Quantization``; None: it is another quantisation."""
+    method, weights = values.get("quant_method"), dict[str, Any]()
+    if method == "bitsandbytes":
+        name = "int8" if values.get("load_in_8bit") else values.get("bnb_4bit_quant_type")
+        return {"method": name} if name in ("int8", "nf4") else None
+    if method == "fp8":
+        block: Any = values.get("weight_block_size")
+        is_block = isinstance(block, (list, tuple)) and _are_sizes(block, 2)
+        return {"method": "fp8", "block": tuple(block)} if is_block else None
+    if method == "gptq":
+        name = values.get("checkpoint_format") or "gptq"
+        fits = values.get("bits") == 4 and not values.get("dynamic") and name in ("gptq", "gptq_v2")
+        return {"method": name, "group": _group(values.get("group_size"))} if fits else None
+    if method == "awq":
+        is_gemm = values.get("version", "gemm").lower() == "gemm" and values.get("zero_point", True)
+        group = values.get("group_size", values.get("q_group_size"))
+        return (
+            {"method": "awq", "group": _group(group)} if values.get("bits", values.get("w_bit")) == 4 and is_gemm else None
         )
-    parts = {part for name in encoded for part in quantization.parts(name)}
-    encoded = _with_stacks(encoded)
-    plain = {name: entry for name, entry in entries.items() if name not in parts}
-    for name, (_, shape, (codes, *_)) in encoded.items():
-        plain[name] = codes._replace(name=name, dtype=_PLAIN_DTYPES[dtype], shape=shape)
-    return plain, encoded
+    if method == "compressed-tensors":
+        schemes = list((values.get("config_groups") or {}).values())
+        is_dense = (values.get("sparsity_config") or {}).get("format") in ("dense", None)
+        is_plain = is_dense and not values.get("transform_config") and len(schemes) == 1
+        if is_plain and values.get("quantization_status") in ("compressed", None):
+            weights = schemes[0].get("weights") or {}
+        is_integer = weights.get("type") == "int" and weights.get("strategy") in ("group", "channel")
+        if values.get("format") == "nvfp4-pack-quantized" and weights.get("num_bits") == 4:
+            return {"method": "nvfp4", "group": 16}
+        if values.get("format") == "pack-quantized" and weights.get("num_bits") == 4 and is_integer:
+            group = _group(weights.get("group_size"))
+            return {"method": "int4", "group": group, "is_symmetric": bool(weights.get("symmetric", True))}
+    return {"method": "mxfp4"} if method == "mxfp4" else None
 
 
 def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTensor]:
@@ -316,41 +312,9 @@ def _malformed(entry: TensorEntry, found: str) -> CheckpointError:
     return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy="get the shard again")
 
 
-def _four_bits(values: Mapping[str, Any]) -> tuple[str, tuple[int, int], int, bool] | None:
-    """Method, block, group and symmetry of GPTQ, AWQ and compressed-tensors; None: it is another one."""
-    method, block = values.get("quant_method"), (0, 0)
-    if method == "gptq" and values.get("bits") == 4 and not values.get("dynamic"):
-        name = {"gptq": "gptq", "gptq_v2": "gptq_v2"}.get(values.get("checkpoint_format") or "gptq")
-        return None if name is None else (name, block, _group(values.get("group_size")), True)
-    if method == "awq" and values.get("bits", values.get("w_bit")) == 4 and values.get("version", "gemm").lower() == "gemm":
-        is_asymmetric = values.get("zero_point", True)
-        return ("awq", block, _group(values.get("group_size", values.get("q_group_size"))), True) if is_asymmetric else None
-    schemes = list((values.get("config_groups") or {}).values())
-    whole = {"dense", None}, {"compressed", None}
-    is_plain = (values.get("sparsity_config") or {}).get("format") in whole[0] and not values.get("transform_config")
-    if (
-        method != "compressed-tensors"
-        or len(schemes) != 1
-        or not is_plain
-        or values.get("quantization_status") not in whole[1]
-    ):
-        return None
-    weights = schemes[0].get("weights") or {}
-    if values.get("format") == "nvfp4-pack-quantized" and weights.get("num_bits") == 4:
-        return "nvfp4", block, 16, True
-    kinds = weights.get("num_bits"), weights.get("type"), weights.get("strategy") in ("group", "channel")
-    if values.get("format") == "pack-quantized" and kinds == (4, "int", True):
-        return "int4", block, _group(weights.get("group_size")), bool(weights.get("symmetric", True))
-    return None
-
-
-def _group(size: object) -> int:
-    return size if type(size) is int and size > 0 else -1
+def _group(size: object) -> int | None:
+    return size if type(size) is int and size > 0 else None
 
 
 def _are_sizes(values: Sequence[object], count: int) -> bool:
     return len(values) == count and all(type(value) is int and 0 < value < 2**31 for value in values)
-
-
-def _is_block(block: object) -> bool:
-    return isinstance(block, (list, tuple)) and _are_sizes(block, 2)
