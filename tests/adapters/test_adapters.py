@@ -102,7 +102,7 @@ def test_names_that_only_old_checkpoints_carry_are_left_out(tmp_path: Path) -> N
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, "config.json"),
-    "config not JSON": (lambda d: (d / "config.json").write_text("{"), UnsupportedModelError, "config"),
+    "config not JSON": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "config"),
     "another architecture": (lambda d: edit_config(d, model_type="gpt2"), CheckpointError, "does not have"),
     "no causal language model": (lambda d: edit_config(d, model_type="t5"), UnsupportedModelError, "causal"),
     "layers that cannot be cut apart": (lambda d: edit_config(d, model_type="rwkv"), UnsupportedModelError, "Architecture"),

@@ -83,7 +83,7 @@ class ModelDirectory:
         files, changed = portable_companions(self._directory)
         if changed:
             warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
-        config = without_remote_code(json.loads(self.described_in.read_bytes()))
+        config = without_remote_code(json_object(self.described_in))
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)  # exported weights are decoded
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -142,12 +142,9 @@ def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[
     changed = []
     for name, path in companion_files(directory).items():
         companions[name] = path
-        if name.endswith("config.json") and _REMOTE_CODE.encode() in (raw := _read(path)):
-            try:
-                config = json.loads(raw)
-                kept = without_remote_code(config)
-            except (ValueError, RecursionError) as error:
-                raise _refused(directory / name, str(error), "a readable JSON file") from error
+        if name.endswith("config.json") and _REMOTE_CODE.encode() in _read(path):
+            config = json_object(path)
+            kept = without_remote_code(config)
             if kept != config:
                 companions[name] = json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n"
                 changed.append(name)
@@ -163,27 +160,18 @@ def without_remote_code(value: Any) -> Any:
 
 def refuse_oversized(path: Path) -> None:
     """Refuse sizes that would cost transformers excessive time or memory."""
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedModelError(
-            path,
-            found=first_line(error),
-            expected="a readable JSON file",
-            remedy="get config.json again",
-        ) from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(
-            path, found=f"a {type(config).__name__}", expected="a JSON object", remedy="get config.json again"
-        )
-    pending: list[tuple[str, dict[str, Any], Any]] = [("", config, _config_class(config, None))]
+    pending: list[tuple[str, dict[str, Any], Any]] = [("", json_object(path), None)]
     while pending:  # no recursion: an untrusted file may be nested deeply
-        prefix, values, config_class = pending.pop()
-        limits = _limits(config_class)
-        sub_configs = getattr(config_class, "sub_configs", None) or {}
+        prefix, values, config_class = pending.pop()  # the latter as the enclosing config declares it
+        model_type = str(values.get("model_type"))
+        if model_type in CONFIG_MAPPING:
+            config_class = CONFIG_MAPPING[model_type]
+        aliases = (getattr(config_class, "attribute_map", None) or {}).items()
+        named = {other: _LIMITS[known] for pair in aliases for known, other in (pair, pair[::-1]) if known in _LIMITS}
+        limits, sub_configs = {**_LIMITS, **named}, getattr(config_class, "sub_configs", None) or {}
         for name, value in values.items():
             if isinstance(value, dict):
-                pending.append((f"{prefix}{name}.", value, _config_class(value, sub_configs.get(name))))
+                pending.append((f"{prefix}{name}.", value, sub_configs.get(name)))
             elif name in limits and isinstance(value, (int, float)) and value > limits[name]:
                 raise CheckpointError(
                     f"{path}: {prefix}{name}",
@@ -191,24 +179,6 @@ def refuse_oversized(path: Path) -> None:
                     expected=f"at most {limits[name]}",
                     remedy="get config.json again",
                 )
-
-
-def _config_class(values: dict[str, Any], declared: Any) -> Any:
-    """The class of a nested config: by its model type, else as the enclosing config declares it."""
-    model_type = values.get("model_type")
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model_type]
-    return declared
-
-
-def _limits(config_class: Any) -> dict[str, int]:
-    """The limits by all names that a config class has for them."""
-    limits = dict(_LIMITS)
-    for alias, name in (getattr(config_class, "attribute_map", None) or {}).items():
-        for known, other in ((alias, name), (name, alias)):
-            if known in _LIMITS:
-                limits[other] = _LIMITS[known]
-    return limits
 
 
 def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
@@ -230,16 +200,13 @@ def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
 def end_token_ids(model: HFBlockModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else the config lists."""
     content, configured = model.companions.get(GENERATION), getattr(model.config.get_text_config(), "eos_token_id", None)
-    try:
-        if content is not None:
-            configured = json.loads(content if isinstance(content, bytes) else _read(content)).get("eos_token_id")
-        ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
-        if not all(type(token) is int for token in ends):
-            raise ValueError(f"eos_token_id {str(configured)[:80]}")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        path = content if isinstance(content, Path) else Path(GENERATION)
-        raise _refused(path, str(error)[:200], "a JSON object whose eos_token_id is a token id or a list of them") from error
-    return sorted(ends)
+    if content is not None:
+        configured = json_object(content).get("eos_token_id")
+    ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    if not all(type(token) is int or token is None for token in ends):
+        expected = "a token id or a list of them as eos_token_id"
+        raise _refused(content if isinstance(content, Path) else Path(GENERATION), str(configured)[:80], expected)
+    return sorted({token for token in ends if token is not None})
 
 
 def remote_code_note(names: list[str]) -> str:
@@ -260,6 +227,18 @@ def _checked(path: Path, directory: Path) -> Path:
     if info.st_size > max_bytes:
         raise _refused(path, f"{info.st_size} bytes", f"at most {max_bytes} bytes")
     return target
+
+
+def json_object(content: Path | bytes) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        value = json.loads(content if isinstance(content, bytes) else _read(content))
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"a {type(value).__name__}")
+    except (ValueError, RecursionError) as error:
+        path = content if isinstance(content, Path) else Path("a file of the model")
+        raise _refused(path, first_line(error), "a readable JSON object") from error
 
 
 def _read(path: Path) -> bytes:

@@ -17,6 +17,7 @@ from torch import nn
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.model_directory import json_object
 from zo2adapters.models.quantized import INT8_FORMAT, MATRIX, NF4_STATE, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
@@ -47,7 +48,7 @@ def quantize(
         encoding = _encoding(method, [matrix.shape for matrices in chosen.values() for matrix in matrices])
         specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name, ()), encoding)]
         kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
-        config = json.loads(_bytes(opened.companions["config.json"]))
+        config = json_object(opened.companions["config.json"])
         config["quantization_config"] = _description(encoding, config["dtype"])
         companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
         form = SavedForm(kept, opened.saved_form.constants)
@@ -199,10 +200,6 @@ def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
         "bnb_4bit_quant_storage": "uint8",
     }
     return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4)}
-
-
-def _bytes(content: Path | bytes) -> bytes:
-    return content if isinstance(content, bytes) else content.read_bytes()
 
 
 def _is_linear(model: HFBlockModel, name: str) -> bool:
