@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from zo2adapters.commands.signals import Phase, SignalHandling, interruption_behind, status_of
 
 REFUSED = 2  # exit status
-_DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
+_HELP = {"-h", "--help", "--help-all"}
 _CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = re.compile(r"\r(?!\n)|\n*(?:\x1b\[A)+\Z")
 _PLAIN_FORMAT = warnings.formatwarning
@@ -86,8 +86,9 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, command_class))
         return 0
     name, *rest = arguments or [""]
-    if name not in COMMANDS:
-        return _main_help(arguments)
+    if name in {"-V", "--version"}:
+        print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
+        return 0
     command: Any = None
     try:
         reserve = mmap.mmap(-1, _RESERVE_BYTES)
@@ -95,14 +96,16 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         print(_NO_MEMORY, file=sys.stderr)
         return REFUSED
     try:
-        options = command_class(name)
-        if {"-h", "--help", "--help-all"} & set(rest):
-            from zo2adapters.commands.options import command_help
+        from zo2adapters.commands.options import command_help, first_steps, parse_command, program_help, require_command
 
+        if not name or name in {*_HELP, "help"}:
+            print(program_help({other: command_class(other) for other in COMMANDS}) if name else first_steps())
+            return 0
+        require_command(name, list(COMMANDS))
+        options = command_class(name)
+        if _HELP & set(rest):
             print(command_help(name, options, lists_all="--help-all" in rest))
             return 0
-        from zo2adapters.commands.options import parse_command
-
         command = parse_command(name, options, options.with_recipe(rest))
         command.check()
         for module in options.needs:
@@ -150,29 +153,6 @@ def _program_name() -> str:
     """Prefix of messages: the program's name and, in a run of several workers, the worker's rank."""
     rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
     return "zo2" if rank == "0" else f"zo2, worker {rank}"
-
-
-def _main_help(arguments: list[str]) -> int:
-    if arguments and arguments[0] in {"-V", "--version"}:
-        print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
-        return 0
-    if arguments and arguments[0] in {"-h", "--help", "--help-all", "help"}:
-        from zo2adapters.commands.options import program_help
-
-        print(program_help(_DESCRIPTION, {name: command_class(name) for name in COMMANDS}))
-        return 0
-    if not arguments:
-        from zo2adapters.commands.options import first_steps
-
-        print(first_steps(_DESCRIPTION))
-        return 0
-    expected = f"one of {', '.join(COMMANDS)}"
-    import difflib
-
-    near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-    meant = f"; did you mean {near[0]}" if near else ""
-    print(f"zo2: command: found {arguments[0]!r}; expected {expected}{meant}. What to do: see zo2 --help.", file=sys.stderr)
-    return REFUSED
 
 
 def command_class(name: str) -> Any:

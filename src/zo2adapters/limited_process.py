@@ -34,6 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 _TIME = "it takes longer than allowed"
 _MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
@@ -210,15 +212,7 @@ def _descendants(worker: int) -> list[int]:
     """This process's descendants, or the worker's group (negative, for ``kill``) where the system does not tell them."""
     if sys.platform != "linux":
         return [-worker]
-    children = dict[int, list[int]]()
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(file.parent.name))
-    found = children.get(os.getpid(), [])
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
 def _serve(task_file: str) -> None:

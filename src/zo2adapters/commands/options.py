@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, g
 from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, SETTINGS, by_option, flag, section_of, setting_text
 from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
 
+_DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _WHERE = "command line"
@@ -467,17 +468,25 @@ _WIDEST = 125  # columns of a line
 _INDENT = 6  # columns before an option's text
 
 
-def program_help(description: str, commands: Mapping[str, type]) -> str:
+def require_command(name: str, commands: Sequence[str]) -> None:
+    """Refuse the name of a command that there is not."""
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        expected = f"one of {', '.join(commands)}" + (f"; did you mean {near[0]}" if near else "")
+        raise OptionError("command", found=repr(name), expected=expected, remedy="see zo2 --help")
+
+
+def program_help(commands: Mapping[str, type]) -> str:
     """The help of the program: its commands, and how to get the help of each."""
-    lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(description, 0), "", "Commands"]
+    lines = ["usage: zo2 COMMAND [OPTIONS]", "", *_wrapped(_DESCRIPTION, 0), "", "Commands"]
     for name, options in commands.items():
         lines += [f"  {name}", *_wrapped(inspect.getdoc(options) or "", _INDENT)]
     return "\n".join([*lines, "", "zo2 COMMAND --help lists the options of a command."])
 
 
-def first_steps(description: str) -> str:
+def first_steps() -> str:
     """What one who has typed nothing but ``zo2`` does first."""
-    lines = [*_wrapped(description, 0), "", "What to do first"]
+    lines = [*_wrapped(_DESCRIPTION, 0), "", "What to do first"]
     for command, effect in (
         ("zo2 demo", "a small model learns here, in two minutes"),
         ("zo2 init --model MODEL --data FILE", "look at a model and rows, and write a recipe"),
