@@ -17,7 +17,7 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core.errors import JournalError, OptionError, OutputError
+from zo2core.errors import JournalError, OptionError
 from zo2core.ranges import shown
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXPORT_BYTES = 256 << 20  # of activations, beside weights that are written
-_FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,33 +249,6 @@ class AtStep(Command):
             )
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WritesDirectory(AtStep):
-    """A command that writes the model of a step into a directory, which appears complete or not at all."""
-
-    output: Path
-    """Directory to write; it must not exist, or be empty."""
-
-    def require_output(self) -> None:
-        """Refuse an output path that is in use, or that is the name of a file."""
-        from zo2core.checkpoint import require_unused
-
-        require_unused(self.output)
-        if self.output.suffix.lower() in _FILES:
-            raise OutputError(
-                self.output,
-                found="the name of a file",
-                expected="a directory, which gets the model's files",
-                remedy=f"pass --output {self.output.with_suffix('')}; for a GGUF file in it, zo2 export with --format gguf",
-            )
-
-    def after_interruption(self) -> str:
-        """Whether the directory was written."""
-        if self.output.is_dir() and any(self.output.iterdir()):
-            return f"{self.output} is complete"
-        return f"{self.output} was not written; run the same command again to write it"
 
 
 def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:

@@ -6,14 +6,66 @@ import re
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from zo2adapters.commands.at_step import EXPORT_BYTES, WritesDirectory
+from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.model_options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS, RunDirectory
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, OutputError
 from zo2core.ranges import counted
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel
+    from zo2core import Engine
+
+_FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritesDirectory(AtStep):
+    """A command that writes the model of a step into a directory, which appears complete or not at all."""
+
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+
+    def run(self) -> None:
+        """Replay the run and write the model."""
+        from zo2core.checkpoint import require_unused
+
+        require_unused(self.output)
+        if self.output.suffix.lower() in _FILES:
+            raise OutputError(
+                self.output,
+                found="the name of a file",
+                expected="a directory, which gets the model's files",
+                remedy=f"pass --output {self.output.with_suffix('')}; for a GGUF file in it, zo2 export with --format gguf",
+            )
+        self._write(self.resolved())
+
+    def _write(self, at: AtStep) -> None:
+        """Write the model of a step whose base is known."""
+        raise NotImplementedError
+
+    def _files(self, at: AtStep, engine: Engine, **kind: bool) -> dict[str, bytes]:
+        """The files beside a model or an adapter of this kind that a run has made."""
+        from zo2adapters.trainers.model_card import files_of_run
+        from zo2core import Journal
+
+        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        with closing(Journal(at.journal)) as journal:
+            given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
+            return files_of_run(journal, base=str(at.model), options=options, **given)
+
+    def _print(self, what: str, at: AtStep, engine: Engine) -> None:
+        after = "" if at.journal is None else f" after {counted(engine.version, 'step')}"
+        print(f"{self.output}: the {what}{after}")
+
+    def after_interruption(self) -> str:
+        """Whether the directory was written."""
+        if self.output.is_dir() and any(self.output.iterdir()):
+            return f"{self.output} is complete"
+        return f"{self.output} was not written; run the same command again to write it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +98,24 @@ class Export(WritesDirectory):
     """Write a LoRA adapter instead of a whole model: of a run with --rank in peft's format, with --format gguf llama.cpp's
     form of the run's adapter."""
 
-    def run(self) -> None:
-        """Replay the run and write the model."""
-        from zo2adapters.models.export import export_adapter, merging_bytes
-        from zo2adapters.trainers.model_card import files_of_run
-        from zo2adapters.trainers.progress_bar import export_bar
-        from zo2core import Journal
+    def check(self) -> None:
+        """Refuse options of the other format."""
+        if self.format == "huggingface" and self.gguf_type != "auto":
+            remedy = "pass --format gguf as well, or leave it out"
+            raise OptionError("gguf_type", found=self.gguf_type, expected="auto without --format gguf", remedy=remedy)
+        if self.output_dtype != "auto" and (self.format == "gguf" or self.as_adapter):
+            expected, remedy = "auto for an adapter, which is float32", "leave it out"
+            if self.format == "gguf":
+                expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
+            raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy=remedy)
 
-        self.require_output()
-        self._require_format()
-        if self.as_adapter and self.output_dtype != "auto":
-            expected = "auto for an adapter, which is float32"
-            raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="leave it out")
-        at = self.resolved()
-        opening, is_gguf_file = at.model_options, self.format == "gguf"
-        is_adapter = self.as_adapter or (opening.trains_adapter and not is_gguf_file)
-        if is_gguf_file and self.as_adapter and not opening.trains_adapter:
+    def _write(self, at: AtStep) -> None:
+        from zo2adapters.models.export import export_adapter, merging_bytes
+        from zo2adapters.trainers.progress_bar import export_bar
+
+        is_gguf_file, has_adapter = self.format == "gguf", at.model_options.trains_adapter
+        is_adapter = self.as_adapter or (has_adapter and not is_gguf_file)
+        if is_gguf_file and self.as_adapter and not has_adapter:
             raise OptionError(
                 "as_adapter",
                 found="norms and embeddings, which a run with --rank changes, too",
@@ -69,49 +123,35 @@ class Export(WritesDirectory):
                 remedy="leave it out",
             )
         model = at.open_model(export_dtype=self.output_dtype)
-        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
-        merges = opening.trains_adapter and is_gguf_file and not self.as_adapter
-        room = merging_bytes(model) if merges else EXPORT_BYTES
-        with (
-            at.engine(model, activation_bytes=room) as engine,
-            closing(Journal(at.journal)) as journal,
-        ):
-            kind: dict[str, Any] = {"is_adapter": is_adapter, "is_merged": merges, "is_gguf_file": is_gguf_file}
-            base, head = str(at.model), opening.head
-            files = files_of_run(journal, version=engine.version, base=base, options=options, head=head, **kind)
+        merges = has_adapter and is_gguf_file and not self.as_adapter
+        with at.engine(model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES) as engine:
+            files = self._files(at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file)
             if is_gguf_file:
-                from zo2adapters.models.gguf_export import export_gguf
-                from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
-                from zo2adapters.tasks.tokenizer import load_tokenizer
-
-                template = None if options is None else template_of_rows(options.rows)
-                export_gguf(
-                    engine,
-                    model,
-                    self.output,
-                    base=at.base(),
-                    tokenizer=load_tokenizer,
-                    kind=self.gguf_type,
-                    as_adapter=self.as_adapter,
-                    template=template or template_of_chats(load_tokenizer(at.base())),
-                    files=files,
-                )
+                self._write_gguf(at, model, engine, files)
             elif self.as_adapter:
-                export_adapter(engine, model, self.output, base=base, files=files)
+                export_adapter(engine, model, self.output, base=str(at.model), files=files)
             else:
                 with export_bar(model) as progress:
                     engine.export(self.output, files=files, progress=progress)
-            after = "" if at.journal is None else f" after {counted(engine.version, 'step')}"
-            print(f"{self.output}: the {'adapter' if is_adapter else 'model'}{after}")
+            self._print("adapter" if is_adapter else "model", at, engine)
 
-    def _require_format(self) -> None:
-        """Refuse options of the other format."""
-        if self.format == "huggingface" and self.gguf_type != "auto":
-            remedy = "pass --format gguf as well, or leave it out"
-            raise OptionError("gguf_type", found=self.gguf_type, expected="auto without --format gguf", remedy=remedy)
-        if self.format == "gguf" and self.output_dtype != "auto":
-            expected = "auto with --format gguf"
-            raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="pass --gguf-type instead")
+    def _write_gguf(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
+        from zo2adapters.models.gguf_export import export_gguf
+        from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
+        from zo2adapters.tasks.tokenizer import load_tokenizer
+
+        template = None if self.run_directory is None else template_of_rows(RunDirectory.options(self.run_directory).rows)
+        export_gguf(
+            engine,
+            model,
+            self.output,
+            base=at.base(),
+            tokenizer=load_tokenizer,
+            kind=self.gguf_type,
+            as_adapter=self.as_adapter,
+            template=template or template_of_chats(load_tokenizer(at.base())),
+            files=files,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,38 +160,26 @@ class Merge(WritesDirectory):
 
     first_options: ClassVar = ("run_directory", "model", "adapter", "output", "at", "memory")
 
-    def run(self) -> None:
-        """Merge, and write the model."""
+    def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
         from zo2adapters.models.peft_kinds import PeftBlockModel
         from zo2adapters.models.peft_layers import WEIGHTS_FILE
-        from zo2adapters.trainers.model_card import CARD, files_of_run, merged_card
+        from zo2adapters.trainers.model_card import CARD, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
-        from zo2core import Journal
 
-        self.require_output()
-        at = self.resolved()
-        adapter = at.model_options.adapter
+        adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:
-            raise OptionError(
-                "adapter",
-                found="none",
-                expected="the directory of an adapter, or a run",
-                remedy="pass --model BASE --adapter DIR, or --run DIR",
-            )
+            expected, remedy = "the directory of an adapter, or a run", "pass --model BASE --adapter DIR, or --run DIR"
+            raise OptionError("adapter", found="none", expected=expected, remedy=remedy)
         model = at.open_model()
-        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
-        is_adapter, head = isinstance(model, PeftBlockModel), at.model_options.head
         with at.engine(model, activation_bytes=merging_bytes(model)) as engine:
             if at.journal is None:
                 assert adapter is not None, "one of the two was required"
                 digest = file_sha256(adapter / WEIGHTS_FILE)
                 files = {CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)}
             else:
-                with closing(Journal(at.journal)) as journal:
-                    kind: dict[str, Any] = {"version": engine.version, "head": head, "is_merged": is_adapter}
-                    files = files_of_run(journal, base=str(at.model), options=options, **kind)
+                files = self._files(at, engine, is_merged=isinstance(model, PeftBlockModel))
             if isinstance(model, PeftBlockModel):
                 specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
                 total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
@@ -160,7 +188,7 @@ class Merge(WritesDirectory):
             else:
                 with export_bar(model, "merge") as progress:
                     engine.export(self.output, files=files, progress=progress)
-            print(f"{self.output}: the model" + ("" if at.journal is None else f" after {counted(engine.version, 'step')}"))
+            self._print("model", at, engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +254,8 @@ class Push(Command):
         """Upload the directory, and print its address."""
         exported = self._exported()
         if re.fullmatch(r"[\w.-]+/[\w.-]+", self.to) is None:
-            raise OptionError(
-                "to", found=repr(self.to), expected="a name such as user/name", remedy="pass the name of a repository"
-            )
+            expected, remedy = "a name such as user/name", "pass the name of a repository"
+            raise OptionError("to", found=repr(self.to), expected=expected, remedy=remedy)
         import huggingface_hub
 
         hub = huggingface_hub.HfApi()
