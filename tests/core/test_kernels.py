@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from zo2core.errors import ZO2Warning
 from zo2core.kernels import arithmetic, dispatch, native, philox
-from zo2core.kernels.table import table
+from zo2core.kernels.arithmetic import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,7 +76,8 @@ def test_compiled_arithmetic_gives_the_references_bits(
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
     ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
-    native.apply(ours, program, zs)
+    assert native.takes(ours, *zs)
+    dispatch.apply(ours, program, zs, scratch=scratch, decay_scratch=other)
     arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
     assert_same(ours, theta)
 
@@ -89,7 +90,8 @@ def test_compiled_noise_gives_the_references_bits(
     dtype: torch.dtype, distribution: Distribution, seed: int, parameter: int, start: int, length: int
 ) -> None:
     ours, theirs = (unaligned(torch.zeros(length, dtype=dtype)) for _ in range(2))
-    native.fill(ours, distribution, seed, parameter, start)
+    assert native.takes(ours)
+    dispatch.fill(ours, distribution, seed, parameter, start)
     philox.fill(theirs, distribution, seed, parameter, start)
     assert_same(ours, theirs)
 

@@ -19,7 +19,7 @@ from models import make_batch
 from toy import ToyBlockModel
 
 from zo2core import Distribution, HostPlan, MemoryPolicy, MeZOSGD, MultiQueryRGE, PhiloxNoise
-from zo2core.kernels import dispatch, forming
+from zo2core.kernels import dispatch
 from zo2core.sweep import perturber
 from zo2core.types import Descend, Perturb, Program
 
@@ -96,7 +96,7 @@ def interpret() -> None:
             factor, formed, expected = torch.randn(rows, thin), torch.empty_like(base), torch.empty_like(base)
             base[0, 0], base[-1, -1], factor[0] = -0.0, torch.inf, 0.0
             triton_kernels.form(base, factor, shared.t().contiguous(), formed)
-            forming.form(base, factor, shared, expected)
+            dispatch.form(base, factor, shared, expected)
             assert torch.equal(formed.view(integer), expected.view(integer)), (dtype, rows, columns, thin)
 
 

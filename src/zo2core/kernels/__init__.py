@@ -3,7 +3,7 @@
 from zo2core.kernels.dispatch import apply as apply
 from zo2core.kernels.dispatch import apply_drawing as apply_drawing
 from zo2core.kernels.dispatch import fill as fill
+from zo2core.kernels.dispatch import form as form
 from zo2core.kernels.dispatch import perturb as perturb
 from zo2core.kernels.dispatch import perturb_each as perturb_each
-from zo2core.kernels.forming import form as form
 from zo2core.types import Distribution as Distribution

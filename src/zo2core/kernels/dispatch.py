@@ -5,8 +5,10 @@ All give the same bits.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -14,10 +16,21 @@ from types import ModuleType
 import torch
 
 from zo2core.kernels import arithmetic, native, philox
+from zo2core.kernels.native import DTYPES
 from zo2core.types import Distribution, Perturb, Program
 
 _CHUNK = 32768  # elements that the reference draws at a time on the CPU
 _DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
+_DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
+_PANEL = 16  # columns of a matrix that forming.c sums at once
+_TWO_THREADS = 1 << 16  # weights of a matrix from which a second thread pays
+_FORMED_AT_ONCE = 1 << 18  # weights that the reference sums at a time
+
+
+class _Direction(ctypes.Structure):
+    """A row of a table's directions with the address of a z that was already drawn."""
+
+    _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
 def perturb(
@@ -31,7 +44,9 @@ def perturb(
 ) -> None:
     """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
-        native.perturb(out, theta, z, by, rounded=rounded)
+        # Without a program: coding one takes as long as the pass over a small chunk.
+        coded, results = arithmetic.row(by), _results(theta, out, rounded)
+        native.functions().zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), *results, z.data_ptr(), theta.numel(), *coded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         kernels.perturb([out], [theta], [z], by)
@@ -51,7 +66,8 @@ def apply(
 ) -> None:
     """Do what ``arithmetic.apply`` does."""
     if native.takes(theta, *zs):
-        native.apply(theta, program, zs)
+        directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
+        _walk(theta, program, directions, 0, 0, 0)  # distribution, parameter and start are used only to draw
     elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply([theta], program, [[z] for z in zs])
     else:
@@ -61,7 +77,8 @@ def apply(
 def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
     """Do what ``philox.fill`` does."""
     if native.takes(out):
-        native.fill(out, distribution, seed, parameter, start)
+        drawn = out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
+        native.functions().zo2core_fill(DTYPES[out.dtype], out.data_ptr(), *drawn)
         return
     if (kernels := triton_kernels(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
@@ -96,7 +113,8 @@ def apply_drawing(
     """
     assert (out is None) == (program.then is None)
     if native.takes(theta) and native.rounds_to(out, rounded):
-        native.apply_drawing(theta, program, distribution, parameter, start, out=out, rounded=rounded)
+        directions, drawn = arithmetic.table(program, theta.device).directions.data_ptr(), _DISTRIBUTIONS[distribution]
+        _walk(theta, program, directions, drawn, parameter, start, out=out, rounded=rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         outs = None if out is None else [out]
@@ -120,7 +138,10 @@ def perturb_each(
         out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
     """
     if native.takes(theta) and native.rounds_to(out):
-        native.perturb_each(theta, perturbations, distribution, parameter, out)
+        coded, memory = arithmetic.table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
+        program = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
+        drawn = _DISTRIBUTIONS[distribution], parameter
+        native.functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *program, *drawn)
         return
     for row, perturbation in zip(out, perturbations.instructions, strict=True):
         assert isinstance(perturbation, Perturb), "only perturbations make copies"
@@ -129,6 +150,36 @@ def perturb_each(
         else:
             program = Program((perturbations.seeds[perturbation.direction],), (), then=perturbation._replace(direction=0))
             apply_drawing(theta, program, distribution, parameter, out=row)
+
+
+def _walk(
+    theta: torch.Tensor,
+    program: Program,
+    directions: object,
+    distribution: int,
+    parameter: int,
+    start: int,
+    *,
+    out: torch.Tensor | None = None,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """Run a program on host memory with the compiled kernels, with its ``then`` where there is memory for that copy."""
+    instructions, in_place = arithmetic.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
+    program_arguments = theta.numel(), instructions, in_place, in_place + (out is not None), directions
+    results = _results(theta, out, rounded)
+    drawn = distribution, parameter, start
+    native.functions().zo2core_walk(DTYPES[theta.dtype], theta.data_ptr(), *results, *program_arguments, *drawn)
+
+
+def _results(
+    theta: torch.Tensor, out: torch.Tensor | None, rounded: torch.Tensor | None
+) -> tuple[int | None, int, int | None]:
+    """A kernel's output arguments: address of an unrounded output, and dtype and address of a rounded one."""
+    if out is not None and out.dtype is not theta.dtype:
+        assert rounded is None, "one other dtype at a time"
+        out, rounded = None, out
+    unrounded = None if out is None else out.data_ptr()
+    return (unrounded, 0, None) if rounded is None else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
 
 
 def _chunk(tensor: torch.Tensor) -> int:
@@ -169,3 +220,45 @@ def _apply_drawing(
         if program.then is not None and out is not None:
             copy, z = out[first : first + length], zs[program.then.direction]
             arithmetic.perturb(copy, chunk, z, program.then, scratch=scratch)
+
+
+def form(
+    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, helper: Executor | None = None
+) -> None:
+    """Write ``base + left right^T``, summed in float32 and rounded once.
+
+    Products are added one after the other, so that every machine forms the same weights: a library's matrix product sums in
+    an order of its own choice.
+
+    Args:
+        base: (rows, columns), contiguous, of a floating-point dtype.
+        left: (rows, rank), float32.
+        right: (columns, rank), of a floating-point dtype.
+        out: Memory of the shape and dtype of ``base``; may be ``base``.
+        helper: Runs half of the work in parallel if compiled kernels do it.
+    """
+    left = left.contiguous()
+    if (kernels := triton_kernels(base)) is not None:
+        kernels.form(base, left, right.float().t().contiguous(), out)
+    elif native.takes(base, out):
+        columns, rank = right.shape
+        padded = torch.nn.functional.pad(right.float(), (0, 0, 0, -columns % _PANEL))
+        panels = padded.view(len(padded) // _PANEL, _PANEL, rank).transpose(1, 2).contiguous()  # forming.c's layout
+
+        def run(first: int, last: int) -> None:
+            rows = (matrix[first:last].data_ptr() for matrix in (base, out, left))
+            native.functions().zo2core_form(DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank)
+
+        native.run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
+    else:
+        _form(base, left, right, out)
+
+
+def _form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Form a matrix with torch operations: the reference."""
+    columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
+    for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True):
+        sums, product = torch.zeros_like(weights, dtype=torch.float32), torch.empty_like(weights, dtype=torch.float32)
+        for k, column in enumerate(columns):
+            sums += torch.mul(factors[:, k, None], column, out=product)
+        memory.copy_(weights.float() + sums)

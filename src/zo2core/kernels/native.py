@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -21,21 +21,10 @@ from zo2core.encodings import GGUF_BLOCKS, FourBitGroups, GGUFRows, NF4Blocks
 from zo2core.errors import ZO2Warning
 from zo2core.kernels.four_bits import Groups
 from zo2core.kernels.gguf import grid_of
-from zo2core.kernels.table import row, table
-from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 12  # of the C files
-_PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}  # the order of gguf.c's enum
-_CPU = torch.device("cpu")
-
-
-class _Direction(ctypes.Structure):
-    """A row of a table's directions with the address of a z that was already drawn."""
-
-    _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
 @cache
@@ -141,108 +130,12 @@ def takes(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
-    """Do what ``philox.fill`` does."""
-    functions().zo2core_fill(
-        DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
-    )
-
-
 def rounds_to(*tensors: torch.Tensor | None) -> bool:
     """Whether results can be rounded to all of these tensors; None entries are skipped."""
     for tensor in tensors:
         if tensor is not None and not (tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous()):
             return False
     return True
-
-
-def perturb(
-    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb, *, rounded: torch.Tensor | None = None
-) -> None:
-    """Do what ``dispatch.perturb`` does, without a program: coding one takes as long as the pass over a small chunk."""
-    coded, results = row(by), _results(theta, out, rounded)
-    functions().zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), *results, z.data_ptr(), theta.numel(), *coded)
-
-
-def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
-    """Do what ``arithmetic.apply`` does."""
-    instructions = table(program, _CPU).instructions
-    directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
-    length = len(program.instructions)
-    functions().zo2core_walk(
-        DTYPES[theta.dtype],
-        theta.data_ptr(),
-        *_results(theta, None, None),
-        theta.numel(),
-        instructions.data_ptr(),
-        length,
-        length,
-        directions,
-        0,  # distribution, parameter and start are used only to draw directions
-        0,
-        0,
-    )
-
-
-def apply_drawing(
-    theta: torch.Tensor,
-    program: Program,
-    distribution: Distribution,
-    parameter: int,
-    start: int = 0,
-    *,
-    out: torch.Tensor | None = None,
-    rounded: torch.Tensor | None = None,
-) -> None:
-    """Do what ``dispatch.apply_drawing`` does."""
-    coded = table(program, _CPU)
-    in_place = len(program.instructions)
-    functions().zo2core_walk(
-        DTYPES[theta.dtype],
-        theta.data_ptr(),
-        *_results(theta, out, rounded),
-        theta.numel(),
-        coded.instructions.data_ptr(),
-        in_place,
-        in_place if program.then is None else in_place + 1,
-        coded.directions.data_ptr(),
-        _DISTRIBUTIONS[distribution],
-        parameter,
-        start,
-    )
-
-
-def perturb_each(
-    theta: torch.Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: torch.Tensor
-) -> None:
-    """Do what ``dispatch.perturb_each`` does."""
-    coded = table(perturbations, _CPU)
-    functions().zo2core_move_each(
-        DTYPES[theta.dtype],
-        theta.data_ptr(),
-        DTYPES[out.dtype],
-        out.data_ptr(),
-        theta.numel(),
-        coded.instructions.data_ptr(),
-        len(perturbations.instructions),
-        coded.directions.data_ptr(),
-        _DISTRIBUTIONS[distribution],
-        parameter,
-    )
-
-
-def _results(
-    theta: torch.Tensor, out: torch.Tensor | None, rounded: torch.Tensor | None
-) -> tuple[int | None, int, int | None]:
-    """A kernel's output arguments: address of an unrounded output, and dtype and address of a rounded one."""
-    if out is not None and out.dtype is not theta.dtype:
-        assert rounded is None, "one other dtype at a time"
-        out, rounded = None, out
-    return (
-        None if out is None else out.data_ptr(),
-        0 if rounded is None else DTYPES[rounded.dtype],
-        None if rounded is None else rounded.data_ptr(),
-    )
 
 
 def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
@@ -328,19 +221,6 @@ def encode_float8(
     rows = len(scales)
     addresses = (tensor.data_ptr() for tensor in (codes, scales, weights))
     return bool(loaded.zo2core_encode_float8(*addresses, largest_code, least_scale, rows, weights.numel() // max(rows, 1)))
-
-
-def panels(right: torch.Tensor) -> torch.Tensor:
-    """A factor, (columns, rank), in the layout of ``form``: float32 (panels, rank, 16), padded with zeros."""
-    columns, rank = right.shape
-    padded = torch.nn.functional.pad(right.float(), (0, 0, 0, -columns % _PANEL))
-    return padded.view(len(padded) // _PANEL, _PANEL, rank).transpose(1, 2).contiguous()
-
-
-def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, first: int, last: int) -> None:
-    """Do what ``forming.form`` does, for rows ``first`` to ``last``, with ``right`` in the layout of ``panels``."""
-    rows = (matrix[first:last].data_ptr() for matrix in (base, out, left))
-    functions().zo2core_form(DTYPES[base.dtype], *rows, right.data_ptr(), last - first, base.shape[1], left.shape[1])
 
 
 def _matrix(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int, int]:

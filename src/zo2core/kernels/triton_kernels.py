@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.table import row, table
+from zo2core.kernels.arithmetic import row, table
 from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
