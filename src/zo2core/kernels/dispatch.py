@@ -139,9 +139,9 @@ def perturb_each(
     """
     if native.takes(theta) and native.rounds_to(out):
         coded, memory = arithmetic.table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
-        program = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
+        moves = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
         drawn = _DISTRIBUTIONS[distribution], parameter
-        native.functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *program, *drawn)
+        native.functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn)
         return
     for row, perturbation in zip(out, perturbations.instructions, strict=True):
         assert isinstance(perturbation, Perturb), "only perturbations make copies"

@@ -3,20 +3,25 @@
 A weight is decoded by float32 operations, in the order of bitsandbytes, of transformers and of llama.cpp's gguf package, and
 rounded once: a model whose weights were decoded beforehand computes the same bits. Encoded weights are never trained: they
 are encoded once, when a checkpoint is made. Those of GGUF files are only decoded.
+
+GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) store a matrix with inputs first, compressed-tensors and NVFP4 by rows. A
+weight is ``(value of its code - zero) * scale``, with a scale and mostly a zero for each group of a row's weights. Zeros and
+scales are unpacked here, with torch; codes by a compiled kernel, or by the reference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from zo2core.encodings import (
+    GGUF_BLOCKS,
     MXFP4_BLOCK,
     EncodedPart,
     Encoding,
@@ -30,7 +35,7 @@ from zo2core.encodings import (
     NF4Blocks,
     encoded_bytes,
 )
-from zo2core.kernels import four_bits, gguf, native
+from zo2core.kernels import gguf, native
 from zo2core.types import ParameterSpec
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
@@ -54,6 +59,12 @@ NF4_TABLE = (
     0.7229568362236023,
     1.0,
 )
+FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # values of e2m1 codes
+_PLACES = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}  # where the codes of 8 neighbours are in a word, if not in their order
+_SYMMETRIC = 8.0  # the zero of formats that store none
+_V1 = 0x11111111  # files of GPTQ's first version store each zero less 1
+_GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}  # the order of gguf.c's enum
+_NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
@@ -87,32 +98,60 @@ def _decode_matrix(
     if not native.decodes(stored, matrix):
         _decode(encoding, parts, matrix)
         return
-    numel = matrix.numel()
-    if isinstance(encoding, MXFP4Stack):
-        count, inputs, outputs = math.prod(shape[:-2]), shape[-2], shape[-1]
-        units, run = count, partial(native.decode_mxfp4, matrix.view(count, inputs, outputs), parts.bytes)
-    elif isinstance(encoding, FourBitGroups):
-        groups = four_bits.groups_of(encoding, parts.tensors())
-        units, run = -(-len(matrix) // 8), partial(native.decode_four_bits, matrix, parts.bytes["codes"], encoding, groups)
-    else:
-        units, run = len(matrix), partial(_run_native, encoding, parts, matrix)
+    units, run = _compiled(encoding, parts, matrix, shape)
     splits_block = isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
-    native.run_in_halves(run, units, None if numel < _TWO_THREADS or splits_block else helper)
+    native.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
 
 
-def _run_native(encoding: MatrixEncoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
-    """Decode some rows with a compiled kernel. With NF4, whose blocks ignore rows, the first row has to begin a block."""
+def _compiled(
+    encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.Tensor, shape: Sequence[int]
+) -> tuple[int, Callable[[int, int], None]]:
+    """The compiled kernel: number of units of work, and a function that does those from a first one to a last one."""
+    compiled, (rows, columns), stored = native.functions(), matrix.shape, parts.bytes
+    memory = native.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
+    if isinstance(encoding, MXFP4Stack):
+        *stack, inputs, outputs = shape
+        powers = stored["scales"].data_ptr()
+        return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(
+            *memory, powers, first, last, inputs, outputs
+        )
     if isinstance(encoding, GGUFRows):
-        native.decode_gguf(matrix, parts.bytes["codes"], encoding, first, last)
-        return
-    out, start, codes = matrix[first:last], first * matrix.shape[1], parts.bytes["codes"]
+        grid = gguf.grid_of(encoding.name)
+        table = _GGUF_KINDS[encoding.name], None if grid is None else grid.data_ptr()  # kept by the module
+        sizes = *table, encoding.heads, rows, columns, stored["codes"].numel() // rows
+        return rows, lambda first, last: compiled.zo2core_decode_gguf(*memory, *sizes, first, last)
+    if isinstance(encoding, FourBitGroups):
+        groups = _groups(encoding, parts)
+        layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0  # the order of decode.c's enum
+
+        def run_eights(first: int, last: int) -> None:
+            addresses = (None if tensor is None else tensor.data_ptr() for tensor in groups)
+            ends = 8 * first, min(8 * last, rows)
+            sizes = encoding.name == "nvfp4", layout, rows, columns, encoding.group, *ends
+            compiled.zo2core_decode_four_bits(*memory, *addresses, *sizes)
+
+        return -(-rows // 8), run_eights
     if isinstance(encoding, NF4Blocks):
-        native.decode_nf4(out, parts.bytes, encoding, start)
-    elif isinstance(encoding, Int8Rows):
-        native.decode_int8(out, codes[start:], parts["scales"].float()[first:], INT8_UNIT)
-    else:
-        assert isinstance(encoding, Float8Blocks), "groups of 4 bits have a kernel of their own"
-        native.decode_float8(out, codes[start:], parts["scales"].float(), first, encoding.block)
+        addresses = [stored[role].data_ptr() if role in stored else None for role in _NF4_ROLES]
+        blocks = encoding.nested_block or 0, encoding.offset, encoding.block
+
+        def run_blocks(first: int, last: int) -> None:  # blocks ignore rows: the first row has to begin one
+            out = matrix[first:last]
+            compiled.zo2core_decode_nf4(memory[0], out.data_ptr(), *addresses, *blocks, first * columns, out.numel())
+
+        return rows, run_blocks
+    scales = parts["scales"].float()
+
+    def run_rows(first: int, last: int) -> None:
+        out, codes = matrix[first:last], stored["codes"][first * columns :].data_ptr()
+        if isinstance(encoding, Int8Rows):
+            scaled = scales[first:].data_ptr(), INT8_UNIT, *out.shape
+            compiled.zo2core_decode_int8(memory[0], out.data_ptr(), codes, *scaled)
+        else:
+            blocks = first, *out.shape, *encoding.block
+            compiled.zo2core_decode_float8(memory[0], out.data_ptr(), codes, scales.data_ptr(), *blocks)
+
+    return rows, run_rows
 
 
 def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.Tensor) -> None:
@@ -124,7 +163,7 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.
         _decode_gguf(encoding, parts["codes"], matrix)
         return
     if isinstance(encoding, FourBitGroups):
-        four_bits.decode(encoding, parts["codes"], four_bits.groups_of(encoding, parts.tensors()), matrix)
+        _decode_four_bits(encoding, parts, matrix)
         return
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
@@ -145,7 +184,7 @@ def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, matrix: torch.Tenso
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
     codes, scales = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
-    table = torch.tensor(four_bits.FP4_TABLE, device=codes.device)
+    table = torch.tensor(FP4_TABLE, device=codes.device)
     for of_one, packed, powers in zip(matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True):
         numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(outputs, blocks, MXFP4_BLOCK)
         of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
@@ -196,9 +235,9 @@ class _Parts:
         ends = list(accumulate(part.nbytes for part in parts))
         self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All parts but the codes, by role."""
-        return {role: self[role] for role in self._parts if role != "codes"}
+    def get(self, role: str) -> torch.Tensor | None:
+        """A part that may be missing."""
+        return self[role] if role in self._parts else None
 
     def __getitem__(self, role: str) -> torch.Tensor:
         """A part in its dtype and shape. A part at an address not aligned to its dtype is copied: it is small."""
@@ -206,6 +245,54 @@ class _Parts:
         if raw.data_ptr() % part.dtype.itemsize or raw.storage_offset() % part.dtype.itemsize:
             raw = raw.clone()
         return raw.view(part.dtype).view(part.shape)
+
+
+class _Groups(NamedTuple):
+    """What the codes of a matrix are worth, by groups of a row's weights."""
+
+    scales: torch.Tensor  # float32 (rows, groups)
+    zeros: torch.Tensor | None  # the same; None: zero
+    order: torch.Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
+
+
+def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
+    """Unpack a matrix's scales and zeros from its parts."""
+    scales, zeros = parts["scales"].float(), parts.get("zeros")
+    if encoding.name == "nvfp4":
+        return _Groups((scales / parts["global"]).contiguous(), None, None)
+    if encoding.inputs_first:
+        assert zeros is not None
+        zeros = _unpacked(zeros + _V1 if encoding.name == "gptq" else zeros, encoding.name).t()
+        scales = scales.t()
+    elif zeros is not None:
+        zeros = _unpacked(zeros.t(), encoding.name)[:, : len(scales)].t()
+    zeros = torch.full_like(scales, _SYMMETRIC) if zeros is None else zeros.float()
+    order = parts.get("order")
+    if order is not None:
+        order = order.clamp(0, scales.shape[1] - 1).contiguous()  # a damaged one must not lead out of the memory
+    return _Groups(scales.contiguous(), zeros.contiguous(), order)
+
+
+def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: torch.Tensor) -> None:
+    codes, groups, (rows, columns) = parts["codes"], _groups(encoding, parts), matrix.shape
+    if encoding.name == "nvfp4":
+        table = torch.tensor(FP4_TABLE, device=matrix.device)
+        weights = table[torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1).long()]
+    elif encoding.name == "awq":
+        weights = _unpacked(codes, encoding.name).t().float()
+    else:
+        weights = _unpacked(codes.t() if encoding.inputs_first else codes, encoding.name)[:, :columns].float()
+    column = torch.arange(columns, device=matrix.device)
+    group = column // encoding.group if groups.order is None else groups.order.long()
+    if groups.zeros is not None:
+        weights = weights - groups.zeros[:, group]
+    matrix.copy_(weights * groups.scales[:, group])
+
+
+def _unpacked(words: torch.Tensor, name: str) -> torch.Tensor:
+    """The codes in words of 32 bits, as int32: 8 times as many columns."""
+    places = torch.tensor(_PLACES.get(name, range(8)), dtype=torch.int32, device=words.device)
+    return ((words.contiguous()[..., None] >> 4 * places) & 15).view(len(words), -1)
 
 
 def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:

@@ -1,4 +1,4 @@
-/* Weights formed of a base and two low-rank factors. forming.py is the reference, and gives the same bits: products are added one
+/* Weights formed of a base and two low-rank factors. dispatch.py has the reference, and gives the same bits: products are added one
  * after the other, in float32, and native.c says what that asks of the compiler. */
 
 #include "floats.h"

@@ -6,7 +6,7 @@ The operations and their order are those of llama.cpp's gguf package, so the bit
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -57,30 +57,10 @@ def _scaled(scales: torch.Tensor, codes: torch.Tensor, least: torch.Tensor | Non
     return (weights if least is None else weights - least[:, :, None]).view(len(codes), -1)
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 0, 2) * (_shifted(blocks[:, 2:], 4, 16).to(torch.int8) - 8).float()
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 0, 2) * _shifted(blocks[:, 4:], 4, 16).float() + _numbers(blocks, 2, 4)
-
-
 def _five_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, start : start + 4, None] >> shifts & 1).reshape(len(blocks), 32)
     return _shifted(blocks[:, start + 4 :], 4, 16) | high << 4
-
-
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 0, 2) * (_five_bits(blocks, 2).to(torch.int8) - 16).float()
-
-
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 0, 2) * _five_bits(blocks, 4).float() + _numbers(blocks, 2, 4)
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _numbers(blocks, 0, 2)
 
 
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -125,10 +105,6 @@ def _looked_up(codes: torch.Tensor, table: Sequence[int]) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 0, 2) * _looked_up(_shifted(blocks[:, 2:], 4, 16), UNEVEN)
-
-
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).view(len(blocks), 8)
     scales = _numbers(blocks, 0, 2) * ((low | _shifted(blocks[:, 2:4], 2, 1) << 4).to(torch.int8) - 32).float()
@@ -148,10 +124,6 @@ def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
         parts.append((blocks[:, None, first:stop] * powers[:, None]).reshape(len(blocks), -1))
     digits = (torch.cat(parts, dim=1).int() * 3 >> 8) - 1
     return _numbers(blocks, 52, 54) * digits.float()
-
-
-def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _numbers(blocks, 64, 66) * (_shifted(blocks[:, :64], 2, 32).to(torch.int8) - 1).float()
 
 
 @cache
@@ -257,25 +229,25 @@ def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
     return _scaled(scales, _signed(_on_grid("IQ3_S", rows, blocks.device), blocks[:, 74:106]))
 
 
-_DECODERS = {
+_DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "F32": lambda blocks: _numbers(blocks, 0, 4, torch.float32),
     "F16": lambda blocks: _numbers(blocks, 0, 2),
     "BF16": lambda blocks: _numbers(blocks, 0, 2, torch.bfloat16),
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+    "Q4_0": lambda blocks: _numbers(blocks, 0, 2) * (_shifted(blocks[:, 2:], 4, 16).to(torch.int8) - 8).float(),
+    "Q4_1": lambda blocks: _numbers(blocks, 0, 2) * _shifted(blocks[:, 4:], 4, 16).float() + _numbers(blocks, 2, 4),
+    "Q5_0": lambda blocks: _numbers(blocks, 0, 2) * (_five_bits(blocks, 2).to(torch.int8) - 16).float(),
+    "Q5_1": lambda blocks: _numbers(blocks, 0, 2) * _five_bits(blocks, 4).float() + _numbers(blocks, 2, 4),
+    "Q8_0": lambda blocks: blocks[:, 2:].view(torch.int8).float() * _numbers(blocks, 0, 2),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
+    "IQ4_NL": lambda blocks: _numbers(blocks, 0, 2) * _looked_up(_shifted(blocks[:, 2:], 4, 16), UNEVEN),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
+    "TQ2_0": lambda blocks: _numbers(blocks, 64, 66) * (_shifted(blocks[:, :64], 2, 32).to(torch.int8) - 1).float(),
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,

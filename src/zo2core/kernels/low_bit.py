@@ -51,9 +51,11 @@ def encode(theta: torch.Tensor, encoded: torch.Tensor, scales: torch.Tensor | No
     if scales is None:
         encoded.copy_(theta)
         return
-    if native.encode_float8(theta, encoded, scales, largest_code=_LARGEST_FP8, least_scale=_LEAST_SCALE):
-        return
     rows = theta.view(len(scales), -1)
+    if theta.dtype is torch.float32 and native.takes(theta) and native.takes(scales) and encoded.is_cpu:
+        addresses = (tensor.data_ptr() for tensor in (encoded, scales, theta))
+        if native.functions().zo2core_encode_float8(*addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape):
+            return  # else a row is not finite
     torch.linalg.vector_norm(rows, ord=torch.inf, dim=1, out=scales)
     half_to_one, exponent = torch.frexp(scales.div_(_LARGEST_FP8).clamp_(min=_LEAST_SCALE))
     torch.ldexp(torch.ones_like(scales), exponent - (half_to_one == 0.5).int(), out=scales)
@@ -72,7 +74,9 @@ def decode(encoded: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
         out: Memory for the weights, 1-D, of the stored dtype.
     """
     if scales is not None and native.decodes(encoded, out):
-        native.decode_float8(out.view(len(scales), -1), encoded, scales, 0, (1, max(out.numel() // len(scales), 1)))
+        rows, addresses = out.view(len(scales), -1), (tensor.data_ptr() for tensor in (out, encoded, scales))
+        block = 1, max(rows.shape[1], 1)
+        native.functions().zo2core_decode_float8(native.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block)
         return
     out.copy_(encoded)
     if scales is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -17,14 +17,10 @@ from pathlib import Path
 
 import torch
 
-from zo2core.encodings import GGUF_BLOCKS, FourBitGroups, GGUFRows, NF4Blocks
 from zo2core.errors import ZO2Warning
-from zo2core.kernels.four_bits import Groups
-from zo2core.kernels.gguf import grid_of
 
 _REVISION = 12  # of the C files
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}  # the order of gguf.c's enum
 
 
 @cache
@@ -141,89 +137,3 @@ def rounds_to(*tensors: torch.Tensor | None) -> bool:
 def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether the compiled kernels are installed and can decode these bytes into this memory."""
     return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
-
-
-def decode_int8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, unit: float) -> None:
-    """Decode rows of int8 codes with a float32 scale a row; ``unit`` is the value of code 1 at a scale of 1."""
-    functions().zo2core_decode_int8(*_matrix(out, codes, scales), unit, *out.shape)
-
-
-def decode_float8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, first: int, block: tuple[int, int]) -> None:
-    """Decode rows of e4m3 codes, from a matrix's row ``first`` on, with a float32 scale for each block of the matrix."""
-    functions().zo2core_decode_float8(*_matrix(out, codes, scales), first, *out.shape, *block)
-
-
-def decode_nf4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], encoding: NF4Blocks, first: int) -> None:
-    """Decode 4-bit codes, two a byte.
-
-    Args:
-        out: Memory for the weights from number ``first`` of the matrix on, contiguous.
-        parts: Bytes of the whole matrix's parts, by role, at any address.
-        encoding: Encoding of the matrix.
-        first: An even number, with whose code a byte begins.
-    """
-    roles = ("codes", "scales", "table", "nested scales", "nested table")
-    addresses = (parts[role].data_ptr() if role in parts else None for role in roles)
-    blocks = (encoding.nested_block or 0, encoding.offset, encoding.block)
-    functions().zo2core_decode_nf4(DTYPES[out.dtype], out.data_ptr(), *addresses, *blocks, first, out.numel())
-
-
-def decode_mxfp4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], first: int, last: int) -> None:
-    """Decode the matrices ``first`` to ``last`` of a stack, (count, inputs, outputs), from the bytes of its parts."""
-    addresses = (parts[role].data_ptr() for role in ("codes", "scales"))
-    functions().zo2core_decode_mxfp4(DTYPES[out.dtype], out.data_ptr(), *addresses, first, last, *out.shape[1:])
-
-
-def decode_four_bits(
-    out: torch.Tensor, codes: torch.Tensor, encoding: FourBitGroups, groups: Groups, first: int, last: int
-) -> None:
-    """Decode the eights ``first`` to ``last`` of a matrix's rows; ``codes`` are the whole matrix's bytes, at any address."""
-    rows, columns = out.shape
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (groups.zeros, groups.order))
-    layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0  # the order of decode.c's enum
-    sizes = rows, columns, encoding.group, 8 * first, min(8 * last, rows)
-    functions().zo2core_decode_four_bits(
-        *_matrix(out, codes, groups.scales), *addresses, encoding.name == "nvfp4", layout, *sizes
-    )
-
-
-def decode_gguf(out: torch.Tensor, codes: torch.Tensor, encoding: GGUFRows, first: int, last: int) -> None:
-    """Decode the stored rows ``first`` to ``last`` of a matrix in the blocks of a GGUF file.
-
-    Args:
-        out: Memory for the whole matrix, (rows, columns), contiguous.
-        codes: The whole matrix's bytes, at any address.
-        encoding: Encoding of the matrix.
-        first: The first row, as they are stored.
-        last: The end of the last row.
-    """
-    rows, columns = out.shape
-    kind, row_bytes = _GGUF_KINDS[encoding.name], codes.numel() // rows
-    memory = DTYPES[out.dtype], out.data_ptr(), codes.data_ptr()
-    grid = grid_of(encoding.name)
-    address = None if grid is None else grid.data_ptr()
-    sizes = encoding.heads, rows, columns, row_bytes, first, last
-    functions().zo2core_decode_gguf(*memory, kind, address, *sizes)
-
-
-def encode_float8(
-    weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, largest_code: float, least_scale: float
-) -> bool:
-    """Do what ``low_bit.encode`` does to 8 bits, if the rows are finite float32 in host memory.
-
-    Returns:
-        Whether the rows were encoded. If not, ``codes`` and ``scales`` are undefined.
-    """
-    loaded, tensors = library(), (weights, codes, scales)
-    are_floats = weights.dtype is scales.dtype is torch.float32
-    if loaded is None or not are_floats or any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
-        return False
-    rows = len(scales)
-    addresses = (tensor.data_ptr() for tensor in (codes, scales, weights))
-    return bool(loaded.zo2core_encode_float8(*addresses, largest_code, least_scale, rows, weights.numel() // max(rows, 1)))
-
-
-def _matrix(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int, int]:
-    assert scales.dtype is torch.float32
-    assert scales.is_contiguous()
-    return DTYPES[out.dtype], out.data_ptr(), codes.data_ptr(), scales.data_ptr()

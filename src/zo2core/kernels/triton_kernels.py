@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -264,37 +264,27 @@ def apply_drawing(
     """Do what ``dispatch.apply_drawing`` does, for parameters of one dtype in one launch."""
     in_place = len(program.instructions)
     length = in_place if outs is None else in_place + 1
-    places = _launch_over(thetas, outs, parameters=parameters, start=start)
-    if places.instances == 0 or length == 0:
-        return
-    coded = table(program, thetas[0].device)
-    with _current(thetas[0]):
-        _apply_drawing[(places.instances,)](
-            thetas[0],
-            thetas[0] if outs is None else outs[0],
-            places.table,
-            coded.instructions,
-            coded.scalars,
-            coded.directions,
-            in_place,
-            length,
-            parameters[0],
-            GAUSSIAN=distribution is Distribution.GAUSSIAN,
-            ROWS=places.table.shape[1],
-            BLOCK=BLOCK,
-            **LAUNCH,
-        )
+    if length > 0:
+        places = _launch_over(thetas, outs, parameters=parameters, start=start)
+        memory = thetas[0], (thetas if outs is None else outs)[0], places.table
+        arguments = *memory, *table(program, thetas[0].device), in_place, length, parameters[0]
+        _launch(_apply_drawing, places, *arguments, GAUSSIAN=distribution is Distribution.GAUSSIAN)
+
+
+def _launch(kernel: Any, places: _Places, *arguments: object, **constants: bool) -> None:
+    """Launch a kernel over places; the first argument is on the GPU to launch on."""
+    if places.instances > 0:
+        with _current(arguments[0]):
+            kernel[(places.instances,)](*arguments, ROWS=places.table.shape[1], BLOCK=BLOCK, **constants, **LAUNCH)
 
 
 def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
     """Do what ``dispatch.fill`` does."""
     if out.numel() == 0:
         return
-    blocks = triton.cdiv(start % BLOCK + out.numel(), BLOCK)
+    blocks, is_gaussian = triton.cdiv(start % BLOCK + out.numel(), BLOCK), distribution is Distribution.GAUSSIAN
     with _current(out):
-        _fill[(blocks,)](
-            out, seed, out.numel(), parameter, start, GAUSSIAN=distribution is Distribution.GAUSSIAN, BLOCK=BLOCK, **LAUNCH
-        )
+        _fill[(blocks,)](out, seed, out.numel(), parameter, start, GAUSSIAN=is_gaussian, BLOCK=BLOCK, **LAUNCH)
 
 
 def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -307,46 +297,18 @@ def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequenc
     for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
         last = first + len(list(run))
         places = _launch_over(thetas, zs=zs[direction])
-        if places.instances > 0:
-            with _current(thetas[0]):
-                _apply[(places.instances,)](
-                    thetas[0],
-                    zs[direction][0],
-                    places.table,
-                    coded.instructions,
-                    coded.scalars,
-                    first,
-                    last,
-                    ROWS=places.table.shape[1],
-                    BLOCK=BLOCK,
-                    **LAUNCH,
-                )
+        _launch(_apply, places, thetas[0], zs[direction][0], places.table, coded.instructions, coded.scalars, first, last)
         first = last
 
 
 def perturb(outs: Sequence[torch.Tensor], thetas: Sequence[torch.Tensor], zs: Sequence[torch.Tensor], by: Perturb) -> None:
     """Do what ``dispatch.perturb`` does, for parameters of one dtype in one launch."""
-    places = _launch_over(thetas, outs, zs)
-    if places.instances == 0:
-        return
-    coded, rows = row(by), places.table.shape[1]
-    with _current(thetas[0]):
-        _perturb[(places.instances,)](
-            outs[0],
-            thetas[0],
-            zs[0],
-            places.table,
-            coded.kind,
-            coded.scale,
-            coded.rate,
-            ROWS=rows,
-            BLOCK=BLOCK,
-            **LAUNCH,
-        )
+    places, coded = _launch_over(thetas, outs, zs), row(by)
+    _launch(_perturb, places, outs[0], thetas[0], zs[0], places.table, coded.kind, coded.scale, coded.rate)
 
 
 def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Do what ``forming.form`` does, with ``right`` as (rank, columns), float32."""
+    """Do what ``dispatch.form`` does, with ``right`` as (rank, columns), float32."""
     rows, columns = base.shape
     if base.numel() == 0:
         return
