@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2core.errors import ScratchError, ZO2Warning, reason
-from zo2core.io.checksum import chunk_checksum, combined_checksum
-from zo2core.io.direct_file import RangedFile, byte_view
+from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
 from zo2core.io.durable import LockedFileError, make_directory, open_regular, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.journal import Journal

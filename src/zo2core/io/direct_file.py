@@ -4,6 +4,8 @@ A model that is read once a step would evict everything else from the page cache
 memory limit. Direct I/O requires page-aligned offsets, lengths and addresses. If memory and file offset have the same
 position within a page, whole pages are read in place; the rest goes through a small buffer of the calling thread. If direct
 I/O is refused, buffered reads drop their pages from the cache.
+
+Large memory has a checksum for each chunk, computed on any thread, and one of them all in order.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
 import torch
+import xxhash
 
 from zo2core.io.durable import close_locked, open_descriptor, open_locked, require_same_file
 
@@ -51,7 +55,7 @@ class RangedFile:
         self._lock = threading.Lock()
         self._buffered = writable
         self._direct: int | None = None
-        self._supports_direct = True
+        self._supports_direct = True  # as long as ``_direct`` is open and no transfer was refused
         try:
             self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
             if writable is not None:
@@ -60,44 +64,36 @@ class RangedFile:
             if error.errno != errno.EINVAL:
                 self.close()
                 raise
-            self._supports_direct = False
             self._open_buffered()
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill memory from a byte offset on."""
-        if self._supports_direct and self._direct is not None:
-            try:
-                done = _read_direct(self._direct, offset, out)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._supports_direct = False  # some file systems accept the flag and refuse the reads
-                done = 0
-            if done >= len(out):
-                return
-            offset, out = offset + done, out[done:]
-        buffered = self._open_buffered()
-        _read_exactly(buffered, offset, out)
-        os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
+        done = self._try_direct(lambda descriptor: _read_direct(descriptor, offset, out))
+        if done < len(out):
+            buffered, offset, out = self._open_buffered(), offset + done, out[done:]
+            done = _read_pages(buffered, offset, out, at_least=len(out))
+            if done < len(out):
+                raise EOFError(f"end of file at byte {offset + done}")
+            os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write memory at a byte offset; ``sync`` makes it durable."""
-        if self._supports_direct and self._direct is not None and _is_aligned(offset, data):
-            try:
-                done = 0
-                while done < len(data) and done % PAGE == 0:
-                    done += os.pwrite(self._direct, data[done:], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._supports_direct = False
-                done = 0
-            if done == len(data):
-                return
-            offset, data = offset + done, data[done:]
-        buffered, done = self._open_buffered(), 0
+        is_aligned = not (offset % PAGE or len(data) % PAGE or _address(data) % PAGE)
+        done = self._try_direct(lambda descriptor: _write_pages(descriptor, offset, data)) if is_aligned else 0
         while done < len(data):
-            done += os.pwrite(buffered, data[done:], offset + done)
+            done += os.pwrite(self._open_buffered(), data[done:], offset + done)
+
+    def _try_direct(self, transfer: Callable[[int], int]) -> int:
+        """The bytes that are transferred by direct I/O; 0 where the file system refuses it."""
+        if self._direct is None or not self._supports_direct:
+            return 0
+        try:
+            return transfer(self._direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._supports_direct = False  # some file systems accept the flag and refuse the transfers
+            return 0
 
     def sync(self) -> None:
         """Make all writes durable."""
@@ -150,8 +146,14 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0
 
 
-def _is_aligned(offset: int, view: memoryview) -> bool:
-    return offset % PAGE == 0 and len(view) % PAGE == 0 and _address(view) % PAGE == 0
+def chunk_checksum(chunk: memoryview) -> int:
+    """64-bit XXH3 of a chunk's bytes. Releases the GIL."""
+    return xxhash.xxh3_64_intdigest(chunk)
+
+
+def combined_checksum(checksums: Iterable[int]) -> str:
+    """XXH3 of chunks' checksums in order, 8 bytes each, little-endian; 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
 
 
 def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
@@ -192,9 +194,9 @@ def _staging() -> memoryview:
 
 
 def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int) -> int:
-    """Read into page-aligned memory until ``at_least`` bytes are read or the file ends; return the bytes read.
+    """Read until ``at_least`` bytes are read or the file ends; return the bytes read.
 
-    After a short read the next one starts at a page again; the file's last page may be short.
+    After a short read the next one starts at a page again, for direct I/O; the file's last page may be short.
     """
     done = 0
     while done < at_least:
@@ -206,11 +208,9 @@ def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int)
     return done
 
 
-def _read_exactly(descriptor: int, offset: int, out: memoryview) -> None:
-    """Read until ``out`` is full; one system call may read less."""
+def _write_pages(descriptor: int, offset: int, data: memoryview) -> int:
+    """Write whole pages, until all are written or a write ends within one; return the bytes written."""
     done = 0
-    while done < len(out):
-        count = os.preadv(descriptor, [out[done:]], offset + done)
-        if count == 0:
-            raise EOFError(f"end of file at byte {offset + done}")
-        done += count
+    while done < len(data) and done % PAGE == 0:
+        done += os.pwrite(descriptor, data[done:], offset + done)
+    return done

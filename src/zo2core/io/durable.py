@@ -139,8 +139,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing. An existing path is refused, and a link there is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
+    return path.open("xb")
 
 
 def partial_path(path: Path) -> Path:

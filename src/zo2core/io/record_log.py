@@ -49,10 +49,9 @@ class RecordFile:
         self._path = path.absolute()  # the process may change its directory
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
-        self._size: int | None = 0  # bytes of the file; None after an append that failed
+        self._size: int | None = 0  # bytes of the file; None where a record, even a whole one, may follow ``_end``
         self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it did not exist
         self._created = False  # this object created the file
-        self._failed = False  # an append failed or was interrupted: a record, even a whole one, may follow ``_end``
         self._settled = False  # the file's name and the records of earlier processes are durable
         self.loaded: list[Record] = []  # records of the file when it was opened
         self.torn = b""  # bytes after the last whole record then
@@ -75,7 +74,7 @@ class RecordFile:
         line = to_line(record)
         descriptor = self._open_for_writing()
         self._require_undisturbed(descriptor)
-        self._failed, self._size = True, None
+        self._size = None
         os.ftruncate(descriptor, self._end)  # drops a torn record
         done = 0
         while done < len(line):
@@ -86,7 +85,7 @@ class RecordFile:
         self._size = self._end + len(line)
         self._require_undisturbed(descriptor)  # a record in a file without a name would be lost
         self._settled = True
-        self._end, self._failed = self._size, False
+        self._end = self._size
 
     def settle(self) -> None:
         """Make the loaded records durable: the process that wrote the last one may have been killed before its sync."""
@@ -99,13 +98,13 @@ class RecordFile:
         """Remove the last record from the file."""
         end = self._end if end is None else end
         if end != self._end:
-            self._end, self._failed, self._size = end, True, None  # the next append overwrites it in any case
+            self._end, self._size = end, None  # the next append overwrites it in any case
         if self._descriptor is not None and self._created and end == 0:
             self.remove()
-        elif self._descriptor is not None and self._failed:
+        elif self._descriptor is not None and self._size != end:
             os.ftruncate(self._descriptor, end)
             os.fsync(self._descriptor)
-            self._failed, self._size = False, end
+            self._size = end
 
     def remove(self) -> None:
         """Remove the file, unless another one is at its path; the next record creates a new one."""
@@ -115,7 +114,7 @@ class RecordFile:
             if _identity(os.stat(self._path)) == self._identity:
                 self._path.unlink()
                 sync_path(self._path.parent)
-        self._end, self._size, self._identity, self._failed, self._settled = 0, 0, None, False, False
+        self._end, self._size, self._identity, self._settled = 0, 0, None, False
         self.close()  # only now: the lock keeps others out until the name is gone
 
     def close(self) -> None:

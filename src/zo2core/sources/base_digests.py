@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from zo2core.errors import CheckpointError
-from zo2core.io.checksum import chunk_checksum, combined_checksum
-from zo2core.io.direct_file import PAGE, anonymous_memory, byte_view
+from zo2core.io.direct_file import PAGE, anonymous_memory, byte_view, chunk_checksum, combined_checksum
 from zo2core.journal import Journal
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.types import BlockLayout, ParameterSpec

@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from zo2core.io.checksum import chunk_checksum
-from zo2core.io.direct_file import PAGE, byte_view, whole_pages
+from zo2core.io.direct_file import PAGE, byte_view, chunk_checksum, whole_pages
 from zo2core.profiling import Gathered, Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests, SegmentDigest
