@@ -160,12 +160,12 @@ MOST_LINES = {
     "zo2adapters/trainers": 5207,
     "zo2core": 4480,
     "zo2core/checkpoint": 818,
-    "zo2core/io": 436,
+    "zo2core/io": 419,
     "zo2core/journal": 512,
-    "zo2core/kernels": 1357,
+    "zo2core/kernels": 1219,
     "zo2core/methods": 987,
     "zo2core/planning": 607,
-    "zo2core/sources": 980,
+    "zo2core/sources": 977,
     "zo2core/sweep": 2297,
 }
 
