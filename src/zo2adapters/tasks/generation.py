@@ -11,7 +11,7 @@ import inspect
 import random
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -218,46 +218,45 @@ class _Group:
         return self.rows.shape[1]
 
 
+@dataclass(frozen=True)
 class Generation:
     """Continues prompts at several evaluations of a step together, or with the present weights.
 
     All rows of all evaluations advance one token a sweep. Low-rank evaluations run as one batch.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: HFBlockModel,
-        *,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        eos_token_ids: Collection[int] = (),
-        pad_token_id: int = 0,
-        evaluations: Sequence[Evaluation | None] = (None,),
-        allowed: int | None = None,
-    ) -> None:
-        arguments = inspect.signature(type(model.skeleton).forward).parameters
-        if "past_key_values" not in arguments:
+    engine: Engine
+    model: HFBlockModel
+    _: KW_ONLY
+    max_new_tokens: int  # most tokens of a continuation
+    sampling: Sampling | None = None  # None: the likeliest token
+    eos_token_ids: Collection[int] = ()
+    pad_token_id: int = 0
+    evaluations: Sequence[Evaluation | None] = (None,)
+    allowed: int | None = None  # bytes of keys, values and activations; None: all rows run at a time
+
+    def __post_init__(self) -> None:
+        if "past_key_values" not in self._arguments:
             expected = "a forward that takes past_key_values, since each sweep runs one token"
-            raise _unsupported(model.config, "a forward without a cache of keys and values", expected)
-        self._takes_positions = "position_ids" in arguments
-        self._engine, self._model = engine, model
-        self._most, self._sampling, self._pad = max_new_tokens, sampling, pad_token_id
-        self._ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
-        self._evaluations, self._allowed = evaluations, allowed
+            raise _unsupported(self.model.config, "a forward without a cache of keys and values", expected)
+
+    @property
+    def _arguments(self) -> Collection[str]:
+        """Names of the arguments of the model's forward."""
+        return inspect.signature(type(self.model.skeleton).forward).parameters
 
     def sweeps(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Token]]:
         """Continue prompts, which are padded on the left to the length of those that start with them."""
-        require_lengths(self._model, prompts, self._most)
+        require_lengths(self.model, prompts, self.max_new_tokens)
         plan = plan_generation(
-            self._model.config,
-            evaluations=len(self._evaluations),
+            self.model.config,
+            evaluations=len(self.evaluations),
             rows=len(prompts),
             prompt_tokens=max(map(len, prompts)),
-            new_tokens=self._most,
-            allowed=self._allowed,
+            new_tokens=self.max_new_tokens,
+            allowed=self.allowed,
         )
-        forward = NextToken(self._model, self._sampling)
+        forward = NextToken(self.model, self.sampling)
         waiting, groups, started = deque(range(len(prompts))), list[_Group](), 0
         while waiting or groups:
             free = plan.places - sum(group.places for group in groups)
@@ -270,8 +269,8 @@ class Generation:
 
     def _started(self, number: int, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> _Group:
         """Make a group of rows that wait."""
-        count = len(self._evaluations)
-        ids, mask = _padded_left(prompts, self._pad)
+        count = len(self.evaluations)
+        ids, mask = _padded_left(prompts, self.pad_token_id)
         return _Group(
             range(number * count, (number + 1) * count),
             torch.tensor(rows).expand(count, -1),
@@ -284,24 +283,24 @@ class Generation:
     def _batch(self, group: _Group, number: int) -> Batch:
         """Inputs of a group's rows at an evaluation."""
         batch = {"input_ids": group.ids[number], "attention_mask": group.mask[number]}
-        if self._takes_positions:
+        if "position_ids" in self._arguments:
             batch["position_ids"] = group.positions[number]
-        if self._sampling is not None:
-            numbers = [self._sampling.number(row, group.length) for row in group.rows[number].tolist()]
+        if self.sampling is not None:
+            numbers = [self.sampling.number(row, group.length) for row in group.rows[number].tolist()]
             batch[DRAW] = torch.tensor(numbers, dtype=torch.float64)
         return {**batch, STREAM: torch.full((group.places,), group.streams[number])}
 
     def _advance(self, forward: NextToken, groups: Sequence[_Group]) -> list[Token]:
         """Run a sweep, and return the tokens of the rows that have not ended."""
-        swept = [(at, [self._batch(group, number) for group in groups]) for number, at in enumerate(self._evaluations)]
-        outputs = self._engine.forwards_at(swept, forward)
+        swept = [(at, [self._batch(group, number) for group in groups]) for number, at in enumerate(self.evaluations)]
+        outputs = self.engine.forwards_at(swept, forward)
         made: list[Token] = []
         for position, group in enumerate(groups):
             tokens = torch.stack([of_evaluation[position] for of_evaluation in outputs]).cpu()
             for number, place in (~group.ended).nonzero().tolist():
                 made.append(Token(number, int(group.rows[number, place]), int(tokens[number, place])))
-            tokens = tokens.masked_fill(group.ended, self._pad)
-            group.ended = group.ended | torch.isin(tokens, self._ends)
+            tokens = tokens.masked_fill(group.ended, self.pad_token_id)
+            group.ended = group.ended | torch.isin(tokens, torch.tensor(sorted(self.eos_token_ids), dtype=torch.int64))
             group.ids, group.positions = tokens[:, :, None], group.positions[:, :, -1:] + 1
             group.mask = torch.cat([group.mask, torch.ones_like(group.ids)], dim=2)
             group.length += 1
@@ -309,7 +308,7 @@ class Generation:
 
     def _shrunk(self, forward: NextToken, group: _Group) -> bool:
         """Drop what a group's ended rows have in memory, once it is worth a copy of the rest; whether any row goes on."""
-        most = 0 if group.length == self._most else int((~group.ended).sum(dim=1).max())
+        most = 0 if group.length == self.max_new_tokens else int((~group.ended).sum(dim=1).max())
         if most == 0:
             forward.drop(group.streams)
         elif most <= _SHRINK_AT * group.places:
@@ -324,7 +323,7 @@ class Generation:
 
     def continuations(self, prompts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Continue prompts to their ends. See ``sweeps``."""
-        continued: list[list[list[int]]] = [[[] for _ in prompts] for _ in self._evaluations]
+        continued: list[list[list[int]]] = [[[] for _ in prompts] for _ in self.evaluations]
         for tokens in self.sweeps(prompts):
             for token in tokens:
                 continued[token.evaluation][token.row].append(token.id)
