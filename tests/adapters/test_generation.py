@@ -21,10 +21,9 @@ from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import STREAM, NextToken, Sampling, generate
-from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, OptionError, UnsupportedModelError

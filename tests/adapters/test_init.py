@@ -19,8 +19,7 @@ from transformers import Gemma3nTextConfig
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.options import option_names
 from zo2adapters.commands.train import Train
-from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_survey import Survey, survey
+from zo2adapters.tasks.row_options import RowOptions, Survey, survey
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
 from zo2adapters.trainers.planning import plan_of
 from zo2adapters.trainers.probes import hands_over_tensors

@@ -9,8 +9,8 @@ import pytest
 from models import save_tokenizer
 from transformers import AutoTokenizer
 
-from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
 from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.tokenizer import template_of_chats, template_of_rows
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

@@ -26,10 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import limited_process, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.tasks import reward_program
-from zo2adapters.tasks.reward_task import RewardTask
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.task import TaskOptions
+from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2adapters.trainers.option_table import SETTING_OF, flag
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError

@@ -17,12 +17,10 @@ from tokenized_rows import ANSWER, ASK, TEMPLATE, TOKENIZER, make_tokenizer, tex
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from zo2adapters.tasks import chat_template
 from zo2adapters.tasks.batches import collate, file_batches, training_batches
-from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows, TokenizedRow
-from zo2adapters.tasks.tokenizer import pad_token_id
+from zo2adapters.tasks.tokenizer import pad_token_id, render_chat
 from zo2core.errors import DataError, OptionError
 
 # Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
@@ -431,7 +429,7 @@ HOSTILE_TEMPLATES = {
 def test_a_hostile_template_ends_in_bounded_time_and_memory(
     template: str, match: str, data_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
+    monkeypatch.setattr("zo2adapters.tasks.tokenizer.SECONDS", 1.0)
     data_file.write_text(json.dumps({"messages": [ASK, ANSWER]}))
     with pytest.raises(DataError, match=match) as info:
         RowReader(make_tokenizer(template=template), 64).read(data_file)

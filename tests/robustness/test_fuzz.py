@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
 from zo2core.errors import CheckpointError

@@ -137,8 +137,7 @@ class Export(WritesDirectory):
 
     def _write_gguf(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
         from zo2adapters.models.gguf_export import export_gguf
-        from zo2adapters.tasks.chat_template import template_of_chats, template_of_rows
-        from zo2adapters.tasks.tokenizer import load_tokenizer
+        from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 
         template = None if self.run_directory is None else template_of_rows(RunDirectory.options(self.run_directory).rows)
         export_gguf(

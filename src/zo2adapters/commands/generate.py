@@ -392,7 +392,7 @@ class _Conversation(_Session):
     def _answer(self, line: str) -> None:
         """Print the answer as it is generated."""
         from zo2adapters.models.model_directory import end_token_ids
-        from zo2adapters.tasks.chat_template import render_chat
+        from zo2adapters.tasks.tokenizer import render_chat
 
         messages = [*self._messages, {"role": "user", "content": line}]
         if is_chat := self._rows is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.tasks.row_options import RowFormat
 from zo2core.errors import OptionError
@@ -32,33 +32,31 @@ class TaskEntry(NamedTuple):
 
     name: str
     rows: RowFormat
-    location: str  # module of this folder, and class, as "module:Class"
+    kind: str  # its class in the module ``task``
     options: tuple[str, ...] = ()  # fields of TaskOptions that this task supports and most do not
     other_rows: tuple[RowFormat, ...] = ()  # further formats that the task takes if it is given by name
     has_gradient: bool = True  # whether its objective can be differentiated
 
     def load(self) -> Callable[[HFBlockModel, Rows, TaskOptions], Task]:
         """Import the class of the task."""
-        module, name = self.location.split(":")
-        loaded: Callable[[HFBlockModel, Rows, TaskOptions], Task] = getattr(
-            importlib.import_module(f"zo2adapters.tasks.{module}"), name
-        )
+        tasks: Any = importlib.import_module("zo2adapters.tasks.task")
+        loaded: Callable[[HFBlockModel, Rows, TaskOptions], Task] = getattr(tasks, self.kind)
         return loaded
 
 
 _PREFERENCES = (RowFormat.PREFERENCES,)  # rows of preferences are candidates, too: the chosen one is right
 
 TASKS = (
-    TaskEntry(MODEL_LOSS, RowFormat.TEXT, "task:Task", options=("pack", "per_row")),
-    TaskEntry(MODEL_LOSS, RowFormat.LABELS, "task:Task"),
-    TaskEntry("choice-loss", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES),
-    TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "task:ChoiceTask", options=("per_row",)),
-    TaskEntry("accuracy", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
-    TaskEntry("f1", RowFormat.CANDIDATES, "task:ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
-    TaskEntry("dpo", RowFormat.PREFERENCES, "task:PreferenceTask", options=("beta",)),
-    TaskEntry("exact-match", RowFormat.TEXT, "reward_task:ExactMatch", has_gradient=False),
-    TaskEntry(REWARD, RowFormat.TEXT, "reward_task:RewardTask", options=("rewards",), has_gradient=False),
-    TaskEntry(FUNCTION, RowFormat.TEXT, "task:FunctionTask"),
+    TaskEntry(MODEL_LOSS, RowFormat.TEXT, "Task", options=("pack", "per_row")),
+    TaskEntry(MODEL_LOSS, RowFormat.LABELS, "Task"),
+    TaskEntry("choice-loss", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES),
+    TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "ChoiceTask", options=("per_row",)),
+    TaskEntry("accuracy", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry("f1", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry("dpo", RowFormat.PREFERENCES, "PreferenceTask", options=("beta",)),
+    TaskEntry("exact-match", RowFormat.TEXT, "ExactMatch", has_gradient=False),
+    TaskEntry(REWARD, RowFormat.TEXT, "RewardTask", options=("rewards",), has_gradient=False),
+    TaskEntry(FUNCTION, RowFormat.TEXT, "FunctionTask"),
 )
 
 

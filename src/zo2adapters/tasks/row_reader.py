@@ -17,10 +17,10 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
 from zo2adapters.tasks.rows import AnyRow, Choice, Label, LabelledRow, Question, Rows, TokenizedRow
+from zo2adapters.tasks.tokenizer import render_chat
 from zo2core.errors import DataError, OptionError
 from zo2core.ranges import counted, require_whole
 

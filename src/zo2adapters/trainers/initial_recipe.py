@@ -16,9 +16,8 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
-from zo2adapters.tasks.row_options import RowFormat
+from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.automatic_rate import schedule_of
 from zo2adapters.trainers.batching import Batching

@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.chat_template import is_dated
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, vocabulary_of
+from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.worker_options import settled_alike
