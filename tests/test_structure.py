@@ -156,7 +156,7 @@ MOST_LINES = {
     "zo2adapters/edge": 482,
     "zo2adapters/frameworks": 1019,
     "zo2adapters/models": 4937,
-    "zo2adapters/tasks": 2962,
+    "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5207,
     "zo2core": 4480,
     "zo2core/checkpoint": 818,
