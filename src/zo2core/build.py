@@ -36,7 +36,6 @@ from zo2core.methods.states import (
     GenerationState,
     JournalState,
     KeptSnapshots,
-    LossScale,
     StoredState,
     TrainedState,
 )
@@ -458,12 +457,8 @@ def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
     first: AdapterState | StoredState
     taken: AdapterSteps | FusedSteps
     if isinstance(trained, StoredParameters):
-        assert method.update is not None, "it trains what is stored"
-        stored = runner, trained, method.update, LossScale(method.scaling), json_object("update", method.journal_options)
-        if options.commit_every is not None:
-            first = GenerationState(*stored, commit_every=options.commit_every)
-        else:
-            first = StoredState(*stored)
+        every = options.commit_every
+        first = StoredState(runner, trained, method) if every is None else GenerationState(runner, trained, method, every)
         taken = FusedSteps(runner, method, first, gradient_visits(runner, leaves, spill))
     else:
         leaves = [

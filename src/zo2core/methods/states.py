@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.methods.first_order import LossScaling
+from zo2core.journal import json_object
+from zo2core.methods.first_order import FirstOrder, LossScaling
 from zo2core.optimizer_states import (
     StateMemory,
     StatesInStores,
@@ -28,7 +29,6 @@ from zo2core.optimizer_states import (
 )
 from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS
-from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner
 from zo2core.sources import SegmentStore
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
@@ -49,8 +49,37 @@ class AtSnapshot:
     parameters: Mapping[str, torch.Tensor] | None
 
 
-class JournalState:
+class State:
+    """Where what a run trains is. Refuses what a place does not do."""
+
+    refusal: ClassVar[tuple[str, str, str]]  # found, expected and remedy
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of the trained parameters."""
+        self.refuse("load_parameters")
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend."""
+        self.refuse("state_dict")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        self.refuse("load_state_dict")
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Refuse what this place cannot do."""
+        found, expected, remedy = self.refusal
+        raise OptionError(asked, found=found, expected=expected, remedy=remedy)
+
+
+class JournalState(State):
     """The state of zeroth-order steps: the journal's updates, which are replayed."""
+
+    refusal = (
+        "a run whose state is its journal",
+        "a run of first-order steps",
+        "copy the journal; for other weights, begin a run of a checkpoint with them",
+    )
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -65,30 +94,15 @@ class JournalState:
         self._runner.base_digests.note(self._runner.journal)
         self._runner.journal.append(record)
 
-    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values: weights are those of the journal."""
-        self.refuse("load_parameters")
 
-    def snapshot(self) -> dict[str, Any]:
-        """Refuse: the journal is the state."""
-        self.refuse("state_dict")
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Refuse: the journal is the state."""
-        self.refuse("load_state_dict")
-
-    def refuse(self, asked: str) -> NoReturn:
-        """Refuse what this place cannot do."""
-        raise OptionError(
-            asked,
-            found="a run whose state is its journal",
-            expected="a run of first-order steps",
-            remedy="copy the journal; for other weights, begin a run of a checkpoint with them",
-        )
-
-
-class TrainedState:
+class TrainedState(State):
     """What first-order steps train, with the steps taken. A step that was lost with its process is repeated."""
+
+    refusal = (
+        "an engine that takes no steps",
+        "FirstOrder(optimizer)",
+        "pass a method to the engine",
+    )
 
     def __init__(self, runner: Runner, trained: TrainedParameters | StoredParameters, *, version: int = 0) -> None:
         self.version = version
@@ -124,23 +138,6 @@ class TrainedState:
             raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
         for name, value in parameters.items():
             require_finite(name, value)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Refuse: there is no optimizer."""
-        self.refuse("state_dict")
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Refuse: there is no optimizer."""
-        self.refuse("load_state_dict")
-
-    def refuse(self, asked: str) -> NoReturn:
-        """Refuse what this place cannot do."""
-        raise OptionError(
-            asked,
-            found="an engine that takes no steps",
-            expected="FirstOrder(optimizer)",
-            remedy="pass a method to the engine",
-        )
 
 
 class AdapterState(TrainedState):
@@ -188,11 +185,6 @@ class LossScale:
         """
         return self._scaling is not None and self.scale > 1.0
 
-    @property
-    def changes(self) -> bool:
-        """Whether the scale ever changes."""
-        return self._scaling is not None
-
     def unscaled(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is given."""
         if self._scaling is None:
@@ -230,17 +222,12 @@ class StoredState(TrainedState):
 
     trained: StoredParameters
 
-    def __init__(
-        self,
-        runner: Runner,
-        trained: StoredParameters,
-        update: BlockUpdate,
-        scale: LossScale,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, runner: Runner, trained: StoredParameters, method: FirstOrder) -> None:
+        assert method.update is not None, "it trains what is stored"
         super().__init__(runner, trained)
-        self.update, self.scale, self._options = update, scale, options
-        self.states: StateMemory | StatesInStores = StateMemory(update, runner.layouts)
+        self.update, self.scale = method.update, LossScale(method.scaling)
+        self._options = json_object("update", method.journal_options)
+        self.states: StateMemory | StatesInStores = StateMemory(self.update, runner.layouts)
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of all parameters, before the first step."""
@@ -288,25 +275,23 @@ class GenerationState(StoredState):
     there, too, and is written once, when the turn ends; that is the commit.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        trained: StoredParameters,
-        update: BlockUpdate,
-        scale: LossScale,
-        options: Mapping[str, Any],
-        *,
-        commit_every: int,
-    ) -> None:
-        super().__init__(runner, trained, update, scale, options)
+    refusal = (
+        "an engine whose weights and states are committed on disk",
+        "an engine that keeps them in memory",
+        "call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
+    )
+    load, snapshot, restore = State.load, State.snapshot, State.restore
+
+    def __init__(self, runner: Runner, trained: StoredParameters, method: FirstOrder, commit_every: int) -> None:
+        super().__init__(runner, trained, method)
         assert isinstance(runner.source, SegmentStore), "it was planned"
         assert runner.generations is not None, "it was planned"
         self._source, self._generations = runner.source, runner.generations
         if any(layout.states for layout in runner.layouts):
             self.states = StatesInStores(runner.layouts, runner.source.read_states)
-        self._every = commit_every if update.turn is None else update.turn
+        self._every = commit_every if self.update.turn is None else self.update.turn
         self.version = self._generations.step
-        scale.load_values(self._generations.values)
+        self.scale.load_values(self._generations.values)
         trained.begin_at({segment: self._generations.version(segment) for segment in range(len(runner.layouts))})
         self._source.pin(self._kept())
 
@@ -333,27 +318,6 @@ class GenerationState(StoredState):
             self._runner.use.close()  # memory and disk may disagree about the segments
             raise
         self._source.pin(self._kept())
-
-    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values, whose versions on disk are steps."""
-        self.refuse("load_parameters")
-
-    def snapshot(self) -> dict[str, Any]:
-        """Refuse: what was committed is the state."""
-        self.refuse("state_dict")
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Refuse: what was committed is the state."""
-        self.refuse("load_state_dict")
-
-    def refuse(self, asked: str) -> NoReturn:
-        """Refuse what this place cannot do."""
-        raise OptionError(
-            asked,
-            found="an engine whose weights and states are committed on disk",
-            expected="an engine that keeps them in memory",
-            remedy="call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
-        )
 
     def _kept(self) -> Sequence[int]:
         """Segments that stay in memory until the next commit."""
