@@ -163,7 +163,7 @@ MOST_LINES = {
     "zo2core/io": 419,
     "zo2core/journal": 512,
     "zo2core/kernels": 1219,
-    "zo2core/methods": 960,
+    "zo2core/methods": 937,
     "zo2core/planning": 607,
     "zo2core/sources": 977,
     "zo2core/sweep": 2297,

@@ -17,8 +17,8 @@ from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGen
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.evaluation_loop import fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.microbatch import fill_sweeps
 from zo2core.sweep.perturber import Groups
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
 from zo2core.sweep.update_loss import UpdateLoss

@@ -394,8 +394,8 @@ def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
         parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
         for parameter, value in zip(parameters, gradients[workers.rank], strict=True):
             parameter.grad = None if value is None else torch.full_like(parameter, value)
-        summed = row_shards._Gradients(parameters)
-        summed.add_up(workers, workers.all_gather(summed.present))
+        present = [parameter.grad is not None for parameter in parameters]
+        row_shards.add_up(parameters, workers, workers.all_gather(present))
         return [parameter.grad for parameter in parameters]
 
     for first, second, third in worked(3, work):

@@ -77,7 +77,7 @@ def _visitors(
             forward,
             batches[start:stop],
             weights=None if rows.weights is None else rows.weights[start:stop],
-            joint_loss=rows.joint_loss,
+            joint_loss=rows.loss,
             kept_bytes=kept_bytes,
             loss_scale=loss_scale,
         )
@@ -237,11 +237,11 @@ class FusedSteps:
         started, state, runner = time.perf_counter(), self._state, self._runner
         is_model_loss = forward is None and not isinstance(runner.model, Objective)
         forward = runner.model if forward is None else forward
-        rows = StepRows(split_batches(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward))
+        rows = split_batches(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
         prepared = list(runner.prepared(rows.batches, forward))
         segments = state.update.segments(state.version, state.trained.segments)
         self._train_only(segments)
-        work = _SegmentSteps(self._method, state, state.trained.forms, rows.joint_loss)
+        work = _SegmentSteps(self._method, state, state.trained.forms, rows.loss)
         sweep = partial(self._sweep, forward, rows, prepared, segments, work)
         state.states.begin(state.version)
         if self._method.measures_first(len(segments)):

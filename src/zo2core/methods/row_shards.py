@@ -7,7 +7,7 @@ that runs the shards as micro-batches. So all have the same bits, and the same o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,23 +18,6 @@ from zo2core.sweep.microbatch import MicroBatches, labelled_tokens, rows_to_shar
 from zo2core.sweep.trained import TrainedParameters
 from zo2core.types import Batch
 from zo2core.workers import Split, Workers
-
-
-class StepRows:
-    """The micro-batches of a step that this process runs: all of them."""
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self._micro_batches = micro_batches
-        self.batches = micro_batches.batches
-        self.weights = _weights(micro_batches)  # in the mean over labelled tokens; None for an objective, which weighs them
-
-    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The step's loss, 0-d and differentiable, from the head's outputs for the micro-batches."""
-        return self._micro_batches.loss(outputs)
-
-    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
-        """Complete the gradients of the trained parameters, and return the step's loss."""
-        return float(self._micro_batches.loss(outputs))
 
 
 class RowShards:
@@ -48,15 +31,13 @@ class RowShards:
                 expected="rows, since a first-order step has no directions to split",
                 remedy="pass rows, or leave it out",
             )
-        self.workers = workers
-        self.trained = trained
+        self.workers, self.trained = workers, trained
         self.split = Split(1, workers.size)
-        self.gradients = _Gradients(list(trained.parameters.values()))
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """The rows of a step."""
         if self.workers.size == 1:
-            return StepRows(split_batches(wholes, rows, forward))
+            return split_batches(wholes, rows, forward)
         shards = self._shards(wholes, forward)
         cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
         if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
@@ -117,19 +98,17 @@ class RowShards:
         )
 
 
-class _ShardOfStep(StepRows):
+class _ShardOfStep:
     """One worker's micro-batches of a step."""
 
-    def __init__(self, shards: RowShards, micro_batches: MicroBatches, own: slice, digest: int) -> None:
-        super().__init__(micro_batches)
-        self._workers, self._gradients = shards.workers, shards.gradients
-        self._digest = digest
-        self.batches = self.batches[own]
-        self.weights = None if self.weights is None else self.weights[own]
+    def __init__(self, shards: RowShards, whole: MicroBatches, own: slice, digest: int) -> None:
+        self._workers, self._trained, self._whole, self._digest = shards.workers, shards.trained, whole, digest
+        self.batches, weights = whole.batches[own], whole.weights
+        self.weights = None if weights is None else weights[own]
         if self._workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
-            shards.trained.clear_gradients()
+            self._trained.clear_gradients()
 
-    def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of all workers' outputs, of which this worker's have a gradient."""
         return self._loss(outputs, self._workers.all_gather(self._note(outputs)))
 
@@ -137,13 +116,14 @@ class _ShardOfStep(StepRows):
         """Add up the gradients of all workers, and return the loss."""
         notes = self._workers.all_gather(self._note(outputs))
         loss = self._loss(outputs, notes)
-        self._gradients.add_up(self._workers, [note["present"] for note in notes])
+        add_up(list(self._trained.parameters.values()), self._workers, [note["present"] for note in notes])
         return float(loss)
 
     def _note(self, outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What this worker says of its gradients, as JSON values with all their bits."""
         listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
-        return {"batches": self._digest, "present": self._gradients.present, "outputs": listed}
+        present = [parameter.grad is not None for parameter in self._trained.parameters.values()]
+        return {"batches": self._digest, "present": present, "outputs": listed}
 
     def _loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """The step's loss, from the outputs of all workers; this worker's stay in their graph."""
@@ -159,40 +139,29 @@ class _ShardOfStep(StepRows):
             [torch.tensor(values, dtype=getattr(torch, dtype)) for dtype, values in note["outputs"]] for note in notes
         ]
         of_workers[self._workers.rank] = [output.cpu() for output in outputs]
-        return self._micro_batches.loss([output for of_worker in of_workers for output in of_worker])
+        return self._whole.loss([output for of_worker in of_workers for output in of_worker])
 
 
-class _Gradients:
-    """The gradients of all parameters, which workers exchange as one tensor of bytes."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that offsets are aligned
-
-    @property
-    def present(self) -> list[bool]:
-        """Whether each parameter has a gradient."""
-        return [parameter.grad is not None for parameter in self._parameters]
-
-    def add_up(self, workers: Workers, present: Sequence[Sequence[bool]]) -> None:
-        """Set each parameter's gradient to the sum of all workers', in the order of ranks."""
-        # A gradient that is missing is -0.0, which changes no bit of a sum.
-        own = [torch.full_like(p, -0.0) if p.grad is None else p.grad for p in self._parameters]
-        message = torch.cat([gradient.detach().reshape(-1).view(torch.uint8) for gradient in own])
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-        messages = [torch.split(received, sizes) for received in workers.all_gather_tensors(message)]
-        for parameter, parts, has_gradient in zip(
-            self._parameters, zip(*messages, strict=True), map(any, zip(*present, strict=True)), strict=True
-        ):
-            total, *others = [part.view(parameter.dtype) for part in parts]
-            for other in others:
-                total += other
-            parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
+StepRows: TypeAlias = MicroBatches | _ShardOfStep  # the micro-batches of a step that this process runs
 
 
-def _weights(micro_batches: MicroBatches) -> list[float] | None:
-    """Return each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
-    if micro_batches.objective is not None:
-        return None
-    if len(micro_batches.batches) == 1:
-        return [1.0]
-    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]
+def add_up(parameters: Sequence[nn.Parameter], workers: Workers, present: Sequence[Sequence[bool]]) -> None:
+    """Set each parameter's gradient to the sum of all workers', in the order of ranks.
+
+    Args:
+        parameters: The parameters.
+        workers: The workers, which exchange all gradients as one tensor of bytes.
+        present: Whether each worker has a gradient of each parameter.
+    """
+    pairs = zip(parameters, map(any, zip(*present, strict=True)), strict=True)
+    ordered = sorted(pairs, key=lambda pair: -pair[0].element_size())  # so that offsets are aligned
+    # A gradient that is missing is -0.0, which changes no bit of a sum.
+    own = [torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad for parameter, _ in ordered]
+    message = torch.cat([gradient.detach().reshape(-1).view(torch.uint8) for gradient in own])
+    sizes = [gradient.nbytes for gradient in own]
+    messages = [torch.split(received, sizes) for received in workers.all_gather_tensors(message)]
+    for (parameter, has_gradient), parts in zip(ordered, zip(*messages, strict=True), strict=True):
+        total, *others = [part.view(parameter.dtype) for part in parts]
+        for other in others:
+            total += other
+        parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
