@@ -163,10 +163,10 @@ MOST_LINES = {
     "zo2core/io": 419,
     "zo2core/journal": 512,
     "zo2core/kernels": 1219,
-    "zo2core/methods": 937,
+    "zo2core/methods": 934,
     "zo2core/planning": 607,
     "zo2core/sources": 977,
-    "zo2core/sweep": 2297,
+    "zo2core/sweep": 2262,
 }
 
 

@@ -71,15 +71,13 @@ from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.drawn_perturber import DrawnPerturber
 from zo2core.sweep.exclusive_use import SoleUse
 from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.perturber import CounterPerturber, Groups, Perturber
+from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber
 from zo2core.sweep.trained import PresentWeights, StoredParameters, TrainedParameters
-from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visitor import Visits
+from zo2core.sweep.visitor import Groups, Perturber, UpdateLoss, Visits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import Trajectory, seeds_of

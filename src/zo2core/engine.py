@@ -35,7 +35,7 @@ from zo2core.protocols import (
 from zo2core.runner import counted
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate, evaluate_objective
-from zo2core.sweep.perturber import Groups
+from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
 

@@ -19,10 +19,8 @@ from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.microbatch import fill_sweeps
-from zo2core.sweep.perturber import Groups
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visitor import SweepVisitor, Visits, WatchedVisitor
+from zo2core.sweep.visitor import Groups, SweepVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, BlockLayout, ParameterSpec, require_tensors
 from zo2core.workers import Workers

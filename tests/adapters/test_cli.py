@@ -228,7 +228,7 @@ def test_verify_says_equal(base: Path, capsys: pytest.CaptureFixture[str], dtype
 def test_verify_names_the_first_difference(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import zo2core.sweep.drawn_perturber
+    import zo2core.sweep.perturbers
     from zo2core.kernels import apply
 
     def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
@@ -236,7 +236,7 @@ def test_verify_names_the_first_difference(
         if theta.numel() == 12 * 20:
             theta[7] += 1e-3
 
-    monkeypatch.setattr(zo2core.sweep.drawn_perturber, "apply", wrong)
+    monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
     with pytest.raises(SystemExit) as info:
         run("verify", "--model", base, "--tokens", 9, "--steps", 1)
     assert info.value.code == 1

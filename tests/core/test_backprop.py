@@ -27,7 +27,7 @@ from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPol
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError
 from zo2core.optimizer_states import copied_state
 from zo2core.planning.memory import DevicePlan
-from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.gradient_visitor import BlockGraph
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")

@@ -22,8 +22,7 @@ from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
 
 import zo2core.kernels
-import zo2core.sweep.drawn_perturber
-import zo2core.sweep.perturber
+import zo2core.sweep.perturbers
 from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
     Distribution,
@@ -160,8 +159,8 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
 
 
 def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zo2core.sweep.perturber, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(zo2core.sweep.perturber, "RANGE", 64)
+    monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
     expected = []
     with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine:
         expected += [engine.step(BATCH).losses for _ in range(2)]
@@ -177,7 +176,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
                 raise FailureError
             zo2core.kernels.apply_drawing(*args, **options)
 
-        monkeypatch.setattr(zo2core.sweep.perturber, "apply_drawing", watched)
+        monkeypatch.setattr(zo2core.sweep.perturbers, "apply_drawing", watched)
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True
@@ -324,7 +323,7 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
             apply(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(zo2core.sweep.drawn_perturber, "apply", interrupted)
+            patch.setattr(zo2core.sweep.perturbers, "apply", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.flush()
         assert_equal_weights(weights(engine), weights(undisturbed))

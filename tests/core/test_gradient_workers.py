@@ -21,7 +21,7 @@ from zo2adapters.tasks.batches import preference_batch
 from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
-from zo2core.methods import row_shards
+from zo2core.methods import gradient_steps
 from zo2core.planning.memory import HostPlan
 
 peft: Any = pytest.importorskip("peft")
@@ -395,7 +395,7 @@ def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
         for parameter, value in zip(parameters, gradients[workers.rank], strict=True):
             parameter.grad = None if value is None else torch.full_like(parameter, value)
         present = [parameter.grad is not None for parameter in parameters]
-        row_shards.add_up(parameters, workers, workers.all_gather(present))
+        gradient_steps.add_up(parameters, workers, workers.all_gather(present))
         return [parameter.grad for parameter in parameters]
 
     for first, second, third in worked(3, work):

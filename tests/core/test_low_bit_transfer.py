@@ -52,7 +52,7 @@ from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturber import CounterPerturber
+from zo2core.sweep.perturbers import CounterPerturber
 from zo2core.types import Bucket, Lane, ParameterSpec
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5

@@ -20,12 +20,12 @@ from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import zo2core.noise
-import zo2core.sweep.perturber
+import zo2core.sweep.perturbers
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
 from zo2core.sources.slot_file import Scratch
 
-THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
+THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturbers.PARALLEL_FROM])  # elements: all segments, some, none
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +55,7 @@ def test_trajectory_is_monolithic_mezo(
 ) -> None:
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
         whole = load_whole(base)
         run = Path(folder, "run")
@@ -94,7 +94,7 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
     plan = plan._replace(autocast=autocast)
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype)
         run = Path(folder, "run")
 
@@ -113,7 +113,7 @@ def test_trajectory_of_fzoo_is_its_papers_loop(
 ) -> None:
     config, plan = data.draw(CONFIGS[model_type]), data.draw(fzoo_plans())
     batch = data.draw(batches(config.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
         base, run = save_model(Path(folder, "base"), config, dtype), Path(folder, "run")
         whole = load_whole(base)
         assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch).close()
@@ -153,7 +153,7 @@ def test_toy_of_plain_modules_has_parity(
 ) -> None:
     batch = make_batch(vocab, lengths)
     del batch["attention_mask"]
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
         file, run = Path(folder, "toy.safetensors"), Path(folder, "run")
         whole = make_toy(vocab, width, layers, tied=tied, dtype=dtype)
 

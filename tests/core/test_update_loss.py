@@ -23,7 +23,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.planning.memory import HostPlan
-from zo2core.sweep.update_loss import EVERY, SAMPLED, UpdateLoss
+from zo2core.sweep.visitor import EVERY, SAMPLED, UpdateLoss
 from zo2core.types import Evaluation, Update
 
 BATCH = make_batch(40, [9, 5])

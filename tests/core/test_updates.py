@@ -10,8 +10,7 @@ import torch
 from models import make_batch, save_model, small_config
 
 import zo2core.kernels
-import zo2core.sweep.drawn_perturber
-import zo2core.sweep.perturber
+import zo2core.sweep.perturbers
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
 from zo2core.types import Descend, Evaluation, Perturb, Program, Update
@@ -99,8 +98,8 @@ def test_a_sweep_compiles_its_programs_once_for_all_segments(
 
         return recorded
 
-    monkeypatch.setattr(zo2core.sweep.perturber, "apply_drawing", record("apply_drawing"))
-    monkeypatch.setattr(zo2core.sweep.drawn_perturber, "apply", record("apply"))
+    monkeypatch.setattr(zo2core.sweep.perturbers, "apply_drawing", record("apply_drawing"))
+    monkeypatch.setattr(zo2core.sweep.perturbers, "apply", record("apply"))
     noise = None if distribution is None else PhiloxNoise(distribution)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, weight_decay=0.1)
     with Engine(open_checkpoint(base), ZerothOrder(estimator, noise=noise)) as engine:

@@ -20,7 +20,7 @@ from toy import ToyBlockModel
 
 from zo2core import Distribution, HostPlan, MemoryPolicy, MeZOSGD, MultiQueryRGE, PhiloxNoise
 from zo2core.kernels import dispatch
-from zo2core.sweep import perturber
+from zo2core.sweep import perturbers
 from zo2core.types import Descend, Perturb, Program
 
 ARGUMENTS = {
@@ -141,7 +141,7 @@ def engines() -> None:
         for kernels in (None, counting(counted)):
             with (
                 TemporaryDirectory() as folder,
-                patch.object(perturber, "triton_kernels", lambda _, kernels=kernels: kernels),
+                patch.object(perturbers, "triton_kernels", lambda _, kernels=kernels: kernels),
             ):
                 model = ToyBlockModel(40, 8, 1, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
                 method = estimator(lr=1e-2, zo_eps=1e-2, weight_decay=weight_decay)

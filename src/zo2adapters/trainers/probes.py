@@ -23,8 +23,7 @@ from zo2core.kernels.encoding import decode
 from zo2core.optimizer_states import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
-from zo2core.sweep.block_graph import BlockGraph
-from zo2core.sweep.gradient_visitor import tensor_ids
+from zo2core.sweep.gradient_visitor import BlockGraph, tensor_ids
 from zo2core.types import aligned, flat_views, widened
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe

@@ -29,7 +29,7 @@ from zo2core.sweep.microbatch import (
     rows_to_shard,
     split_batches,
 )
-from zo2core.sweep.perturber import Groups
+from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
 from zo2core.workers import ALONE, Shard
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -190,7 +190,6 @@ class ActivationFile:
         self._staging = memoryview(anonymous_memory(_STAGING))  # pages take memory once they are touched
         self._ranges: dict[Use, list[_Range]] = {}
         self._end = 0
-        self._started: list[Future[None]] = []
 
     def send(self, use: Use, storages: Sequence[Storage]) -> Future[None]:
         """Write storages behind the caller, and free them. See the contract."""
@@ -206,13 +205,10 @@ class ActivationFile:
         return self._submit(use, self._ranges.pop(use), write=False)
 
     def clear(self) -> None:
-        """Forget everything. After a failed write the file is closed, which frees its space on the disk."""
-        for future in self._started:
-            future.cancel()
-        wait(self._started)
-        if any(not future.cancelled() and future.exception() is not None for future in self._started):
-            self._close_file()
-        self._started.clear()
+        """Forget everything, once the present transfer is over."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
         self._ranges.clear()
         self._end = 0
 
@@ -220,16 +216,17 @@ class ActivationFile:
         """Close the file. May be called twice."""
         self.clear()
         self._close_file()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def _submit(self, use: Use, ranges: Sequence[_Range], *, write: bool) -> Future[None]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")
-        future = self._thread.submit(self._write if write else self._read, str(use), ranges)
-        self._started.append(future)
-        return future
+        return self._thread.submit(self._write if write else self._read, str(use), ranges)
 
     def _write(self, name: str, ranges: Sequence[_Range]) -> None:
         try:
@@ -245,6 +242,7 @@ class ActivationFile:
                         self._file.write(offset + start, self._staging[: whole_pages(count)])
                     storage.resize_(0)
         except OSError as error:
+            self._close_file()  # frees its space on the disk
             raise self._failure(
                 error,
                 f"a disk with {shown_bytes(self._end)} of free space, or more memory",
@@ -267,12 +265,6 @@ class ActivationFile:
     def _failure(self, error: Exception, expected: str, remedy: str) -> ScratchError:
         found = f"{reason(error)}, for the temporary file of the inputs of blocks"
         return ScratchError(self._directory, found=found, expected=expected, remedy=remedy)
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from zo2core.factors import FactorStore
 from zo2core.kernels.encoding import decode
 from zo2core.perturbation import PerturbedParameter, StackedForward, StackedModel
 from zo2core.protocols import Forward, Stores
-from zo2core.sweep.perturber import Groups, Perturber, Stream
+from zo2core.sweep.visitor import Groups, Perturber, Stream
 from zo2core.sweep.work_buffer import WorkBuffer, can_be_read, is_encoded
 from zo2core.types import ParameterSpec
 from zo2core.updates import Trajectory

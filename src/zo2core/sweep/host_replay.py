@@ -12,8 +12,8 @@ import torch
 from zo2core.devices import HostDevice
 from zo2core.protocols import CounterNoise, Replaying, Scheduler, Store, Visitor
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturber import CounterPerturber
-from zo2core.sweep.update_loss import UpdateLoss
+from zo2core.sweep.perturbers import CounterPerturber
+from zo2core.sweep.visitor import UpdateLoss
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Bucket, Update
 from zo2core.updates import Trajectory

@@ -18,7 +18,7 @@ from torch import nn
 
 from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import Store, Stores, TensorReader
-from zo2core.sweep.perturber import Perturber
+from zo2core.sweep.visitor import Perturber
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, ParameterSpec
 

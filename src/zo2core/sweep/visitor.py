@@ -7,20 +7,139 @@ forwards.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from zo2core.kernels import Distribution, apply, fill
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
-from zo2core.protocols import Activations, Forward, Store, Streams, Visitor
+from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Stores, Streams, Visitor
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.perturber import Groups, Perturber, Stream
-from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.types import BlockLayout, Lane, SegmentKind
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import Batch, BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+
+EVERY = 100  # steps from one measurement to the next
+SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
+Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
+
+
+class Stream(NamedTuple):
+    """Batches whose activations pass from segment to segment as those of one batch."""
+
+    batch: Batch  # the one batch, or all of them joined
+    batches: Sequence[Batch]
+    groups: Sequence[int]  # for each of them, the position of its evaluation in the sweep
+
+
+class Perturber(ABC):
+    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights to the work buffer."""
+
+    seeds: Collection[int] = ()  # of the directions that this sweep draws
+
+    def __init__(self, buffer: WorkBuffer) -> None:
+        self._buffer = buffer
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The present version of the weights, at which segments are after ``replay``."""
+
+    def streams(self, groups: Groups) -> Sequence[Sequence[Stream]]:
+        """Divide a sweep's batches by the weights with which they run."""
+        return [[Stream(batch, [batch], [group]) for batch in batches] for group, (_, batches) in enumerate(groups)]
+
+    @abstractmethod
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
+
+        The work buffer may then hold weights of the first evaluation already.
+        """
+
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read a segment's frozen weights. Called once a visit."""
+        self._buffer.load_frozen(index, stores)
+
+    @abstractmethod
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Write the weights of a segment's next evaluation, by its position in the sweep, to the work buffer."""
+
+    def finish(self) -> None:  # noqa: B027 - a perturber without a thread of its own has nothing to wait for
+        """Wait until the second thread no longer uses the memory, however the sweep ended."""
+
+
+class UpdateLoss:
+    """Measures the share of weights that an update changes, at the first step and then at every hundredth.
+
+    The other weights round back to their value. A sample of each segment is copied during the sweep. Once the step's update
+    is known, it is applied to the copies along directions of the same distribution but of other seeds: so no direction is
+    drawn twice or kept, and the run does not depend on the sample. Changes by the rounding of perturbations or by weight
+    decay do not count.
+    """
+
+    def __init__(self, noise: NoiseGenerator) -> None:
+        self._distribution = noise.distribution if isinstance(noise, CounterNoise) else Distribution.GAUSSIAN
+        self._next = 0  # the next step to measure
+        self._is_sampling = False  # whether the present step is measured
+        self._samples: dict[int, list[torch.Tensor]] = {}  # by segment
+
+    def begin(self, step: int) -> None:
+        """Prepare for a step's sweep."""
+        self._is_sampling, self._samples = step >= self._next, {}
+
+    def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec] | None = None) -> None:
+        """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device."""
+        if not self._is_sampling:
+            return
+        dtypes = [parameter.dtype for parameter in store]
+        if specs is not None:
+            pairs = [(theta, spec) for theta, spec in zip(store, specs, strict=False) if not spec.frozen]
+            store, dtypes = [theta for theta, _ in pairs], [_kept_dtype(spec) for _, spec in pairs]
+            if any(theta.dtype not in (spec.dtype, dtype) for (theta, spec), dtype in zip(pairs, dtypes, strict=True)):
+                return
+        stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
+        self._samples[index] = [
+            parameter[::stride].to(dtype, copy=True)
+            for parameter, dtype in zip(store, dtypes, strict=False)  # a store of 8-bit weights ends with their scales
+            if dtype.itemsize > 1
+        ]
+
+    @torch.inference_mode()
+    def share_applied(self, update: Update) -> float | None:
+        """Return the share of sampled weights that the step's update changes."""
+        samples, self._samples = self._samples, {}
+        if not samples or not update.lr or not any(update.projected_grads):
+            return None
+        self._next, self._is_sampling = update.step + EVERY, False
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for copies in samples.values():
+            for copy in copies:
+                by_dtype[copy.dtype].append(copy.cpu())
+        changed = sum(self._changed(torch.cat(copies), update) for copies in by_dtype.values())
+        return changed / sum(copy.numel() for copies in by_dtype.values() for copy in copies)
+
+    def _changed(self, before: torch.Tensor, update: Update) -> int:
+        """Count the weights that an update along directions of this distribution changes."""
+        after, memory = before.clone(), [torch.empty_like(before) for _ in range(2)]
+        for direction, grad in enumerate(update.projected_grads):
+            z = torch.empty_like(before)
+            fill(z, self._distribution, direction, 0)
+            apply(after, _step(grad, update.lr), [z], scratch=memory[0], decay_scratch=memory[1])
+        return int((after != before).sum())
+
+
+def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
+    """The dtype in which a parameter is kept from step to step."""
+    return spec.transfer_dtype if spec.transfer_dtype is not None and spec.transfer_back else spec.dtype
+
+
+def _step(grad: float, lr: float) -> Program:
+    return Program((0,), (Descend(0, grad, lr, 0.0),))
 
 
 class SweepVisitor(Visitor, Protocol):
