@@ -33,38 +33,40 @@ _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """A module whose model is no ``nn.Module`` in memory, but streamed by an engine."""
 
-    _engine: Engine | None = None
     clipping_remedy: str | None = None  # what to do in place of Trainer(gradient_clip_val); None: it is supported
 
-    def __init__(self) -> None:
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
         super().__init__()
+        self._open_engine = open_engine
+        self._engine: Engine | None = None
         self._to_evaluate: list[Batch] = []
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the model, at the present weights."""
-        assert self._engine is not None, "modules that open it later have their own property"
+        if self._engine is None:
+            self._engine = self._open_engine()
         return self._engine
 
     def configure_callbacks(self) -> list[Any]:
-        """Refuse options of Lightning's Trainer that concern gradients of a model that is whole in memory.
+        """Refuse options of Lightning's Trainer that concern a model that is whole in memory.
 
         This hook runs before Lightning's own check of manual optimization, whose remedy is automatic optimization.
         """
-        accumulated, clipping = self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val or None
-        if self.trainer.state.fn == "fit":
-            remedy = "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once"
-            _refuse("accumulate_grad_batches", None if accumulated == 1 else accumulated, "1", remedy)
-            if self.clipping_remedy is not None:
-                _refuse("gradient_clip_val", clipping, "None", self.clipping_remedy)
+        trainer, is_fitting = self.trainer, self.trainer.state.fn == "fit"
+        precision = "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
+        lists = "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once"
+        accumulated = trainer.accumulate_grad_batches if is_fitting else 1
+        clipping = trainer.gradient_clip_val or None if is_fitting and self.clipping_remedy else None
+        for name, found, expected, remedy in (
+            ("precision", trainer.precision, "32-true", precision),
+            ("devices", trainer.world_size, "1", precision),
+            ("accumulate_grad_batches", accumulated, "1", lists),
+            ("gradient_clip_val", clipping, "None", str(self.clipping_remedy)),
+        ):
+            if str(found) != expected:
+                raise OptionError(f"Trainer({name})", found=str(found), expected=expected, remedy=remedy)
         return []
-
-    def setup(self, stage: str) -> None:
-        """Refuse what concerns weights that are whole in memory."""
-        asked = {"precision": (str(self.trainer.precision), "32-true"), "devices": (str(self.trainer.world_size), "1")}
-        remedy = "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
-        for name, (found, expected) in asked.items():
-            _refuse(name, None if found == expected else found, expected, remedy)
 
     def on_train_start(self) -> None:
         """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot restore its position."""
@@ -104,8 +106,8 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
 class ManualStepsModule(StreamedLightningModule):
     """A module whose training step is a step of its engine."""
 
-    def __init__(self, lr: float, lr_lambda: Callable[[int], float] | None) -> None:
-        super().__init__()
+    def __init__(self, open_engine: Callable[[], Engine], lr: float, lr_lambda: Callable[[int], float] | None) -> None:
+        super().__init__(open_engine)
         self.automatic_optimization = False
         self._lr, self._lr_lambda = lr, lr_lambda
 
@@ -167,25 +169,10 @@ class ZOLightningModule(ManualStepsModule):
         seed: int = 0,
         zo: ZOArguments | None = None,
     ) -> None:
-        super().__init__(lr, lr_lambda)
         self.zo = ZOArguments() if zo is None else zo
-        self._model = model
-        self._weight_decay, self._seed = weight_decay, seed
+        options: Any = {"lr": self._present_lr, "weight_decay": weight_decay, "seed": seed, "device": "cpu"}
+        super().__init__(lambda: self.zo.open_engine(model, self._journal, **options), lr, lr_lambda)
         self._journal = Journal()
-
-    @property
-    def engine(self) -> Engine:
-        """Engine that takes the steps, at the present version."""
-        if self._engine is None:
-            self._engine = self.zo.open_engine(
-                self._model,
-                self._journal,
-                lr=self._present_lr,
-                weight_decay=self._weight_decay,
-                seed=self._seed,
-                device="cpu",
-            )
-        return self._engine
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the journal and its number of steps to a checkpoint."""
@@ -199,12 +186,8 @@ class ZOLightningModule(ManualStepsModule):
             JournalError: if it is missing or damaged, or has another number of steps than was saved.
         """
         if JOURNAL not in checkpoint:
-            raise JournalError(
-                "the checkpoint",
-                found="no journal",
-                expected="the journal of a zeroth-order run",
-                remedy="pass a checkpoint that this module saved",
-            )
+            expected, remedy = "the journal of a zeroth-order run", "pass a checkpoint that this module saved"
+            raise JournalError("the checkpoint", found="no journal", expected=expected, remedy=remedy)
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
             version = checkpoint.get(_VERSION, checkpoint["global_step"])
@@ -256,14 +239,10 @@ class FullBackpropLightningModule(ManualStepsModule):
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
     ) -> None:
-        super().__init__(lr, lr_lambda)
-        self._engine = Engine(
-            model,
-            FirstOrder(update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling),
-            device=device,
-            memory=memory,
-            micro_batch_size=micro_batch_size,
-        )
+        method = FirstOrder(update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling)
+        options: Any = {"device": device, "memory": memory, "micro_batch_size": micro_batch_size}
+        engine = Engine(model, method, **options)
+        super().__init__(lambda: engine, lr, lr_lambda)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add weights, optimizer states and the number of steps to a checkpoint."""
@@ -276,12 +255,9 @@ class FullBackpropLightningModule(ManualStepsModule):
             CheckpointError: if it is missing, or of another model or optimizer.
         """
         if _STATE not in checkpoint:
-            raise CheckpointError(
-                "the checkpoint",
-                found="no weights and optimizer states",
-                expected="those of a run of all parameters",
-                remedy="pass a checkpoint that this module saved",
-            )
+            found, expected = "no weights and optimizer states", "those of a run of all parameters"
+            remedy = "pass a checkpoint that this module saved"
+            raise CheckpointError("the checkpoint", found=found, expected=expected, remedy=remedy)
         self.engine.load_state_dict(checkpoint[_STATE])
 
 
@@ -321,11 +297,11 @@ class BackpropLightningModule(StreamedLightningModule):
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
     ) -> None:
-        super().__init__()
-        self._engine = Engine(model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size)
+        engine = Engine(model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size)
+        super().__init__(lambda: engine)
         self._optimizer, self._schedule, self._forward = optimizer, schedule, forward
         # Names of modules have no dots.
-        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in self._engine.parameters.items()})
+        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in engine.parameters.items()})
 
     def configure_optimizers(self) -> Any:
         """The optimizer and its schedule."""
@@ -360,9 +336,3 @@ class _Taken(torch.autograd.Function):
         [scale] = outer
         taken = [None if gradient is None else gradient * scale.to(gradient) for gradient in ctx.gradients]
         return None, None, *taken
-
-
-def _refuse(name: str, found: object, expected: str, remedy: str) -> None:
-    """Refuse an option of Lightning's Trainer, if there is one."""
-    if found is not None:
-        raise OptionError(f"Trainer({name})", found=str(found), expected=expected, remedy=remedy)
