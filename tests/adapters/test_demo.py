@@ -21,7 +21,6 @@ from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, que
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.optimization import Optimization
-from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import DataError, OutputError
 
 TINY = Recipe(
@@ -132,26 +131,18 @@ def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, 
 
 
 def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoTask) -> None:
-    rows = read_rows(task.train)
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    base = open_checkpoint(task.model)
-    with Engine(base, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
-        score = accuracy(engine, base, rows, tokenizer)
+    tokenizer, rows = AutoTokenizer.from_pretrained(task.model), read_rows(task.train)
     model = AutoModelForCausalLM.from_pretrained(task.model)
-    right, total, tokens = 0, 0.0, 0
+    right = 0
     for row in rows:
-        losses, counts = {}, {}
+        losses = {}
         for label in LABELS:
             prompt = len(tokenizer(row["prompt"])["input_ids"])
             ids = torch.tensor([tokenizer(row["prompt"] + label)["input_ids"]])
             logprobs = torch.log_softmax(model(ids).logits[0, :-1].detach(), -1)
             losses[label] = -logprobs.gather(1, ids[0, 1:, None])[prompt - 1 :].mean().item()
-            counts[label] = ids.shape[1] - prompt
         right += min(losses, key=lambda label: losses[label]) == row["completion"]
-        total += losses[row["completion"]] * counts[row["completion"]]
-        tokens += counts[row["completion"]]
-    assert score.accuracy == right / len(rows)
-    assert score.loss == pytest.approx(total / tokens, rel=1e-4)
+    assert accuracy(task.model, task.train, LABELS) == right / len(rows)
 
 
 def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
@@ -161,7 +152,7 @@ def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
     printed = capsys.readouterr().out
     records = read_rows(tmp_path / "new" / "demo" / "run" / "metrics.jsonl")
     evaluations = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
-    assert [before.loss, after.loss] == pytest.approx([evaluations[0], evaluations[-1]], rel=1e-5)
+    assert [before.loss, after.loss] == [evaluations[0], evaluations[-1]]
     assert after.loss < before.loss - 0.1
     assert sum("projected_grads" in record for record in records) == TINY.steps
     assert f"before  accuracy {before.accuracy:6.1%}  loss {before.loss:.3f}" in printed

@@ -6,26 +6,19 @@ first-order steps; held-out files give the task. The two phases are measured sep
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command
-from zo2adapters.tasks.demo_task import LABELS, read_rows
-from zo2adapters.trainers.demo_base import RECIPE, DemoTask, Recipe, prepare
+from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.trainers.demo_base import RECIPE, Recipe, prepare
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zo2adapters.models.hf import HFBlockModel
-    from zo2core import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +42,7 @@ class Demo(Command):
             run_demo(Path(directory), seed=self.seed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskScore:
+class TaskScore(NamedTuple):
     """How well a model answers the task's rows."""
 
     accuracy: float  # share of rows whose completion is the likeliest label, 0 to 1
@@ -82,11 +74,14 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
         batching=recipe.batching,
         optimization=recipe.optimization,
     )
-    before = _score_of(task, task.model)
+    accuracies = [accuracy(task.model, task.evaluation, task.labels)]
     with Trainer(options, quiet=quiet) as trainer:
         trainer.run()
-    after = _score_of(task, output / MODEL)
-    steps = [record for record in read_rows(output / METRICS) if "tokens" in record]
+    accuracies.append(accuracy(output / MODEL, task.evaluation, task.labels))
+    records = read_rows(output / METRICS)
+    losses = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
+    before, after = (TaskScore(*score) for score in zip(accuracies, (losses[0], losses[-1]), strict=True))
+    steps = [record for record in records if "tokens" in record]
     seconds, tokens = (sum(record[key] for record in steps) for key in ("seconds", "tokens"))
     print(
         f"zeroth-order fine-tuning: {len(steps)} steps of two forwards each, no gradient, {seconds:.0f} s\n"
@@ -102,40 +97,17 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
     return before, after
 
 
-def accuracy(
-    engine: Engine,
-    model: HFBlockModel,
-    rows: Sequence[Mapping[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    labels: Sequence[str] = LABELS,
-) -> TaskScore:
-    """Compute how often the likeliest label is the right one."""
+def accuracy(directory: Path, rows: Path, labels: Sequence[str]) -> float:
+    """The share of rows of which a model finds the right label the likeliest."""
+    from zo2adapters.models.checkpoint import open_checkpoint
     from zo2adapters.tasks.objectives import score
     from zo2adapters.tasks.row_reader import tokenized_choice
-    from zo2adapters.tasks.tokenizer import pad_token_id
+    from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 
-    choices = [tokenized_choice(row["prompt"], labels, [labels.index(row["completion"])], tokenizer) for row in rows]
-    scored = score(
-        engine,
-        model,
-        [choice.prompt for choice in choices],
-        [choice.candidates for choice in choices],
-        pad_token_id=pad_token_id(tokenizer),
-    )
-    right = sum(index in choice.answers for choice, index in zip(choices, scored.choices(), strict=True))
-    log_likelihoods, tokens = [], 0
-    for choice, likelihoods, lengths in zip(choices, scored.log_likelihoods, scored.tokens, strict=True):
-        log_likelihoods.append(likelihoods[choice.answer])
-        tokens += lengths[choice.answer]
-    return TaskScore(accuracy=right / len(rows), loss=-math.fsum(log_likelihoods) / tokens)
-
-
-def _score_of(task: DemoTask, directory: Path) -> TaskScore:
-    """Score a model, before or after fine-tuning, on the evaluation rows."""
-    from zo2adapters.models.checkpoint import open_checkpoint
-    from zo2adapters.tasks.tokenizer import load_tokenizer
-
-    model = open_checkpoint(directory)
+    model, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
+    answers = [(row["prompt"], labels.index(row["completion"])) for row in read_rows(rows)]
+    choices = [tokenized_choice(prompt, labels, [right], tokenizer) for prompt, right in answers]
+    prompts, candidates = [choice.prompt for choice in choices], [choice.candidates for choice in choices]
     with AtStep(model=str(directory)).engine(model) as engine:
-        return accuracy(engine, model, read_rows(task.evaluation), load_tokenizer(task.model), labels=task.labels)
+        likeliest = score(engine, model, prompts, candidates, pad_token_id=pad_token_id(tokenizer)).choices()
+    return fmean(index == right for index, (_, right) in zip(likeliest, answers, strict=True))

@@ -303,14 +303,8 @@ class ZOTrainerMixin(EngineStepsMixin):
                 expected="the same kind of device",
                 remedy="leave it out, or pass use_cpu=True",
             )
-        return zo.open_engine(
-            self.block_model,
-            self._journal,
-            lr=self._present_lr,
-            weight_decay=args.weight_decay,
-            seed=args.seed,
-            device=str(args.device),
-        )
+        options: Any = {"weight_decay": args.weight_decay, "seed": args.seed, "device": str(args.device)}
+        return zo.open_engine(self.block_model, self._journal, lr=self._present_lr, **options)
 
     def rewind(self, journal: Journal) -> None:
         """Continue from another version of the run: the last step of ``journal``, which may be ``journal.until(step)``."""
