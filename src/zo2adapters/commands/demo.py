@@ -79,8 +79,8 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
         trainer.run()
     accuracies.append(accuracy(output / MODEL, task.evaluation, task.labels))
     records = read_rows(output / METRICS)
-    losses = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
-    before, after = (TaskScore(*score) for score in zip(accuracies, (losses[0], losses[-1]), strict=True))
+    evaluated = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
+    before, after = (TaskScore(*score) for score in zip(accuracies, (evaluated[0], evaluated[-1]), strict=True))
     steps = [record for record in records if "tokens" in record]
     seconds, tokens = (sum(record[key] for record in steps) for key in ("seconds", "tokens"))
     print(
