@@ -26,7 +26,10 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
@@ -204,6 +207,15 @@ def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[
         yield spec.name, value
 
 
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a tokenizer whose words are numbers beside a model."""
+    words = {str(number): number for number in range(vocab_size)}
+    made = Tokenizer(WordLevel(words, unk_token="2"))
+    made.pre_tokenizer = WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    fast(tokenizer_object=made, pad_token="0", eos_token="1").save_pretrained(directory)
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,6 +239,8 @@ def main() -> None:
         written, kind = make_sparse_coded(config, directory, dtype=dtype), "4-bit"
     else:
         written, kind = make_checkpoint(config, directory, dtype=dtype, sparse=options.sparse), options.dtype
+    if not options.gguf:
+        save_tokenizer(directory, config.vocab_size)
     print(f"{directory}: {written / 1e9:.2f} GB of {kind} weights")
 
 

@@ -15,7 +15,7 @@ import make_chats
 import pytest
 import torch
 from families import small_config as small_mixture
-from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf
+from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf, save_tokenizer
 from models import CONFIGS, make_batch, small_config
 from paper import prge
 from synthetic import SlowReader
@@ -187,3 +187,17 @@ def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, m
         working, result = re.fullmatch(r"[^0-9]*(.*)\n#### ([0-9]+)", answer, re.DOTALL).groups()  # type: ignore[union-attr]
         first, sign, second = re.search(r"([0-9]+) ([-+*]) ([0-9]+)", working).groups()  # type: ignore[union-attr]
         assert {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(first), int(second)) == int(result)
+
+
+@pytest.mark.long_profile
+def test_a_run_is_compared_with_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32)
+    save_tokenizer(tmp_path / "base", 40)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "train", str(tmp_path / "base"), "--tokens", "6", "--steps", "3"])
+    bench.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["default"]
+    assert len(found["steps"]) == 3
+    assert found["planned_bytes"] > 0
+    assert found["seconds"]["median"] > 0

@@ -1,162 +1,98 @@
-"""Take training steps, or one evaluation sweep, on a checkpoint of any size; compare time and peak memory with `zo2 plan`.
+"""Run `zo2 train` on a checkpoint of any size, and compare time and peak memory with `zo2 plan`.
 
-    python tools/bench.py train opt-13b --rows 1 --tokens 64 --steps 2
-    python tools/bench.py train opt-175b --evaluate-only --rows 1 --tokens 16
-    python tools/bench.py train opt-13b --rank 2 --queries 4 --tokens 64 --steps 20 --no-scratch
-    python tools/bench.py train opt-13b --method adamw --rows 8 --tokens 256 --micro-rows 2
-    python tools/bench.py train opt-13b --method badam --full --stream --memory 8GiB --tokens 64 --steps 2
-    python tools/bench.py train llama-8b-q4k/model.gguf --dtype bfloat16 --rank 2 --memory 4GB --no-scratch
+    python tools/bench.py train opt-13b-bf16 --rows 1 --tokens 64 --steps 7
+    python tools/bench.py train opt-13b-bf16 --rows 8 --tokens 256 --steps 2 --runs "--method adamw --lora-rank 8"
+    python tools/bench.py train smollm2-135m --data train.jsonl --rows 16 --runs "" "--rank 2" "--precision exact"
+    python tools/bench.py train opt-175b --evaluate --rows 1 --tokens 16 --runs "--memory 14GB"
 
-With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
-trained by gradients, and with ``--full`` all parameters. The peak is the kernel's count of this process's resident memory.
-``to the slowest lane`` is the ratio of steps to the busy time of their slowest lane.
+Each run has the quoted options, and processes of its own. It is stopped after its steps, of which the first two do not count
+if there are more: they read the base and allocate memory. Without ``--data`` rows are random words. The peak is the kernel's
+count of the process's resident memory. ``to the slowest lane`` is the ratio of steps to the busy time of their slowest lane.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import resource
+import shlex
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
-from functools import partial
+import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from measuring import add_sizes, lanes_of, spread, timed, zo2
-from peft import LoraConfig
+from measuring import WARM_UP, add_sizes, spread, timed, zo2
+from transformers import AutoConfig
 
-from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, peak_memory
-from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.step_memory import reserved_bytes
-from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZerothOrder
-from zo2core.names import OptimizerName
-from zo2core.optimizers import OPTIMIZERS, make_block_update
-from zo2core.planning.memory import resident_memory
-
-LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+MORE = 10_000  # steps of a run, which is stopped before
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--memory", default="auto")
-    add_sizes(parser, steps=4)
-    noises = [noise.value for noise in Noise]
-    parser.add_argument("--noise", choices=noises, default="rademacher", help="mezo is exact MeZO")
-    parser.add_argument("--rank", type=int, help="rank of the directions; by default they are full-rank")
-    parser.add_argument("--queries", type=int, default=1)
-    parser.add_argument("--dtype", default="auto", help="of computation")
-    parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
-    parser.add_argument("--method", choices=get_args(OptimizerName), help="train a LoRA adapter by this optimizer")
-    parser.add_argument("--full", action="store_true", help="with --method: train all parameters")
-    parser.add_argument("--stream", action="store_true", help="with --full: stream blocks from disk")
-    parser.add_argument("--micro-rows", type=int, help="with --method: rows that run at a time")
-    parser.add_argument("--evaluate-only", action="store_true")
-    parser.add_argument("--no-scratch", action="store_true", help="never write back")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path, help="rows to train on")
+    parser.add_argument("--runs", nargs="+", default=[""], help="options of zo2 train for each run, quoted")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate the rows once instead of training on them")
+    add_sizes(parser, rows=1, steps=7)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return bench(options, Path(folder))
+    measured = {}
+    for given in options.runs:
+        with tempfile.TemporaryDirectory() as folder:
+            measured[given.strip() or "default"] = bench(options, shlex.split(given), Path(folder))
+    return measured
 
 
-def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """The plan of ``zo2 plan``, in a process of its own, whose memory does not count."""
-    given: dict[str, Any] = {"model": options.directory, "memory": options.memory, "output": run, "dtype": options.dtype}
-    given |= {"batch-size": options.rows, "sequence-length": options.tokens, "method": options.method}
-    if options.method is None:
-        given |= {"noise": options.noise, "queries": options.queries, "rank": options.rank}
-    elif not options.full:
-        LORA.save_pretrained(str(run / "lora"))
-        given["adapter"] = run / "lora/adapter_config.json"
-    given["micro-batch-size"] = options.micro_rows
-    given["precision"] = options.precision if options.method is None or options.full else None
-    arguments = [part for name, value in given.items() if value is not None for part in (f"--{name}", value)]
-    plan: dict[str, Any] = json.loads(
-        zo2("plan", *arguments, "--json", *(["--method", "stream_blocks"] if options.stream else []))
-    )
-    return plan
-
-
-def zeroth_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> Engine:
-    """An engine as ``zo2 train`` makes it."""
-    noise = Noise(options.noise)
-    optimization = Optimization(noise=noise, exact_mezo=noise is Noise.MEZO, rank=options.rank, queries=options.queries)
-    streams, stacked, chunk = optimization.evaluations, optimization.stacked, model.loss_chunk
-    sizes = (model.config, options.rows, options.tokens)
-    activations = activation_bytes(*sizes, streams=streams, loss_chunk=chunk, stacked=stacked)
-    method = ZerothOrder(
-        optimization.estimator_of(options.steps),
-        noise=optimization.generator(model.layouts),
-        perturbation=optimization.perturbation,
-    )
-    return Engine(
-        model,
-        method,
-        journal=run / "journal.jsonl",
-        memory=MemoryPolicy(host=options.memory, activations=activations),
-        write_back=None if options.evaluate_only or options.no_scratch else WriteBackPolicy(directory=run),
-    )
-
-
-def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> Engine:
-    """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
-    update = make_block_update(options.method, weight_decay=0.0) if options.full else None
-    activations, least = reserved_bytes(model, options.rows, options.tokens, options.micro_rows, update)
-    memory = MemoryPolicy(host=options.memory, activations=activations, least_activations=least)
-    given: dict[str, Any] = {"memory": memory, "micro_batch_size": options.micro_rows}
-    given |= {"run": run, "commit_every": 1} if options.stream else {"spill": run}
-    if update is not None:
-        return Engine(model, FirstOrder(update, lr=1e-6), **given)
-    of_adapter = OPTIMIZERS[options.method].of_adapter
-    assert of_adapter is not None, "others train all parameters"
-    return Engine(model, FirstOrder(partial(of_adapter, lr=1e-4)), **given)
-
-
-def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """Plan, open and run; return bytes and seconds."""
-    imported = resident_memory()
-    if options.method is not None:
-        keep_freed_memory(SMALL)
-    plan = planned(options, run)
-    has_adapter = options.method is not None and not options.full
-    given: Any = {"adapter": Adapter(config=LORA, seed=0)} if has_adapter else {"precision": options.precision}
-    opening, model = timed(partial(open_checkpoint, options.directory, dtype=options.dtype, **given))
-    measured: dict[str, Any] = {
-        "imported_bytes": imported,
-        "seconds of opening": opening,
-        "planned_bytes": plan["nbytes"],
+def bench(options: argparse.Namespace, given: list[str], folder: Path) -> dict[str, Any]:
+    """Plan and run one configuration."""
+    data = options.data
+    if data is None:
+        config = AutoConfig.from_pretrained(options.model.parent if options.model.is_file() else options.model)
+        words = [
+            map(str, random.Random(row).choices(range(3, config.vocab_size), k=options.tokens))
+            for row in range(options.rows)
+        ]
+        data = folder / "rows.jsonl"
+        data.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
+    common = ["--model", options.model, "--data", data, "--batch-size", options.rows]
+    if options.evaluate:
+        seconds, said = timed(lambda: zo2("evaluate", *common, *given))
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        return {"seconds with opening": seconds, "peak_bytes": peak, "said": said.strip()}
+    plan = json.loads(zo2("plan", *common, "--output", folder, "--json", *given))
+    rows = steps_of([*common, "--output", folder / "run", "--lr", "1e-7", *given], folder / "run", options.steps)
+    settled, peak = rows[WARM_UP:] or rows, max(row["peak_rss_bytes"] for row in rows)
+    seconds = spread([row["seconds"] for row in settled])
+    return {
         "planned seconds": plan["seconds"],
-    }
-    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
-    blocks = [layout for layout in model.layouts if not layout.resident]
-    with (zeroth_order_engine if options.method is None else first_order_engine)(options, model, run) as engine:
-        assert engine.host_plan is not None
-        # `zo2 plan` finds less free memory while this process runs.
-        measured |= {"arranged_bytes": engine.host_plan.nbytes, "buckets": engine.host_plan.buckets, "blocks": len(blocks)}
-        if options.evaluate_only:
-            result = engine.evaluate([batch])
-            measured |= {"evaluation seconds": result.seconds, "loss": result.loss}
-        else:
-            steps = [engine.step(batch) for _ in range(options.steps)]
-            settled = steps[2 if options.method is None else 1 :] or steps
-            seconds = statistics.median(step.seconds for step in settled)
-            measured |= {
-                "step": spread([step.seconds for step in settled]),
-                "seconds to planned": seconds / plan["seconds"],
-                "to the slowest lane": spread([step.seconds / step.bound_seconds for step in settled]),
-                "write back every": engine.write_back_every,
-                "lanes": lanes_of(settled),
-                "seconds of steps": [step.seconds for step in steps],
-                "losses": [step.loss for step in steps],
-            }
-    return measured | {
-        "blocks_bytes": sum(spec.stored_numel * spec.stored_dtype.itemsize for block in blocks for spec in block.parameters),
-        "peak_bytes": peak_memory(),
-        "peak to planned": peak_memory() / plan["nbytes"],
-        "peak to arranged": peak_memory() / measured["arranged_bytes"],
+        "seconds": seconds,
+        "seconds ratio": seconds["median"] / plan["seconds"],
+        "planned_bytes": plan["nbytes"],
+        "peak_bytes": peak,
+        "bytes ratio": peak / plan["nbytes"],
+        "to the slowest lane": spread([row["seconds"] / row["bound_seconds"] for row in settled]),
+        **{f"{lane}_bytes": statistics.median(row["lanes"][lane]["bytes"] for row in settled) for lane in rows[0]["lanes"]},
         "plan": [plan],
+        "steps": rows,
     }
+
+
+def steps_of(arguments: list[Any], run: Path, steps: int) -> list[dict[str, Any]]:
+    """The first steps of a run as its metrics have them; no model is exported."""
+    command = [sys.executable, "-m", "zo2adapters.cli", "train", *arguments, "--steps", MORE]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        rows: list[dict[str, Any]] = []
+        while len(rows) < steps and process.poll() is None:
+            time.sleep(0.05)
+            lines = (run / "metrics.jsonl").read_text().split("\n")[:-1] if (run / "metrics.jsonl").exists() else []
+            rows = [row for row in map(json.loads, lines) if "loss" in row][:steps]
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1]
+    if len(rows) < steps:
+        raise SystemExit(f"zo2 train ended after {len(rows)} steps:\n{said}")
+    return rows

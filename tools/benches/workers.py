@@ -1,13 +1,11 @@
-"""Measure workers on one host: the speed of two against one, and the first step of a late one.
+"""Measure two workers on one host against one.
 
     python tools/bench.py workers speed DIR --rows 4 --tokens 64
     python tools/bench.py workers gradients DIR --rows 16 --tokens 40
-    python tools/bench.py workers late DIR --missed 1000
 
-``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
-directions. Their losses must be equal. ``gradients`` does the same with AdamW steps of a LoRA adapter; two workers split the
-rows, so their losses differ from one worker's by rounding. ``late`` writes a journal of ``--missed`` steps and measures the
-time from the start of a second worker without a journal to the end of its first step.
+Each worker is pinned to a core of its own; one worker and two alternate with the same steps. ``speed``: two shard a step's
+directions, and their losses must be equal. ``gradients``: AdamW steps of a LoRA adapter, whose rows two workers split, so
+that their losses differ from one worker's by rounding.
 """
 
 from __future__ import annotations
@@ -18,45 +16,31 @@ import math
 import multiprocessing
 import os
 import socket
-import tempfile
-import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import add_sizes, alternate, seconds_of, spread, times_faster, zeroth_order
+from measuring import add_sizes, alternate, seconds_of, times_faster, zeroth_order
 from peft import LoraConfig
 from torch import distributed
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, FirstOrder, Journal, MemoryPolicy, Workers
+from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
 from zo2core.types import Batch
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["speed", "gradients", "late"])
+    parser.add_argument("what", choices=["speed", "gradients"])
     parser.add_argument("directory", type=Path, help="directory of a checkpoint")
     add_sizes(parser, rows=4, steps=7)
     parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--missed", type=int, default=1000, help="steps before a late worker")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--activations", default="1500MiB", help="memory for inputs and graphs, with gradients")
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    if options.what != "late":
-        return speed(options)
-    seconds = []
-    for _ in range(options.steps):
-        with tempfile.TemporaryDirectory() as folder:
-            seconds.append(late_seconds(options, Path(folder)))
-    return {"seconds": spread(seconds)}
 
 
 class Process:
@@ -81,7 +65,7 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def opened_engine(options: argparse.Namespace, workers: Workers | None, journal: Path | None = None) -> tuple[Engine, Batch]:
+def opened_engine(options: argparse.Namespace, workers: Workers | None) -> tuple[Engine, Batch]:
     """A worker's engine, and the batch of all steps."""
     adapter, given = None, dict[str, Any]()
     method: Any = zeroth_order(queries=options.queries)
@@ -90,12 +74,10 @@ def opened_engine(options: argparse.Namespace, workers: Workers | None, journal:
         adapter = Adapter(config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
         method = FirstOrder(partial(torch.optim.AdamW, lr=1e-4))
         given["memory"] = MemoryPolicy(activations=options.activations)
-    elif options.what == "speed":
+    else:
         given["memory"] = MemoryPolicy(activations="64MiB")
     model = open_checkpoint(options.directory, dtype=options.dtype, adapter=adapter)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
-    if journal is not None:
-        given["journal"] = journal
     return Engine(model, method, workers=workers, **given), batch
 
 
@@ -114,7 +96,7 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
             pipe.send((result.loss,) if options.what == "gradients" else result.losses)
 
 
-def speed(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one worker and two on the same steps, in turn."""
     port, cores = free_port(), sorted(os.sched_getaffinity(0))[:2]
     crews = {"one": [Process(serve, options, 0, 1, 0, cores[0])]}
@@ -138,42 +120,3 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
             "one worker's losses differ from those of two"
         )
     return {"seconds": seconds_of(measured), "times faster": times_faster(measured, "two", "one")}
-
-
-def late_seconds(options: argparse.Namespace, folder: Path) -> float:
-    """The seconds from the second worker's start to the end of its first step, without the start of its program."""
-    first = folder / "first.jsonl"
-    engine, batch = opened_engine(options, None, first)
-    with engine:
-        engine.step(batch)
-        update = engine.journal.updates[0]
-    journal = Journal(first)
-    for step in range(1, options.missed):
-        seeds = [step * 1000 + number for number in range(options.queries)]
-        sides = [side._replace(seed=seeds[number // 2]) for number, side in enumerate(update.evaluations)]
-        journal.append(replace(update, step=step, evaluations=tuple(sides), seeds=tuple(seeds)))
-    journal.close()
-    port = free_port()
-    second = Process(come_late, options, port, folder / "second.jsonl")
-    second.pipe.recv()  # its program has started
-    second.pipe.send("begin")
-    with connected(0, 2, port) as workers:
-        engine, batch = opened_engine(options, workers, first)
-        with engine:
-            engine.step(batch)
-            taken = float(second.pipe.recv())
-    distributed.destroy_process_group()
-    return taken
-
-
-def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal: Path) -> None:
-    """The worker without a journal."""
-    torch.set_num_threads(1)
-    pipe.send("started")
-    pipe.recv()
-    began = time.perf_counter()
-    with connected(1, 2, port) as workers:
-        engine, batch = opened_engine(options, workers, journal)
-        with engine:
-            engine.step(batch)
-            pipe.send(time.perf_counter() - began)
