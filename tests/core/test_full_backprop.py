@@ -140,7 +140,7 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], list(CASES)))
 def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
@@ -456,7 +456,7 @@ def delayed_loop(whole: WholeModel, make: Any, clip_norm: float | None) -> Calla
     return step
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
@@ -751,16 +751,16 @@ def test_a_state_with_broken_parameters_leaves_optimizer_and_steps_as_they_were(
     assert all(torch.equal(value, outcomes[1][1][name]) for name, value in outcomes[0][1].items())
 
 
-@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_a_forged_state_is_refused_and_changes_nothing(forge: Callable[[dict[str, Any]], object], base: Path) -> None:
+def test_a_forged_state_is_refused_and_changes_nothing(base: Path) -> None:
     with engine_of(base, "adamw") as engine:
         engine.step(make_batch(40, [7, 5]))
-        state = copied_state(engine.state_dict())
-        forge(state)
         before = weights(engine)
-        with pytest.raises(CheckpointError, match=r"^state: "):
-            engine.load_state_dict(state)
-        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        for kind, forge in FORGED.items():
+            state = copied_state(engine.state_dict())
+            forge(state)
+            with pytest.raises(CheckpointError, match=r"^state: "):
+                engine.load_state_dict(state)
+            assert all(torch.equal(value, before[name]) for name, value in weights(engine).items()), kind
 
 
 @pytest.mark.parametrize("case", ["fused adamw", "badam"])

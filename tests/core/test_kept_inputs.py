@@ -227,6 +227,7 @@ def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path
         sweeps.clear()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("view", [False, True])
 def test_a_layer_that_hands_on_its_input_keeps_it_in_memory(view: bool, base: Path) -> None:
     batch, outcomes = make_batch(40, LENGTHS), []
@@ -367,6 +368,7 @@ def test_host_memory_of_an_input_is_used_again_after_its_copies(wait: Wait, slow
     assert swept(tmp_path, {slow: SLOW}, host_room=0, without=[wait]).errors != []
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("host_room", [0, 3 * NBYTES, 6 * NBYTES, ALL_ON_HOST])
 @pytest.mark.parametrize("room", [0, NBYTES, 3 * NBYTES, 5 * NBYTES, 8 * NBYTES, 1 << 20])
 def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_path: Path) -> None:

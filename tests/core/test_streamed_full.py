@@ -161,7 +161,7 @@ def test_the_version_of_a_segment_is_the_step_after_its_last_update(base: Path, 
     assert {segment: version for segment, version in written.items() if version} == expected
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "commit_every", "steps"),
     [
@@ -235,7 +235,7 @@ PLACES = [  # steps between commits, buckets, whether transfers overlap, dtype a
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "place"), each_choice(OTHERS, PLACES))
 def test_states_on_disk_give_the_bits_of_states_in_memory(
     case: str, place: tuple[int, int, bool, str, str], tmp_path: Path

@@ -367,7 +367,7 @@ def test_a_run_killed_at_a_place_ends_as_the_undisturbed_one(runs: Runs, place: 
     runs.require_same_end()
 
 
-@kinds("zeroth, streamed, written every second step", "adapter", "adamw", "badam, streamed")
+@kinds("zeroth, streamed, written every second step", "badam, streamed")
 def test_a_run_killed_at_any_call_that_changes_a_file_ends_as_the_undisturbed_one(
     kind: str, runs: Runs, request: pytest.FixtureRequest
 ) -> None:
@@ -382,7 +382,7 @@ def test_a_run_killed_at_any_call_that_changes_a_file_ends_as_the_undisturbed_on
     assert kills >= 0.9 * len(calls), "nearly every call comes in every run"
 
 
-@kinds("adamw, streamed", "badam")
+@kinds("adamw, streamed")
 def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
     kind: str, runs: Runs, request: pytest.FixtureRequest
 ) -> None:
@@ -418,7 +418,7 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs:
     ("kind", "place", "told"),
     [
         ("adapter", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its adapter"),
-        ("adamw", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its model"),
+        pytest.param("adamw", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its model", marks=LONG),
         pytest.param("adamw", (*TORCH_UPDATE, PROBES + 18), "from the snapshot of step 4, or to get its model", marks=LONG),
         ("adamw, streamed", (TRAINER, "", "write_row", 5), "the run goes on from the commit of step "),
     ],

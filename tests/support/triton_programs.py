@@ -66,7 +66,7 @@ def interpret() -> None:
     seeds = (5, 6, 2**62 + 3)
     for distribution in Distribution:
         for dtype, integer in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
-            for start, length in ((0, 3000), (777, 1500), (2**34 - 300, 1000)):
+            for start, length in ((0, 1500), (2**34 - 300, 1000)):
                 drawn, z = (torch.zeros(length, dtype=dtype) for _ in range(2))
                 triton_kernels.fill(drawn, distribution, 2**62 + 3, 1, start)
                 dispatch.fill(z, distribution, 2**62 + 3, 1, start)
