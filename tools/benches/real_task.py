@@ -94,8 +94,8 @@ VARIANTS = {
 # On sums: forwards are completions that are written, or rows that are read.
 SUMS = {
     "es": Variant(
-        f"--no-guard --estimator es --reward arithmetic --reward-options max_new_tokens={NEW_TOKENS} --queries 8 --rank 8 --zo-eps 1e-2 "
-        "--batch-size 8",
+        f"--no-guard --estimator es --reward arithmetic --reward-options max_new_tokens={NEW_TOKENS} --queries 8 "
+        "--rank 8 --zo-eps 1e-2 --batch-size 8",
         (6e-3,),
         forwards=128,
     ),

@@ -61,9 +61,9 @@ def bench(options: argparse.Namespace, given: list[str], folder: Path) -> dict[s
         data.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
     common = ["--model", options.model, "--data", data, "--batch-size", options.rows]
     if options.evaluate:
-        seconds, said = timed(lambda: zo2("evaluate", *common, *given))
+        taken, said = timed(lambda: zo2("evaluate", *common, *given))
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        return {"seconds with opening": seconds, "peak_bytes": peak, "said": said.strip()}
+        return {"seconds with opening": taken, "peak_bytes": peak, "said": said.strip()}
     plan = json.loads(zo2("plan", *common, "--output", folder, "--json", *given))
     rows = steps_of([*common, "--output", folder / "run", "--lr", "1e-7", *given], folder / "run", options.steps)
     settled, peak = rows[WARM_UP:] or rows, max(row["peak_rss_bytes"] for row in rows)

@@ -23,7 +23,7 @@ from measuring import NOISES, Usage
 from synthetic import scaled
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paper.places import LR, Bus
+from paper.places import LR, Place
 from paper.tables import Variant
 from paper.zo2 import A100_MEMORY, batch_of
 from zo2adapters.models.checkpoint import DTYPES
@@ -112,7 +112,7 @@ def engine(config: PretrainedConfig, dtype: torch.dtype, tokens: int, blocks: in
     """The peak bytes of the engine's device in a step that replays updates."""
     few = deepcopy(config)
     few.num_hidden_layers = blocks
-    place = Bus(HOST_MEMORY, DEVICE_MEMORY, BUS)
+    place = Place("bus", host_memory=HOST_MEMORY, device_memory=DEVICE_MEMORY, rate=BUS)
     offloaded = place.offload(place.model(few, dtype), Variant.FULL, NOISES["philox-rademacher"])
     batch = batch_of(config.vocab_size, 1, tokens, place.torch_device)
     assert offloaded is not None

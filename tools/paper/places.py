@@ -1,10 +1,10 @@
 """The places in which the paper's tables are measured: a GPU, or a CPU with two tiers of memory in place of host and GPU.
 
-    Cuda    host memory and a GPU
-    Bus     host memory behind a bus, simulated by threads that copy at its rate, and host memory
-    Disk    a checkpoint on disk, and host memory
+    cuda    host memory and a GPU
+    bus     host memory behind a bus, simulated by threads that copy at its rate, and host memory
+    disk    a checkpoint on disk and a scratch file, to which every block is written back in every step, and host memory
 
-Each builds the engine with a variant's parts and counts the memory of the device.
+Each builds the engine in a variant and counts the memory of the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from make_checkpoint import make_checkpoint
@@ -27,25 +28,30 @@ from paper.tables import Variant
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     CudaDevice,
+    DevicePlan,
     Engine,
     HostDevice,
-    Journal,
+    HostPlan,
+    MemoryPolicy,
     MeZOSGD,
     OverlappedScheduler,
-    SegmentStore,
-    SerialScheduler,
     Trace,
+    WriteBackPolicy,
     ZerothOrder,
 )
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.profiling import Span, Sweep, Timeline
-from zo2core.protocols import BlockSource, Device, Scheduler
-from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.slot_file import Scratch
+from zo2core.profiling import Span, Sweep
 from zo2core.types import Lane
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
+NOTES = {
+    "cuda": "memory is torch.cuda.max_memory_allocated over a step",
+    "bus": "no GPU: the CPU takes its place, behind a simulated bus of {rate:g} GB/s in each direction; the "
+    "simulated device has {memory:.0f} MB, of which buffers and tensors are counted",
+    "disk": "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
+    "{memory:.0f} MB count as the device's, and buffers and tensors are counted",
+}
 
 
 class AllocatingScheduler(OverlappedScheduler):
@@ -68,24 +74,6 @@ class AllocatingScheduler(OverlappedScheduler):
         return super()._bring(index)
 
 
-def _all_kept(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
-    blocks = sum(not layout.resident for layout in source.layouts)
-    return OverlappedScheduler(source, device, kept=blocks, timeline=timeline)
-
-
-def _overlapped(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
-    return OverlappedScheduler(source, device, timeline=timeline)
-
-
-SCHEDULERS: dict[Variant, Callable[[BlockSource, Device, Timeline], Scheduler]] = {
-    Variant.FULL: _overlapped,  # keeps no block on the device, like the paper's
-    Variant.SERIAL: lambda source, device, timeline: SerialScheduler(source, device, timeline=timeline),
-    Variant.ALLOCATING: lambda source, device, timeline: AllocatingScheduler(source, device, timeline=timeline),
-    Variant.EAGER: _overlapped,
-    Variant.RESIDENT: _all_kept,
-}
-
-
 class Traffic(Trace):
     """Sums the bytes that sweeps move, instead of writing a trace."""
 
@@ -105,217 +93,111 @@ class Offloaded(NamedTuple):
     """An engine, ready to run."""
 
     engine: Engine
-    parts: ExitStack  # the engine's parts, to be closed after it
+    parts: ExitStack  # to be closed after the engine
     traffic: Traffic
 
 
 class Place:
-    """A place in which both sides are measured: by default host memory that plays a device, with models without files.
+    """A place in which both sides are measured.
 
     Args:
+        on: cuda, bus or disk.
+        host_memory: Bytes of the memory behind the bus, page-locked on a GPU.
         device_memory: Bytes of the simulated device.
-        note: Is printed with the results.
+        rate: Bytes a second of the simulated bus in each direction.
+        folder: For the files on disk; a temporary directory is made there.
     """
 
-    torch_device = torch.device("cpu")
-
-    def __init__(self, device_memory: int, note: str) -> None:
-        self.note = note
-        self._device_memory = device_memory
+    def __init__(
+        self, on: str, *, host_memory: int, device_memory: int, rate: float = 1e9, folder: Path | None = None
+    ) -> None:
+        self._on, self._host_memory, self._device_memory, self._rate = on, host_memory, device_memory, rate
+        self.torch_device = torch.device("cuda", 0) if on == "cuda" else torch.device("cpu")
+        name = f"{torch.cuda.get_device_name(0)}; " if on == "cuda" else ""
+        self.note = name + NOTES[on].format(rate=rate / 1e9, memory=device_memory / 1e6)
         self._usage = Usage()
+        self._folder = tempfile.TemporaryDirectory(dir=folder)
 
     def free_memory(self) -> int:
-        """Bytes of the device that are free: those of the simulated one without those that are counted."""
+        """Bytes of the device that are free: on a GPU the driver's, after torch's cache was emptied."""
         gc.collect()
-        return self._device_memory - self._usage.now
-
-    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
-        """A model of this geometry."""
-        return block_model(config, dtype)
-
-    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine with a variant's parts; None if the variant does not exist here."""
-        raise NotImplementedError
-
-    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """The peak bytes of the device while ``run`` runs, including the tensors in ``held``."""
-        return self._usage.peak_of(run, held)
-
-    def close(self) -> None:
-        """Remove files. It may be called twice."""
-
-
-def _offloaded(
-    model: HFBlockModel,
-    variant: Variant,
-    noise: Noise,
-    source: BlockSource,
-    device: Device,
-    timeline: Timeline,
-    **given: Any,
-) -> Offloaded:
-    parts, traffic = ExitStack(), Traffic()
-    for part in (model.weights, device, *given.values(), source):
-        parts.callback(part.close)
-    engine = Engine(
-        model,
-        ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device)),
-        source=source,
-        scheduler=SCHEDULERS[variant](source, device, timeline),
-        device=device,
-        timeline=timeline,
-        trace=traffic,
-        **given,
-    )
-    return Offloaded(engine, parts, traffic)
-
-
-def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
-    """An engine with blocks in host memory.
-
-    Raises:
-        OptionError: if they do not fit.
-    """
-    nbytes, timeline = sum(whole_pages(layout.nbytes) for layout in model.layouts), Timeline()
-    if nbytes > host_memory:
-        raise OptionError(
-            "host-memory", found=f"{host_memory} bytes", expected=f"{nbytes}", remedy="measure smaller models with --sizes"
-        )
-    source = SegmentStore(model.weights, model.layouts, device.host_memory, timeline=timeline)
-    return _offloaded(model, variant, noise, source, device, timeline)
-
-
-class Cuda(Place):
-    """Host memory and a GPU.
-
-    Args:
-        host_memory: Bytes that may be page-locked.
-    """
-
-    torch_device = torch.device("cuda", 0)
-
-    def __init__(self, host_memory: int) -> None:
-        self._host_memory = host_memory
-        name, nbytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-        super().__init__(nbytes, f"{name}, {nbytes / 1e9:.1f} GB; memory is torch.cuda.max_memory_allocated over a step")
-
-    def free_memory(self) -> int:
-        """The driver's free bytes, after torch's cache was emptied."""
-        gc.collect()
+        if self._on != "cuda":
+            return self._device_memory - self._usage.now
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine with blocks in page-locked memory."""
-        return _from_host(CudaDevice(0), model, variant, noise, self._host_memory)
-
-    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """The peak of torch's allocator."""
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        timed(run)
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
-
-
-class _BusDevice(ThreadedDevice):
-    """A device that counts its memory, without the host's."""
-
-    def __init__(self, streams: ThreadedStreams, usage: Usage) -> None:
-        super().__init__(streams)
-        self._usage = usage
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = super().empty(nbytes)
-        self._usage.hold(memory)
-        return memory
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        memory = super().host_memory(nbytes)
-        self._usage.hold(memory, counts=False)
-        return memory
-
-
-class Bus(Place):
-    """Host memory behind a simulated bus, and host memory in place of the device's.
-
-    Args:
-        host_memory: Bytes of the memory behind the bus.
-        device_memory: Bytes of the simulated device.
-        rate: Bytes a second of the bus in each direction.
-    """
-
-    def __init__(self, host_memory: int, device_memory: int, rate: float) -> None:
-        super().__init__(
-            device_memory,
-            f"no GPU: the CPU takes its place, behind a simulated bus of {rate / 1e9:g} GB/s in each direction; "
-            f"the simulated device has {device_memory / 1e6:.0f} MB, of which buffers and tensors are counted",
-        )
-        self._host_memory, self._rate = host_memory, rate
-
-    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine whose copies take as long as on the bus, in addition to the copying itself."""
-        streams = ThreadedStreams(lambda lane, nbytes: nbytes / self._rate, poison=False)
-        return _from_host(_BusDevice(streams, self._usage), model, variant, noise, self._host_memory)
-
-
-class _CountedHost(HostDevice):
-    """A host that counts all its memory, because it is the device."""
-
-    def __init__(self, usage: Usage) -> None:
-        super().__init__()
-        self._usage = usage
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        memory = super().host_memory(nbytes)
-        self._usage.hold(memory)
-        return memory
-
-
-class Disk(Place):
-    """A checkpoint on disk and a scratch file, to which every block is written back in every step, and host memory.
-
-    Args:
-        folder: For the files; a temporary directory is made there.
-        device_memory: Bytes of host memory that count as the device's.
-    """
-
-    def __init__(self, folder: Path | None, device_memory: int) -> None:
-        super().__init__(
-            device_memory,
-            "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
-            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted",
-        )
-        self._folder = tempfile.TemporaryDirectory(dir=folder)
-        self._made = 0
-
     def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
-        """A model with files; those of the previous model are removed."""
+        """A model of this geometry; on disk, the files of the previous one are removed."""
+        if self._on != "disk":
+            return block_model(config, dtype)
         parent = Path(self._folder.name).parent
         self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(dir=parent)
-        self._made = 0
         make_checkpoint(config, Path(self._folder.name) / "base", dtype=dtype)
         return open_checkpoint(Path(self._folder.name) / "base")
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine with blocks on disk; with one bucket it does not read ahead, so nothing overlaps."""
-        if variant in (Variant.ALLOCATING, Variant.RESIDENT):
-            return None
-        self._made += 1
-        run = Path(self._folder.name) / f"run-{self._made}"
-        run.mkdir()
-        device, journal = _CountedHost(self._usage), Journal(run / "journal.jsonl")
-        layouts, timeline = laid_out_as_on_disk(model.layouts, model.weights), Timeline()
-        source = SegmentStore(
-            model.weights,
-            layouts,
-            device.host_memory,
-            buckets=1 if variant is Variant.SERIAL else 3,
-            scratch=Scratch(run, layouts, journal.chain),
-            write_back_every=1,
-            timeline=timeline,
-        )
-        return _offloaded(model, variant, noise, source, device, timeline, journal=journal)
+        """An engine in a variant; None if the variant does not exist here.
+
+        Raises:
+            OptionError: if its blocks do not fit into the host's memory.
+        """
+        parts, traffic, given = ExitStack(), Traffic(), dict[str, Any]()
+        buckets, kept = None, 0
+        if self._on == "disk":
+            if variant in (Variant.ALLOCATING, Variant.RESIDENT):
+                return None
+            # With one bucket it does not read ahead, so nothing overlaps.
+            run, buckets = Path(tempfile.mkdtemp(dir=self._folder.name)), 1 if variant is Variant.SERIAL else 3
+            given = {"journal": run / "journal.jsonl", "write_back": WriteBackPolicy(directory=run, every=1)}
+        elif (nbytes := sum(whole_pages(layout.nbytes) for layout in model.layouts)) > self._host_memory:
+            found, expected = f"{self._host_memory} bytes", f"{nbytes}"
+            raise OptionError("host-memory", found=found, expected=expected, remedy="measure smaller models with --sizes")
+        if variant is Variant.RESIDENT:
+            kept = sum(not layout.resident for layout in model.layouts)
+        device = parts.enter_context(closing(self._device()))
+        parts.callback(model.weights.close)
+        plan: Any = "auto" if device.in_place or variant is Variant.SERIAL else DevicePlan((), 1 << 50, kept, 1 << 50)
+        memory = MemoryPolicy(host=HostPlan((), 1 << 50, buckets, keep_noise=False), device=plan)
+        method = ZerothOrder(MeZOSGD(lr=LR, zo_eps=ZO_EPS), noise=noise(model.layouts, device.torch_device))
+        scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
+        with mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler):
+            engine = Engine(
+                model,
+                method,
+                device=device,
+                memory=memory,
+                overlap=variant is not Variant.SERIAL or self._on == "disk",
+                trace=traffic,
+                **given,
+            )
+        return Offloaded(engine, parts, traffic)
+
+    def _device(self) -> Any:
+        """A device that counts its memory; that of the host too, if it is the device."""
+        if self._on == "cuda":
+            return CudaDevice(0)
+        streams = ThreadedStreams(lambda lane, nbytes: nbytes / self._rate, poison=False)
+        device: Any = HostDevice() if self._on == "disk" else ThreadedDevice(streams)
+        empty, host_memory = device.empty, device.host_memory
+
+        def counted(allocate: Callable[[int], torch.Tensor], nbytes: int, *, counts: bool) -> torch.Tensor:
+            memory = allocate(nbytes)
+            self._usage.hold(memory, counts=counts)
+            return memory
+
+        device.empty = lambda nbytes: counted(empty, nbytes, counts=True)
+        device.host_memory = lambda nbytes: counted(host_memory, nbytes, counts=self._on == "disk")
+        return device
+
+    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
+        """The peak bytes of the device while ``run`` runs, including the tensors in ``held``."""
+        if self._on != "cuda":
+            return self._usage.peak_of(run, held)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        timed(run)
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def close(self) -> None:
-        """Remove the checkpoint and the scratch file."""
+        """Remove files. It may be called twice."""
         self._folder.cleanup()

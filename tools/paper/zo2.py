@@ -33,7 +33,7 @@ from measuring import NOISES, WARM_UP, Noise, timed
 from synthetic import scaled, whole_model
 from transformers import PretrainedConfig
 
-from paper.places import LR, ZO_EPS, Bus, Cuda, Disk, Place
+from paper.places import LR, ZO_EPS, Place
 from paper.tables import TABLES, Row, Variant
 from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
@@ -81,12 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     options.scale = options.scale or (1 if on_gpu else 16)
     host = int(HOST_SHARE * free_memory()) if options.host_memory is None else options.host_memory
     device = int(A100_MEMORY / options.scale**2) if options.device_memory is None else options.device_memory
-    places: dict[str, Callable[[], Place]] = {
-        "cuda": lambda: Cuda(host),
-        "bus": lambda: Bus(host, device, options.bus),
-        "disk": lambda: Disk(options.folder, device),
-    }
-    place = places[options.on]()
+    place = Place(options.on, host_memory=host, device_memory=device, rate=options.bus, folder=options.folder)
     dtypes = [DTYPES[name] for name in options.dtype or ["float32", "float16" if on_gpu else "bfloat16"]]
     measured: dict[str, Any] = {"note": place.note, "scale": options.scale, "rows": []}
     try:
