@@ -6,7 +6,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any
 
 
@@ -17,12 +17,9 @@ def exports(package: str, *, left_out: str = "\0") -> tuple[list[str], Callable[
     ``left_out`` are no part of a star import.
     """
     itself = sys.modules[package]
-    loader = itself.__spec__ and itself.__spec__.loader
-    assert isinstance(loader, SourceFileLoader), "packages are installed as source"
-    nodes = ast.walk(ast.parse(loader.get_source(package) or ""))
     modules = {
         alias.name: str(node.module)
-        for node in nodes
+        for node in ast.walk(ast.parse(Path(str(itself.__file__)).read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name == alias.asname

@@ -238,7 +238,7 @@ class SharedBase:
             self._spec = self._planned([])
             self._closing = opened.pop_all()
         self._work = self.device.empty(0)
-        self._lockstep: Lockstep[_SweepRequest] = Lockstep(self._serve)
+        self.lockstep: Lockstep[_SweepRequest] = Lockstep(self._serve)  # makes sweeps of runs together
         self._use = ExclusiveUse(type(self).__name__)
 
     @property
@@ -282,7 +282,7 @@ class SharedBase:
             ClosedError: after ``close``.
         """
         self._use.require_open()
-        results = self._lockstep.run(list(functions.values()))
+        results = self.lockstep.run(list(functions.values()))
         return dict(zip(functions, results, strict=True))
 
     def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> SharedRun:
@@ -318,7 +318,7 @@ class SharedBase:
         self._runs[run] = request
         try:
             # Sweeps that other runs wait for have memory that was planned without this run, which uses none meanwhile.
-            self._lockstep.request(None)
+            self.lockstep.request(None)
         except BaseException:
             run.leave()
             raise
@@ -340,10 +340,6 @@ class SharedBase:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def request(self, request: _SweepRequest) -> None:
-        """Make a sweep for a run, with those of the runs that wait for one, too."""
-        self._lockstep.request(request)
 
     @contextmanager
     def replayed(self, segments: RunSegments, visitor: Replaying, index: int) -> Iterator[Bucket]:
@@ -422,7 +418,7 @@ class SharedRun:
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         sweep = RunSweep(self._segments, visitor, order)
-        self._base.request(_SweepRequest(sweep, self._timeline))
+        self._base.lockstep.request(_SweepRequest(sweep, self._timeline))
         if sweep.error is not None:
             raise sweep.error
 
