@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4937,
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5207,
-    "zo2core": 4480,
+    "zo2core": 4465,
     "zo2core/checkpoint": 818,
     "zo2core/io": 419,
     "zo2core/journal": 512,
