@@ -512,7 +512,7 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
         for option in group:
             lines.append(f"  {option.written}")
             lines += _wrapped("One or several settings:" if option.type is NoneType else _text(option), _INDENT)
-            for key, setting in option.settings.items():
+            for key, setting in option.settings.items() if len(shown) == len(listed) else ():
                 written = key if setting.type is bool else f"{key}={setting.kind}" if key else setting.kind
                 lines += [f"    {written}", *_wrapped(_text(setting), _INDENT)]
     rest = len(listed) - len(shown)
