@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
     from zo2adapters.tasks.measures import Evaluated, Measure
     from zo2adapters.tasks.rows import Rows
-    from zo2core import Engine, SharedBase, Workers
+    from zo2core import SharedBase, Workers
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
 BATCHES = 8  # batches of the longest rows that memory is reserved for by default
@@ -100,8 +100,8 @@ class Evaluate(AtStep):
             others.insert(0, ("base", at.without_learning()))
 
         def evaluated(one: AtStep, its_model: HFBlockModel, shared: SharedBase | None) -> tuple[str, Evaluated]:
-            command = self if one is at else replace(self, trace=None)
-            return command._evaluated(one, its_model, rows, tokenizer, workers, shared)
+            trace = self.trace if one is at else None
+            return self._evaluated(one, its_model, rows, tokenizer, workers, shared, trace)
 
         may_share, chunk = workers is None and self.trace is None, self.batching.loss_chunk
         results = at.with_others(model, others, evaluated, loss_chunk=chunk, may_share=may_share)
@@ -149,8 +149,10 @@ class Evaluate(AtStep):
         tokenizer: Any,
         workers: Workers | None,
         shared: SharedBase | None,
+        trace: Path | None,
     ) -> tuple[str, Evaluated]:
         """Evaluate one model, and say what it is."""
+        from zo2adapters.models.footprint import activation_bytes
         from zo2adapters.tasks.measures import Measuring, measured, units_of
         from zo2adapters.tasks.tokenizer import pad_token_id
         from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
@@ -159,7 +161,13 @@ class Evaluate(AtStep):
         batching = self.batching
         # Texts with labels take no micro-batches: each batch's loss is the model's own.
         size = (batching.micro_batch_size or batching.batch_size) if at.model_options.head != "causal-lm" else None
-        with self._engine(at, model, rows.longest, workers, shared) as engine:
+        (most, longest), micro_rows = batching.shape(batching.batch_size, rows.longest), batching.micro_batch_size
+        if self.activation_memory is None:
+            room = activation_bytes(model.config, most, longest, streams=BATCHES, micro_rows=micro_rows)
+        else:
+            room = parse_size(self.activation_memory, option="activation_memory")
+        given: Any = {"activation_bytes": room, "micro_batch_size": micro_rows, "trace": trace}
+        with at.engine(model, workers=workers, shared=shared, **given) as engine:
             name = "base" if at.model_options.adapter is None else name_of(at.model_options.adapter)
             name = name if at.journal is None else f"step {engine.version}"
             quiet = not is_first(workers)
@@ -174,20 +182,6 @@ class Evaluate(AtStep):
                 evaluated = measured(engine, model, rows, options)
             _require_finite(evaluated.finite, model, at)
         return name, evaluated
-
-    def _engine(
-        self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None, shared: SharedBase | None
-    ) -> Engine:
-        from zo2adapters.models.footprint import activation_bytes
-
-        (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size
-        reserved = (
-            activation_bytes(model.config, rows, longest, streams=BATCHES, micro_rows=micro_rows)
-            if self.activation_memory is None
-            else parse_size(self.activation_memory, option="activation_memory")
-        )
-        given: Any = {"activation_bytes": reserved, "micro_batch_size": micro_rows, "trace": self.trace}
-        return at.engine(model, workers=workers, shared=shared, **given)
 
 
 def _line(evaluated: Evaluated) -> str:

@@ -255,9 +255,6 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
                 values |= with_settings
         elif isinstance(given := values.get(option.field), list):
             values[option.field] = None if given == [None] else tuple(given)
-            if Ellipsis not in option.items and given != [None] and len(given) != len(option.items):
-                found, expected = f"{len(given)} values after {option.flag}", f"{len(option.items)} values"
-                raise OptionError(_WHERE, found=found, expected=expected, remedy=see)
     missing = [
         option._replace(aliases=()).written for option in listed if option.default is MISSING if option.field not in values
     ]
