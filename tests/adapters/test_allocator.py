@@ -15,10 +15,9 @@ from zo2adapters.cli import main
 from zo2adapters.commands import train
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
-from zo2adapters.trainers.batch_shapes import RowShapes
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.metrics import progress
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.run_inputs import RowShapes
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import HostPlan
 from zo2core.planning.memory import MemoryPart, free_memory

@@ -16,7 +16,7 @@ from profiles import short_first
 
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.trainers import automatic_rate, run_directory
-from zo2adapters.trainers.methods.zeroth_order_run import ZerothOrderRun
+from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
 

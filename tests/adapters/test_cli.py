@@ -23,8 +23,7 @@ import zo2core.build
 from zo2adapters.cli import COMMANDS, command_class, main
 from zo2adapters.commands.options import option_fields
 from zo2adapters.commands.signals import SIGNALS
-from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal

@@ -18,9 +18,9 @@ from zo2adapters.commands.demo import accuracy, run_demo
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.tasks import demo_task
 from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, question_rows, read_rows, source_texts
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Batching
 from zo2core.errors import DataError, OutputError
 
 TINY = Recipe(

@@ -16,12 +16,11 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.batch_shapes import RowShapes
-from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.engines import step_memory
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
+from zo2adapters.trainers.run_inputs import RowShapes
 from zo2adapters.trainers.run_plan import BUS, Transfers, plan_run
-from zo2adapters.trainers.step_memory import step_memory
 from zo2core import DevicePlan
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.names import EstimatorName

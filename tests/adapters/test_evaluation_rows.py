@@ -13,8 +13,8 @@ from runs import finish, small_run
 
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import FirstOrder
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal

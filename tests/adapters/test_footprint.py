@@ -15,7 +15,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import LogLikelihood
-from zo2adapters.trainers.step_memory import reserved_bytes
+from zo2adapters.trainers.engines import reserved_bytes
 from zo2core import Engine
 from zo2core.optimizers import make_block_update
 

@@ -202,7 +202,7 @@ def test_a_quantised_base_is_refused(here: Path) -> None:
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zo2adapters.trainers.engines import Opening
-    from zo2adapters.trainers.methods.gradient_run import GradientRun
+    from zo2adapters.trainers.methods import GradientRun
 
     class Pair:
         size = 2
@@ -304,7 +304,7 @@ def test_plan_counts_what_streamed_states_write(here: Path) -> None:
 
 
 def test_a_run_that_writes_more_than_a_disk_bears_needs_a_word(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2adapters.trainers.methods.gradient_run.WRITE_BUDGET_TB", 1e-7)
+    monkeypatch.setattr("zo2adapters.trainers.methods.WRITE_BUDGET_TB", 1e-7)
     told = refusal(*train("run", *STREAMED))
     assert "--write-limit-tb: found none, which is 1e-07, and a run that writes " in told
     assert not Path("run").exists()

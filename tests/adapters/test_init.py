@@ -21,10 +21,9 @@ from zo2adapters.commands.options import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.tasks.row_options import RowOptions, Survey, survey
 from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
-from zo2adapters.trainers.planning import plan_of
 from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import RunPlan
+from zo2adapters.trainers.run_plan import RunPlan, plan_of
 from zo2core.errors import DataError, MemoryBudgetError
 from zo2core.planning.memory import HostPlan
 from zo2core.planning.run_spec import plan_host

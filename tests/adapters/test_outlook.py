@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from command_lines import make_place, run_here
 
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import FirstOrder
-from zo2adapters.trainers.methods.gradient_run import GradientRun
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.planning import plan_of
+from zo2adapters.trainers.methods import GradientRun
+from zo2adapters.trainers.optimization import FirstOrder, Optimization
+from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_inputs import RunInputs
+from zo2adapters.trainers.run_plan import plan_of
 from zo2core import HostPlan
 from zo2core.names import OptimizerName
 

@@ -27,8 +27,8 @@ from transformers import (
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.batches import is_packed, pack, require_separating_masks
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.options import Batching
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, ZerothOrder
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from command_lines import ROWS, make_place, write_rows
 
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import FirstOrder
-from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import RunModelOptions
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer

@@ -18,8 +18,8 @@ from zo2adapters import open_checkpoint
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
-from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds
+from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError
 

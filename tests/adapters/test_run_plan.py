@@ -22,11 +22,10 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.losses import KeptLosses
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan
-from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions, evaluations_due
+from zo2adapters.trainers.options import Batching, TrainOptions, evaluations_due
 from zo2adapters.trainers.probes import measured_forward_seconds
+from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
 from zo2adapters.trainers.run_plan import RunPlan, Together, duration
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan

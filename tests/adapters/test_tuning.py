@@ -12,10 +12,8 @@ from command_lines import refusal
 from runs import small_run
 
 from zo2adapters.cli import main
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.optimization import Decay, Optimization
+from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, planned_rounds, tune
 from zo2core import Journal

@@ -32,8 +32,7 @@ from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZO2Error

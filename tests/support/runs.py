@@ -11,10 +11,8 @@ import pytest
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.optimization import Decay, Optimization
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 
 TIMED = {"tokens_per_second", "seconds", "bound_seconds", "evaluation_seconds", "lanes", "rss_bytes", "peak_rss_bytes"}

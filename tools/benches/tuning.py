@@ -19,12 +19,10 @@ from unittest import mock
 from measuring import alternate, require_equal, seconds_of, times_faster
 
 from zo2adapters.trainers import tuning
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import FirstOrder
+from zo2adapters.trainers.engines import can_share
 from zo2adapters.trainers.model_options import RunModelOptions
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.shared_runs import can_share
+from zo2adapters.trainers.optimization import FirstOrder, Optimization
+from zo2adapters.trainers.options import Batching, TrainOptions
 
 SIDES = {"together": can_share, "apart": lambda options: False}
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import NO_OPTION, Command, Written
-from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2adapters.trainers.evaluations import best_step, criteria_of
-from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
+from zo2adapters.trainers.metrics import best_step, criteria_of
+from zo2adapters.trainers.model_options import AdapterOptions, DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
@@ -113,7 +112,7 @@ class AtStep(Command):
     @property
     def reads_base_only(self) -> bool:
         """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
-        from zo2adapters.trainers.shared_runs import can_share
+        from zo2adapters.trainers.engines import can_share
 
         if self.run_directory is not None:
             return can_share(RunDirectory.options(self.run_directory))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Written
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.option_table import require_valid
+from zo2adapters.trainers.options import Batching
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core.errors import NonFiniteLossError, OptionError

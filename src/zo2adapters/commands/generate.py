@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
-from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
-from zo2adapters.trainers.options import Resources
+from zo2adapters.trainers.options import Batching, Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError
 from zo2core.ranges import counted, require_whole

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.options import POSITIONAL, Command, Written
-from zo2adapters.trainers.lr_schedules import with_peak_rate
 from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
 from zo2core.errors import JournalError, OptionError, OutputError, reason
 from zo2core.io.durable import create_file, open_regular, read_regular, replace_file

@@ -99,7 +99,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
 
 def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
     """Train several runs that share their base, and print how they compare."""
-    from zo2adapters.trainers.shared_runs import open_shared_base, require_shareable
+    from zo2adapters.trainers.engines import open_shared_base, require_shareable
 
     for run in runs:
         try:

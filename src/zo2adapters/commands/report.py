@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from zo2adapters.commands.journal import metrics_of, read_journal
-from zo2adapters.trainers.evaluations import criterion, results_of_row, shown_results
-from zo2adapters.trainers.methods.choice import method_of
-from zo2adapters.trainers.methods.gradient_run import ADAPTER_FORWARDS
-from zo2adapters.trainers.metrics import Row, align_rows, row_of
+from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
+from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
 from zo2adapters.trainers.option_table import used_options
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
 from zo2core import Update, ZO2Error

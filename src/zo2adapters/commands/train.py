@@ -18,12 +18,11 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
-from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import Change, changed, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.recipe import read_recipe
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, branched_run
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
     directory_to_resume,
@@ -305,7 +304,7 @@ class Train(RunOptions, Command):
 
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
         """The options with a learning rate that short runs have chosen."""
-        from zo2adapters.trainers.automatic_rate import with_chosen_rate
+        from zo2adapters.trainers.tuning import with_chosen_rate
 
         refused = "--from-step" if self.from_step is not None else "torchrun" if workers is not None else None
         if refused is not None:
@@ -391,7 +390,7 @@ class Plan(Train):
     --device-memory plans for a GPU, which need not be in this machine, and --runs 3 for three equal runs.
     """
 
-    needs: ClassVar = ("zo2adapters.trainers.planning",)
+    needs: ClassVar = ("zo2adapters.trainers.run_plan",)
     runs_code: ClassVar = False
     first_options: ClassVar = (
         "model",
@@ -415,7 +414,7 @@ class Plan(Train):
 
     def run(self) -> None:
         """Print what the run would take, or several equal runs, of a file the first one."""
-        from zo2adapters.trainers.planning import method_words, plan_of_options
+        from zo2adapters.trainers.run_plan import method_words, plan_of_options
 
         command, count = self, None
         if self.runs is not None and str(self.runs).isdecimal():

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from zo2adapters.commands.options import Command
-from zo2adapters.trainers.adapter_options import AdapterOptions
-from zo2adapters.trainers.first_order import require_method
-from zo2adapters.trainers.model_options import ModelOptions
-from zo2adapters.trainers.optimization import StepSize
+from zo2adapters.trainers.model_options import AdapterOptions, ModelOptions
+from zo2adapters.trainers.optimization import StepSize, require_method
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, counted, require_whole
@@ -46,8 +44,7 @@ class Verify(Command):
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.first_order_verification import verify_first_order
-        from zo2adapters.trainers.verification import RandomBatches, verify
+        from zo2adapters.trainers.verification import RandomBatches, verify, verify_first_order
         from zo2core import MeZOSGD
 
         require_whole("steps", self.steps, 1)

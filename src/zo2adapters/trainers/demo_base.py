@@ -18,9 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from zo2adapters.tasks.demo_task import LABELS, pretraining_texts, question_rows, source_texts, write_rows
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
+from zo2adapters.trainers.options import Batching
 
 if TYPE_CHECKING:
     import torch

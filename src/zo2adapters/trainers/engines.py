@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.tasks.generation import plan_generation
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, TrainedState, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.run_inputs import BatchShape
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
     AtSnapshot,
@@ -23,6 +28,7 @@ from zo2core import (
     Journal,
     LossScaling,
     MemoryPolicy,
+    SegmentKind,
     SequentialNoise,
     SharedBase,
     Workers,
@@ -32,14 +38,86 @@ from zo2core import (
 from zo2core.build import RunOptions as EngineOptions
 from zo2core.build import request_of
 from zo2core.checkpoint import Snapshots
+from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.methods.first_order import TRAINED_COPIES
+from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.methods.states import kept_blocks
 from zo2core.optimizer_states import state_bytes
 from zo2core.optimizers import OPTIMIZERS
+from zo2core.planning.memory import free_memory
 from zo2core.planning.run_spec import RunRequest
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.types import trained
+from zo2core.sweep.gradient_visitor import gradient_bytes
+from zo2core.types import divide_tied, packed_bytes, trained
+
+# Share of the free memory that generation may take if it needs more; the other rows then wait.
+_GENERATION_SHARE = 0.5
+
+
+class StepMemory(NamedTuple):
+    """Memory for the activations and logits of a step."""
+
+    nbytes: int  # bytes to reserve
+    least: int  # least bytes that a device needs
+
+
+def step_memory(
+    model: HFBlockModel,
+    longest: BatchShape,
+    optimization: Optimization,
+    micro_rows: int | None,
+    *,
+    new_tokens: int | None = None,
+) -> StepMemory:
+    """Expected memory of a zeroth-order step."""
+    rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
+    streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+    loss_rows = optimization.loss_rows(rows)
+    adapter = 0
+    if isinstance(model, PeftBlockModel):
+        adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+    nbytes = adapter + activation_bytes(
+        model.config,
+        rows,
+        tokens,
+        streams=streams,
+        micro_rows=micro_rows,
+        loss_chunk=model.loss_chunk,
+        stacked=stacked,
+        loss_rows=loss_rows if optimization.per_row else None,
+    )
+    least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+    if new_tokens is not None:
+        shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}
+        needed, fewest = (plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0))
+        nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
+        least = max(least, nbytes)  # keys and values stay on a device
+    if optimization.rank is None:
+        return StepMemory(nbytes, least)
+    columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
+        sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+        for layout in model.layouts
+    )
+    return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
+
+
+def reserved_bytes(
+    model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None, update: BlockUpdate | None = None
+) -> StepMemory:
+    """Memory of a first-order step: the inputs of blocks, one segment's graph, and what adapter or tied weights take."""
+    micro_rows = rows if micro_rows is None else min(rows, micro_rows)
+    blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
+    if isinstance(model, PeftBlockModel):
+        beside = model.adapter_bytes(micro_rows, 1)
+    else:  # gradients of tied weights, one for each micro-batch, wait for the last segment that uses the weights
+        tied, _ = divide_tied(model.layouts)
+        beside = -(-rows // micro_rows) * packed_bytes(tied)
+        if update is not None and update.turn is not None:  # in the turn of another segment they have no gradient
+            most, first = (sum(trained_bytes(update, part)) for part in (model.layouts, model.layouts[:1]))
+            beside = max(beside + first - most, 0)
+    held = expected_held_bytes(model.config, rows, tokens)
+    running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
+    return StepMemory(gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,3 +284,46 @@ def stored_layouts(options: TrainOptions, model: HFBlockModel) -> Sequence[Block
     """The segments of a run over blocks that change on disk, with the states that are stored with them."""
     asked = EngineOptions(run=options.output, commit_every=options.commit_every)
     return request_of(model, method_of_run(options, model), asked).on_disk
+
+
+def can_share(options: TrainOptions) -> bool:
+    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any method."""
+    reads = options.optimization.rank is not None or options.model_options.trains_adapter
+    return reads and not options.takes_labels
+
+
+def require_shareable(options: TrainOptions) -> None:
+    """Refuse a run that changes its base, or that has a new head."""
+    if not can_share(options):
+        found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
+        raise OptionError(
+            "runs",
+            found=found,
+            expected="runs of a causal language model that only read its weights",
+            remedy="pass --rank 8 or --lora-rank 8, or train it alone",
+        )
+
+
+def shared_base_model(options: TrainOptions) -> HFBlockModel:
+    """Open the model of a base, without an adapter."""
+    base = replace(
+        options.model_options,
+        precision=options.precision_asked(),
+        adapter=None,
+        adapter_frozen=(),
+        lora_rank=None,
+        lora_targets=(),
+        lora_alpha=None,
+    )
+    return base.opened(resolve_directory(options.model), seed=options.seed)
+
+
+def open_shared_base(options: TrainOptions) -> SharedBase:
+    """Open the base of runs with these options. See ``shared_base_model``."""
+    require_shareable(options)
+    storage = options.storage
+    return SharedBase(
+        shared_base_model(options),
+        device=storage.device,
+        memory=MemoryPolicy(host=storage.memory, device=storage.device_memory),
+    )

@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.allocator import peak_memory
-from zo2adapters.trainers.evaluations import criterion, row_of_evaluation
 from zo2core.errors import OutputError, reason
 
 if TYPE_CHECKING:
+    from zo2adapters.trainers.options import TrackerName, TrainOptions
     from zo2core import Batch, Journal, StepResult, Update
     from zo2core.types import Commit
 
@@ -149,3 +151,97 @@ def write_row(file: IO[bytes], record: Row) -> None:
             expected="a file that can be written",
             remedy="free space and resume the run; the journal is whole, so no step is lost",
         ) from error
+
+
+Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
+
+PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
+_SHARES = ("accuracy", "f1", "exact_match")  # results that are shares of the rows
+_SECONDS = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation took
+
+
+def is_due(options: TrainOptions, step: int) -> bool:
+    """Whether the run is evaluated after this number of steps."""
+    every = options.evaluate_every
+    return options.evaluates and (step in (0, options.steps) or (every is not None and step % every == 0))
+
+
+def best_step(losses: Mapping[int, float]) -> int | None:
+    """Step with the smallest loss, the earliest of equal ones; None if no loss is a number."""
+    comparable = {step: loss for step, loss in losses.items() if not math.isnan(loss)}
+    return min(comparable, key=lambda step: (comparable[step], step), default=None)
+
+
+def criterion(results: Results) -> float:
+    """The result of an evaluation by which steps are compared; smaller is better, and NaN is none.
+
+    It is ``loss`` where evaluations measure what steps minimise, otherwise ``choice_loss``, the loss over the candidates of
+    a row, or 1 - ``f1`` of generated answers. Earlier versions wrote the last two as ``loss``.
+    """
+    for name in ("loss", "choice_loss"):
+        if name in results:
+            return results[name]
+    return 1 - results.get("f1", math.nan)
+
+
+def criteria_of(evaluations: Mapping[int, Results]) -> dict[int, float]:
+    """The criterion of each evaluation, by step."""
+    return {step: criterion(results) for step, results in evaluations.items()}
+
+
+def results_of_row(row: Mapping[str, Any]) -> Results:
+    """The results in a row of metrics, without the prefix of their names; none in the row of a step."""
+    if "loss" in row:
+        return {}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in row.items()
+        if name.startswith(PREFIX) and name != _SECONDS and type(value) is float
+    }
+
+
+def row_of_evaluation(step: int, results: Results) -> dict[str, Any]:
+    """The row of metrics of an evaluation, without its duration."""
+    return {"step": step, **{f"{PREFIX}{name}": value for name, value in results.items()}}
+
+
+def shown_results(results: Results) -> str:
+    """Results as text, shares of rows in percent."""
+    texts = {name: f"{value:.1%}" if name in _SHARES else f"{value:.4f}" for name, value in results.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
+
+
+class LiveMetrics:
+    """Reports the rows of ``metrics.jsonl`` to a tracker as they are written."""
+
+    def __init__(self, tracker: TrackerName, directory: Path, options: Mapping[str, Any]) -> None:
+        self._writer: Any = None
+        self._run: Any = None
+        if tracker == "tensorboard":
+            module = optional_package("torch.utils.tensorboard", install="tensorboard")
+            self._writer = module.SummaryWriter(log_dir=str(directory / "tensorboard"))
+        elif tracker == "wandb":
+            self._run = optional_package("wandb", install="wandb").init(
+                project="zo2", name=directory.name, dir=str(directory), config=dict(options)
+            )
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Report the row of a step or of an evaluation."""
+        numbers = {key: value for key, value in row.items() if key != "step" and _is_number(value)}
+        if self._writer is not None:
+            for key, value in numbers.items():
+                self._writer.add_scalar(key, value, row["step"])
+        if self._run is not None:
+            self._run.log({"step": row["step"], **numbers})
+
+    def close(self) -> None:
+        """Close the tracker. May be called twice."""
+        writer, run, self._writer, self._run = self._writer, self._run, None, None
+        if writer is not None:
+            writer.close()
+        if run is not None:
+            run.finish()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

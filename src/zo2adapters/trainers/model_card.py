@@ -19,9 +19,8 @@ from huggingface_hub import ModelCardData
 from zo2adapters.models.model_directory import PROMPT
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_reader import with_labels
-from zo2adapters.trainers.evaluations import best_step, criteria_of
-from zo2adapters.trainers.lr_schedules import with_peak_rate
-from zo2adapters.trainers.metrics import row_of
+from zo2adapters.trainers.metrics import best_step, criteria_of, row_of
+from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal

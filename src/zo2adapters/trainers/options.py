@@ -4,28 +4,69 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from zo2adapters.tasks.registry import AUTO, REWARD, function_file
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import FirstOrder
-from zo2adapters.trainers.json_fields import from_json
-from zo2adapters.trainers.live_metrics import TrackerName
-from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
-from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
 from zo2adapters.trainers.option_table import require_valid
 from zo2core.errors import OptionError
+from zo2core.ranges import LARGEST
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
     from zo2core import BlockUpdate, ZOEstimator
+
+
+DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How rows become batches."""
+
+    batch_size: int = 16
+    """Rows per batch."""
+    micro_batch_size: int | None = None
+    """Rows that run at a time, if a whole batch does not fit in memory. Each block is still read once for all rows."""
+    loss_chunk: int | None = None
+    """Labelled tokens whose logits are in memory at a time. By default all tokens of a batch in exact precision, and as many
+    as fit in the CPU's cache in mixed precision. It changes only the order in which the loss is summed."""
+    pack: bool = False
+    """Concatenate the rows of a batch instead of padding them. Needs rows of text, the model's own loss, and attention that
+    keeps packed rows apart. It changes only the order in which the loss is summed."""
+    sequence_length: int | None = None
+    """Longest row in tokens; longer rows are cut at the end. By default 1024, or the model's limit if that is lower."""
+
+    def shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Rows and tokens per row of a batch."""
+        return (1, rows * tokens) if self.pack else (rows, tokens)
+
+    def length_for(self, model: HFBlockModel) -> int:
+        """Longest row in tokens for a model."""
+        longest = model.longest_row
+        if self.sequence_length is None:
+            return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+        if longest is not None and self.sequence_length > longest:
+            raise OptionError(
+                "sequence_length",
+                found=repr(self.sequence_length),
+                expected=f"at most {longest}, the longest sequence the model takes",
+                remedy=f"pass a value of at most {longest}",
+            )
+        return self.sequence_length
+
+
+TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
@@ -322,3 +363,42 @@ class TrainOptions(RunOptions):
         options = from_json(cls, {**others, "model_options": of_model, "output": str(output)})
         options.require_valid()
         return options
+
+
+OptionsT = TypeVar("OptionsT")
+
+
+def from_json(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
+    """A dataclass from the value of each field, also of nested ones."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{type(values).__name__} in place of options")
+    hints = get_type_hints(kind)
+    given = {option.name: _value(values[option.name], hints[option.name], option.name) for option in fields(kind)}  # type: ignore[arg-type]
+    if unknown := values.keys() - given.keys():
+        raise TypeError(f"the unknown key {min(unknown)[:80]}")
+    return kind(**given)
+
+
+def _value(value: Any, hint: Any, name: str) -> Any:
+    """The value as its field has it."""
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
+        items = get_args(kind)
+        if get_origin(kind) is Literal and type(value) is str and value in items:
+            return value
+        if get_origin(kind) is tuple and isinstance(value, list) and (items[-1] is ... or len(items) == len(value)):
+            return tuple(_value(item, items[0], name) for item in value)
+        if isinstance(kind, type) and issubclass(kind, Enum) and value in [member.value for member in kind]:
+            return kind(value)
+        if kind in (str, Path) and isinstance(value, str) and "\0" not in value:
+            return kind(value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind in (int, float) and type(value) is int and abs(value) <= LARGEST:
+            return value
+        if kind is float and type(value) is float and math.isfinite(value):
+            return value
+        if kind is NoneType and value is None:
+            return value
+    raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} as {name}")

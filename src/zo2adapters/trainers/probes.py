@@ -17,7 +17,7 @@ from torch import nn
 
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.routed_experts import routed_stacks
-from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.kernels.encoding import decode
 from zo2core.optimizer_states import StateMemory

@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +32,12 @@ from filelock import FileLock, Timeout
 from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows, trial_rows
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.provenance import rescheduled
 from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
+from zo2core.ranges import shown
 
 if TYPE_CHECKING:
     from zo2core import BlockModel, Journal
@@ -425,3 +428,60 @@ def holds_model(directory: Path) -> bool:
         expected="an exported model, an empty directory, or no such path",
         remedy="move it away and give the command again, which then writes the model",
     )
+
+
+@contextmanager
+def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
+    """Create a run with the first steps of another one. It is then resumed like an interrupted run.
+
+    Only journal and options are copied: blocks that the parent has written back are replayed. The new run is removed if the
+    body of the context raises.
+    """
+    created = missing_directories(options.output)
+    _branch(parent, step, options)
+    try:
+        yield
+    except BaseException:
+        remove_files(options.output, created)
+        raise
+
+
+def _branch(parent: Path, step: int, options: TrainOptions) -> None:
+    from zo2core import Journal, branch_journal
+    from zo2core.checkpoint.writer import new_directory
+
+    options.require_valid()
+    estimator = options.estimator()
+    require_new(options.output)
+    journal = Journal(parent / JOURNAL)
+    try:
+        taken = len(journal.updates)
+        if not 0 <= step <= taken:
+            raise OptionError(
+                "from_step",
+                found=shown(step),
+                expected=f"0 to {taken}, the steps of the run",
+                remedy="pass a step in this range",
+            )
+        if options.steps < step:
+            raise OptionError(
+                "steps",
+                found=str(options.steps),
+                expected=f"at least {step}, the step to branch from",
+                remedy=f"pass a value of at least {step}",
+            )
+        provenance = None if journal.header is None else journal.header.get("provenance")
+        with new_directory(options.output) as partial:
+            branch_journal(
+                journal,
+                partial / JOURNAL,
+                step,
+                estimator=estimator.options,
+                provenance=None if provenance is None else rescheduled(provenance, options),
+            )
+            record = json.loads(read_regular(parent / OPTIONS))
+            record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
+            record["branch"] = {"resume": str(parent.resolve()), "from_step": step}  # for the run's recipe
+            replace_file(partial / OPTIONS, json.dumps(record, indent=2) + "\n")
+    finally:
+        journal.close()

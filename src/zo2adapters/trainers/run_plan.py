@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.engines import memory_policy, request_of_run, snapshot_bytes, written_bytes
-from zo2adapters.trainers.methods.choice import method_of
-from zo2adapters.trainers.methods.snapshot_policy import interval
+from zo2adapters.trainers.engines import (
+    memory_policy,
+    request_of_run,
+    require_shareable,
+    shared_base_model,
+    snapshot_bytes,
+    written_bytes,
+)
+from zo2adapters.trainers.methods import interval, method_of
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainedState, TrainOptions
+from zo2adapters.trainers.options import RunOptions, TrainedState, TrainOptions
 from zo2adapters.trainers.probes import (
     decoding_seconds,
     hashing_speed,
@@ -24,13 +31,15 @@ from zo2adapters.trainers.probes import (
     measured_forward_seconds,
     measured_graph_bytes,
     measured_update_seconds,
+    release_probe,
 )
-from zo2adapters.trainers.shared_runs import require_shareable, shared_base_model
-from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator
+from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
+from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.factors import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.methods.states import read_bytes
+from zo2core.optimizers import OPTIMIZERS
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.memory import Machine, MemoryPart
 from zo2core.planning.run_spec import MOST_RUNS, RunRequest, RunSpec, plan, shared_request
@@ -495,3 +504,49 @@ def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimiz
     streams = -(-optimization.evaluations // stacked) * -(-rows // running)
     forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
     return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=IN_TRANSIT * held))
+
+
+def plan_of(inputs: RunInputs) -> RunPlan:
+    """The plan of a run from its rows. See ``plan_run``."""
+    return plan_run(inputs.options, inputs.model, inputs.shapes())
+
+
+def plan_of_options(options: TrainOptions, *, has_rows: bool, runs: int | None = None) -> RunPlan:
+    """The plan of a run that is not to begin."""
+    options.require_valid()
+    method_of(options)  # checks the options that depend on neither model nor data
+    if has_rows:
+        inputs = RunInputs.read(options)
+        options, model, shapes = inputs.options, inputs.model, inputs.shapes()
+    else:
+        model, batching = options.opened(resolve_directory(options.model)), options.batching
+        shapes = RowShapes.of_length(batching, batching.length_for(model))._replace(new_tokens=options.rewards.new_tokens)
+    with closing(model.weights):
+        return plan_run(options, model, shapes, runs=runs)
+
+
+def planned(inputs: RunInputs) -> RunPlan | None:
+    """The plan of a run, whose model must not have an open engine."""
+    if inputs.options.storage.device != "cpu":
+        return None
+    try:
+        return plan_of(inputs)
+    except ZO2Error:
+        return None
+    finally:
+        release_probe(inputs.model)
+
+
+def first_line(options: RunOptions, plan: RunPlan) -> str:
+    """Method, steps and time of a run."""
+    evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""
+    return f"{method_words(options)}{evaluations}, about {duration(plan.run_seconds)}."
+
+
+def method_words(options: RunOptions) -> str:
+    """The method, what it trains, and its steps."""
+    model, method = options.model_options, options.first_order.method
+    adapter = model.adapter_name
+    trained = "all parameters" if adapter is None else f"the adapter {adapter}" if model.adapter else adapter
+    steps = f"Zeroth-order steps train {trained}" if method is None else f"{OPTIMIZERS[method].title} trains {trained}"
+    return f"{steps}: {counted(options.steps, 'step')} of {counted(options.batching.batch_size, 'row')}"

@@ -21,22 +21,23 @@ from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.engines import Opening, replayer
-from zo2adapters.trainers.evaluations import (
+from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.metrics import (
+    LiveMetrics,
     Results,
     best_step,
     criteria_of,
     criterion,
     is_due,
+    progress,
     row_of_evaluation,
     shown_results,
+    step_record,
+    write_row,
 )
-from zo2adapters.trainers.live_metrics import LiveMetrics
-from zo2adapters.trainers.methods.choice import method_of
-from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
-from zo2adapters.trainers.planning import first_line, planned
-from zo2adapters.trainers.progress_bar import export_bar, sweep_bars
+from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -51,8 +52,8 @@ from zo2adapters.trainers.run_directory import (
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import notices
+from zo2adapters.trainers.run_plan import first_line, planned
 from zo2adapters.trainers.samples import Samples
-from zo2adapters.trainers.step_bar import StepBar
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import (

@@ -1,1 +1,0 @@
-"""The methods of a run: zeroth-order and first-order steps, behind one interface."""
