@@ -15,7 +15,7 @@ from command_lines import Ended, done, make_place, refusal, run_here
 from profiles import short_first
 
 from zo2adapters.commands.report import page, read_run
-from zo2adapters.trainers import automatic_rate, run_directory
+from zo2adapters.trainers import run_directory, tuning
 from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
@@ -191,7 +191,7 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
 
 def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        for module in (automatic_rate, run_directory):
+        for module in (tuning, run_directory):
             patch.setattr(module, "remove_trials", lambda run: None)
         done(*train("run", "--evaluation", 0.3))
     [left] = Path("run").glob("tune-*")
