@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 990,
     "zo2adapters/models": 4937,
     "zo2adapters/tasks": 2933,
-    "zo2adapters/trainers": 5207,
+    "zo2adapters/trainers": 5045,
     "zo2core": 4465,
     "zo2core/checkpoint": 818,
     "zo2core/io": 419,
