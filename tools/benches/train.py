@@ -31,8 +31,6 @@ from transformers import AutoConfig
 
 MORE = 10_000  # steps of a run, which is stopped before
 
-LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path)
