@@ -1,5 +1,7 @@
 """Typed errors: each says where, what was found, what was expected and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 
 
@@ -102,3 +104,12 @@ class ZO2Warning(UserWarning):
 def reason(error: Exception) -> str:
     """Return the system's reason of an error, without the number and path that ``str`` adds."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@contextmanager
+def system_errors_as(kind: type[ZO2Error], where: object, *, expected: str, remedy: str) -> Iterator[None]:
+    """A context in which errors of the system, such as a disk without space, become a typed error."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise kind(where, found=reason(error), expected=expected, remedy=remedy) from error

@@ -6,7 +6,6 @@ stay in device memory. Replaying an update draws and adds m * rank numbers, inst
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -181,16 +180,9 @@ class FactorFile:
         assert chain is not None, "the updates of an ended period are in the journal"
         assert self._data is not None
         self._data.sync()
-        checksums, end = self._ended[period], self._manifest.end
+        checksums = self._ended[period]
         record = {"version": version, "chain": chain, "xxh3": [checksums[name] for name in self._elements]}
-        try:
-            self._manifest.append(record)
-            self._records.append(record)
-        except BaseException:  # also an interrupt: manifest and memory agree on the periods
-            if self.periods == period:
-                with contextlib.suppress(OSError):
-                    self._manifest.retract(end)
-            raise
+        self._manifest.append(record, lambda: self._records.append(record), lambda: self.periods > period)
         del self._ended[period]
 
     def _replace_manifest(self) -> None:

@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 
 from zo2core.checkpoint.reader import TensorEntry, malformed, require_own_file
 from zo2core.encodings import GGUF_BLOCKS
-from zo2core.errors import CheckpointError, UnsupportedModelError, reason
+from zo2core.errors import CheckpointError, UnsupportedModelError, system_errors_as
 from zo2core.io.durable import open_regular
 
 SUFFIX = ".gguf"
@@ -183,13 +183,10 @@ class _Cursor:
 @contextlib.contextmanager
 def _opened(path: Path, start: int = 0) -> Iterator[_Cursor]:
     """A context with a cursor on a file. Errors of the system become ``CheckpointError``."""
-    try:
-        with open_regular(path) as file:
-            file.seek(start)
-            yield _Cursor(path, file)
-    except OSError as error:
-        expected = "a readable GGUF file"
-        raise CheckpointError(path, found=reason(error), expected=expected, remedy="check the path") from error
+    typed = system_errors_as(CheckpointError, path, expected="a readable GGUF file", remedy="check the path")
+    with typed, open_regular(path) as file:
+        file.seek(start)
+        yield _Cursor(path, file)
 
 
 def _read_file(path: Path) -> GGUFFile:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core.errors import CheckpointError, reason
+from zo2core.errors import CheckpointError, reason, system_errors_as
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.io.durable import open_regular
 from zo2core.types import ParameterSpec, SavedPart
@@ -104,12 +104,10 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
     """Read and check one shard's header; its data is not read."""
     try:
         # Mapped without the permission to write, which needs no memory. A FIFO would be waited for: it is refused first.
-        with open_regular(path) as file, safe_open(path, "np") as shard:
+        typed = system_errors_as(CheckpointError, path, expected="a readable safetensors file", remedy="check the path")
+        with typed, open_regular(path) as file, safe_open(path, "np") as shard:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
-    except OSError as error:
-        expected = "a readable safetensors file"
-        raise CheckpointError(path, found=reason(error), expected=expected, remedy="check the path") from error
     except SafetensorError as error:
         raise malformed(path, str(error), "a safetensors file") from error
     entries: dict[str, TensorEntry] = {}
@@ -324,15 +322,10 @@ class SafetensorsReader:
 
     def read_bytes(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
         """Fill memory from a byte of a tensor on. See ``read_into``."""
-        try:
+        where, expected = f"{entry.path}: {entry.name}", f"{entry.nbytes} bytes at {entry.start}"
+        remedy = "check the disk, and download the shard again"
+        with system_errors_as(CheckpointError, where, expected=expected, remedy=remedy):
             self._file(entry.path).read_into(entry.start + offset, out)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"{entry.path}: {entry.name}",
-                found=reason(error),
-                expected=f"{entry.nbytes} bytes at {entry.start}",
-                remedy="check the disk, and download the shard again",
-            ) from error
 
 
 def same_samples(first: TensorEntry, second: TensorEntry) -> bool:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from zo2core.checkpoint.reader import DTYPE_NAMES, malformed
 from zo2core.checkpoint.writer import header_bytes
-from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason
+from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason, system_errors_as
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import make_directory, open_regular, read_regular, replace_file
 
@@ -97,15 +97,11 @@ class Snapshots:
         return snapshot
 
     def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
-        try:
+        remedy = "free space or repair the disk; the run resumes from the snapshot before"
+        with system_errors_as(OutputError, self.path(step), expected="a file that can be written and synced", remedy=remedy):
             make_directory(self._directory)
             replace_file(self.path(step), content)
             self.written += self.path(step).stat().st_size
-        except OSError as error:
-            expected, remedy = "a file that can be written and synced", "free space or repair the disk; the run resumes from"
-            raise OutputError(
-                self.path(step), found=reason(error), expected=expected, remedy=f"{remedy} the snapshot before"
-            ) from error
 
     def read(self, step: int) -> Snapshot:
         """Read and check the snapshot of a step. Its tensors are views of the mapped file."""

@@ -20,7 +20,7 @@ from typing import IO, Protocol, runtime_checkable
 import torch
 
 from zo2core.checkpoint.reader import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
-from zo2core.errors import CheckpointError, OutputError, reason
+from zo2core.errors import CheckpointError, OutputError, system_errors_as
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import create_file, open_regular, sync_path
 from zo2core.types import ParameterSpec, SavedForm
@@ -117,7 +117,8 @@ def new_checkpoint(
 def new_directory(directory: Path) -> Iterator[Path]:
     """Make a directory that appears whole and durable, or not at all."""
     require_unused(directory)
-    try:
+    remedy = "free space or choose another directory"
+    with system_errors_as(OutputError, directory, expected="a directory that can be written", remedy=remedy):
         directory.parent.mkdir(parents=True, exist_ok=True)
         # Private and with a random name, so that other users can plant nothing in it. The directory inside it gets the
         # permissions of any new one.
@@ -142,9 +143,6 @@ def new_directory(directory: Path) -> Iterator[Path]:
             sync_path(directory.parent)
         finally:
             shutil.rmtree(enclosure, ignore_errors=True)
-    except OSError as error:
-        expected, remedy = "a directory that can be written", "free space or choose another directory"
-        raise OutputError(directory, found=reason(error), expected=expected, remedy=remedy) from error
 
 
 def shard_names(count: int) -> list[str]:
@@ -166,11 +164,9 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
             if isinstance(content, bytes):
                 file.write(content)
                 continue
-            try:
+            remedy = "restore the base model's files"
+            with system_errors_as(CheckpointError, content, expected="a readable file", remedy=remedy):
                 source = open_regular(content)
-            except OSError as error:
-                expected, remedy = "a readable file", "restore the base model's files"
-                raise CheckpointError(content, found=reason(error), expected=expected, remedy=remedy) from error
             with source:
                 shutil.copyfileobj(source, file, _COPIED)
 

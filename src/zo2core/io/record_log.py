@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,33 @@ class RecordFile:
         if raw is not None:
             self._load(raw)
 
-    @property
-    def end(self) -> int:
-        """Bytes of the records that count."""
-        return self._end
-
     def lock(self) -> None:
         """Open the file for writing, if it exists; no other process can until ``close``."""
         if self._identity is not None:
             self._require_undisturbed(self._open_for_writing())
 
-    def append(self, record: Record) -> None:
-        """Write a record; on return it is durable."""
+    def append(
+        self, record: Record, count: Callable[[], object] = lambda: None, is_counted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Write a record, and count it in memory; on return it is durable.
+
+        Args:
+            record: The record.
+            count: Adds the record to what this process has in memory.
+            is_counted: Whether ``count`` has had its effect. After any exception, also an interrupt, the record is removed
+                from the file if it has not: file and memory both have the record, or neither has.
+        """
+        end = self._end
+        try:
+            self._write(record)
+            count()
+        except BaseException:
+            if not is_counted():
+                with contextlib.suppress(OSError):
+                    self.retract(end)
+            raise
+
+    def _write(self, record: Record) -> None:
         line = to_line(record)
         descriptor = self._open_for_writing()
         self._require_undisturbed(descriptor)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from zo2core.errors import JournalError, OutputError, reason
+from zo2core.errors import JournalError, OutputError, system_errors_as
 from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
 from zo2core.journal import records
@@ -318,14 +318,9 @@ class Journal:
             JournalError: if an existing file cannot be synced.
         """
         if self._file is not None:
-            try:
+            expected, remedy = "a file that can be synced", "repair the disk; blocks are written back only after the journal"
+            with system_errors_as(JournalError, self.name, expected=expected, remedy=remedy):
                 self._file.settle()
-            except OSError as error:
-                expected, remedy = (
-                    "a file that can be synced",
-                    "repair the disk; blocks are written back only after the journal",
-                )
-                raise JournalError(self.name, found=reason(error), expected=expected, remedy=remedy) from error
         return self._chain[version] if 0 <= version <= self.version else None
 
     def close(self) -> None:
@@ -338,25 +333,17 @@ class Journal:
         if self._file is None:
             count()
             return
-        end = 0 if self.header is None else self._file.end
         try:
             if self.header is None:
-                self._file.retract(end)  # a withdrawn header that an interrupt left in the file
-            self._file.append(record)
-            count()
-        except BaseException as error:
-            if not is_counted():
-                with contextlib.suppress(OSError):
-                    self._file.retract(end)  # otherwise a resumed run would have a step that this one has not
-            if isinstance(error, OSError):
-                raise records.unwritable(self.name, error) from error
-            raise
+                self._file.retract(0)  # a withdrawn header that an interrupt left in the file
+            self._file.append(record, count, is_counted)
+        except OSError as error:
+            raise records.unwritable(self.name, error) from error
 
     def _open(self, path: Path) -> RecordFile:
         try:
-            file = RecordFile(path)
-        except OSError as error:
-            raise JournalError(path, found=reason(error), expected="a readable journal", remedy="check the path") from error
+            with system_errors_as(JournalError, path, expected="a readable journal", remedy="check the path"):
+                file = RecordFile(path)
         except DamagedRecordError as error:
             raise records.damaged(path, error.line, f"a damaged record ({error})") from error
         for line, record in enumerate(file.loaded, start=1):
@@ -473,10 +460,7 @@ def copy_journal(source: Journal, destination: Path | str) -> None:
     """
     if source.header is None:
         raise JournalError(source.name, found="no run", expected="the journal of a run", remedy="start a run first")
-    path = Path(destination)
-    try:
+    path, remedy = Path(destination), "free space or choose another path"
+    with system_errors_as(OutputError, path, expected="a path that can be written", remedy=remedy):
         make_directory(path.absolute().parent)
         replace_file(path, source.excerpt(0))
-    except OSError as error:
-        expected, remedy = "a path that can be written", "free space or choose another path"
-        raise OutputError(path, found=reason(error), expected=expected, remedy=remedy) from error

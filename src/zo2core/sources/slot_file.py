@@ -29,6 +29,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,16 +264,9 @@ class Scratch(SlotFile):
         slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
         with self._typed_failures():
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
-            end = self._manifest.end
             written = self._put(segment, data, version, slot, chain, sync=True)
-            try:
-                self._manifest.append(written.record(segment))
-                self._written[segment] = written
-            except BaseException:  # also an interrupt: manifest and memory have to agree on the segment's slot
-                if segment not in self._written or self._written[segment].slot != slot:
-                    with contextlib.suppress(OSError):
-                        self._manifest.retract(end)
-                raise
+            count = partial(self._written.update, {segment: written})
+            self._manifest.append(written.record(segment), count, lambda: self._written.get(segment) is written)
 
     def _mismatched(self, segment: int) -> bool:
         """Drop the bytes: replaying from the base gives them again."""
