@@ -26,13 +26,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zo2core.types import Descend, Perturb, Program, Table, aligned
 
 _PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)  # kinds of instructions
 
 
-def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, by: Perturb, *, scratch: torch.Tensor) -> None:
+def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor) -> None:
     """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
 
     Args:
@@ -62,9 +63,7 @@ def folds(shift: float) -> bool:
     return abs(shift) >= 1 and math.frexp(shift)[0] in (0.5, -0.5)
 
 
-def descend(
-    theta: torch.Tensor, z: torch.Tensor, by: Descend, *, scratch: torch.Tensor, decay_scratch: torch.Tensor
-) -> None:
+def descend(theta: Tensor, z: Tensor, by: Descend, *, scratch: Tensor, decay_scratch: Tensor) -> None:
     """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
 
     MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0. Leaving it out gives the same
@@ -86,14 +85,7 @@ def descend(
     theta.sub_(scratch)
 
 
-def apply(
-    theta: torch.Tensor,
-    program: Program,
-    zs: Sequence[torch.Tensor],
-    *,
-    scratch: torch.Tensor,
-    decay_scratch: torch.Tensor,
-) -> None:
+def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
     """Run a program's instructions on weights. Its ``then``, the perturbed copy, is not made.
 
     Args:
@@ -135,17 +127,18 @@ def row(instruction: Perturb | Descend) -> Row:
 
 def table(program: Program, device: torch.device) -> Table:
     """The program in a device's memory, with ``then`` as its last instruction. Made at the first call."""
-    cached = program.tables.get(device)
-    return program.tables.setdefault(device, _coded(program, device)) if cached is None else cached
+    if device not in program.tables:
+        program.tables.setdefault(device, _coded(program, device))
+    return program.tables[device]
 
 
 def _coded(program: Program, device: torch.device) -> Table:
     """Code a program and copy it to the device. The host does not wait for the copy."""
-    program_instructions = program.instructions if program.then is None else (*program.instructions, program.then)
-    rows = [row(instruction) for instruction in program_instructions]
+    run = program.instructions if program.then is None else (*program.instructions, program.then)
+    rows = [row(instruction) for instruction in run]
     instructions = torch.empty((len(rows), 5), dtype=torch.int32)
     instructions[:, 0] = torch.tensor([coded.kind for coded in rows], dtype=torch.int32)
-    instructions[:, 1] = torch.tensor([instruction.direction for instruction in program_instructions], dtype=torch.int32)
+    instructions[:, 1] = torch.tensor([instruction.direction for instruction in run], dtype=torch.int32)
     scalars = torch.tensor([coded[1:] for coded in rows], dtype=torch.float64).view(len(rows), 3)
     instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)  # rounded as C rounds a double
     directions = torch.tensor([(seed, 0) for seed in program.seeds], dtype=torch.int64)
@@ -155,9 +148,5 @@ def _coded(program: Program, device: torch.device) -> Table:
     packed[: instructions.nbytes] = instructions.view(-1).view(torch.uint8)
     packed[begin:] = directions.view(-1).view(torch.uint8)
     on_device = packed.to(device, non_blocking=True)
-    words = on_device[: instructions.nbytes]
-    return Table(
-        words.view(torch.int32).view(-1, 5),
-        words.view(torch.float32).view(-1, 5),
-        on_device[begin:].view(torch.int64).view(-1, 2),
-    )
+    words, seeds = on_device[: instructions.nbytes], on_device[begin:].view(torch.int64)
+    return Table(words.view(torch.int32).view(-1, 5), words.view(torch.float32).view(-1, 5), seeds.view(-1, 2))

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from zo2core.kernels import arithmetic, native, philox
 from zo2core.kernels.native import DTYPES
@@ -33,15 +34,7 @@ class _Direction(ctypes.Structure):
     _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
-def perturb(
-    out: torch.Tensor,
-    theta: torch.Tensor,
-    z: torch.Tensor,
-    by: Perturb,
-    *,
-    scratch: torch.Tensor,
-    rounded: torch.Tensor | None = None,
-) -> None:
+def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor, rounded: Tensor | None = None) -> None:
     """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
         # Without a program: coding one takes as long as the pass over a small chunk.
@@ -56,14 +49,7 @@ def perturb(
         rounded.copy_(out)
 
 
-def apply(
-    theta: torch.Tensor,
-    program: Program,
-    zs: Sequence[torch.Tensor],
-    *,
-    scratch: torch.Tensor,
-    decay_scratch: torch.Tensor,
-) -> None:
+def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
     """Do what ``arithmetic.apply`` does."""
     if native.takes(theta, *zs):
         directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
@@ -74,7 +60,7 @@ def apply(
         arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
 
-def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
     """Do what ``philox.fill`` does."""
     if native.takes(out):
         drawn = out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
@@ -89,14 +75,14 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
 
 
 def apply_drawing(
-    theta: torch.Tensor,
+    theta: Tensor,
     program: Program,
     distribution: Distribution,
     parameter: int,
     start: int = 0,
     *,
-    out: torch.Tensor | None = None,
-    rounded: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> None:
     """Draw a program's directions and run it on a range of a parameter, in one pass over memory. Thread-safe.
 
@@ -119,15 +105,23 @@ def apply_drawing(
     if (kernels := triton_kernels(theta)) is not None:
         outs = None if out is None else [out]
         kernels.apply_drawing([theta], program, distribution, [parameter], start, outs=outs)
-    else:
-        _apply_drawing(theta, program, distribution, parameter, start, out=out)
+    else:  # the reference draws all directions of a chunk, then runs the program on it
+        length = min(_chunk(theta), theta.numel())
+        memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
+        for first in range(0, theta.numel(), max(length, 1)):
+            chunk = theta[first : first + length]
+            scratch, decay_scratch, *zs = (buffer[: chunk.numel()] for buffer in memory)
+            for z, seed in zip(zs, program.seeds, strict=True):
+                philox.fill(z, distribution, seed, parameter, start + first)
+            arithmetic.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+            if program.then is not None and out is not None:
+                copy, z = out[first : first + length], zs[program.then.direction]
+                arithmetic.perturb(copy, chunk, z, program.then, scratch=scratch)
     if rounded is not None:
         rounded.copy_(theta if out is None else out)
 
 
-def perturb_each(
-    theta: torch.Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: torch.Tensor
-) -> None:
+def perturb_each(theta: Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: Tensor) -> None:
     """Write one perturbed copy of the weights for each instruction, drawing its direction.
 
     Args:
@@ -153,27 +147,24 @@ def perturb_each(
 
 
 def _walk(
-    theta: torch.Tensor,
+    theta: Tensor,
     program: Program,
     directions: object,
     distribution: int,
     parameter: int,
     start: int,
     *,
-    out: torch.Tensor | None = None,
-    rounded: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> None:
     """Run a program on host memory with the compiled kernels, with its ``then`` where there is memory for that copy."""
-    instructions, in_place = arithmetic.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
-    program_arguments = theta.numel(), instructions, in_place, in_place + (out is not None), directions
-    results = _results(theta, out, rounded)
-    drawn = distribution, parameter, start
-    native.functions().zo2core_walk(DTYPES[theta.dtype], theta.data_ptr(), *results, *program_arguments, *drawn)
+    coded, in_place = arithmetic.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
+    memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
+    run = coded, in_place, in_place + (out is not None), directions
+    native.functions().zo2core_walk(*memory, *run, distribution, parameter, start)
 
 
-def _results(
-    theta: torch.Tensor, out: torch.Tensor | None, rounded: torch.Tensor | None
-) -> tuple[int | None, int, int | None]:
+def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple[int | None, int, int | None]:
     """A kernel's output arguments: address of an unrounded output, and dtype and address of a rounded one."""
     if out is not None and out.dtype is not theta.dtype:
         assert rounded is None, "one other dtype at a time"
@@ -182,12 +173,12 @@ def _results(
     return (unrounded, 0, None) if rounded is None else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
 
 
-def _chunk(tensor: torch.Tensor) -> int:
+def _chunk(tensor: Tensor) -> int:
     """Elements that the reference draws at a time on a tensor's device."""
     return _CHUNK if tensor.is_cpu else _DEVICE_CHUNK
 
 
-def triton_kernels(tensor: torch.Tensor) -> ModuleType | None:
+def triton_kernels(tensor: Tensor) -> ModuleType | None:
     """The Triton kernels, if they support this tensor."""
     kernels = _triton_kernels() if tensor.is_cuda else None
     return kernels if kernels is not None and kernels.takes(tensor) else None
@@ -199,32 +190,7 @@ def _triton_kernels() -> ModuleType | None:
     return importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
 
 
-def _apply_drawing(
-    theta: torch.Tensor,
-    program: Program,
-    distribution: Distribution,
-    parameter: int,
-    start: int,
-    *,
-    out: torch.Tensor | None,
-) -> None:
-    """Draw all directions of a chunk, then run the program on it. This is the reference."""
-    length = min(_chunk(theta), theta.numel())
-    memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
-    for first in range(0, theta.numel(), max(length, 1)):
-        chunk = theta[first : first + length]
-        scratch, decay_scratch, *zs = (buffer[: chunk.numel()] for buffer in memory)
-        for z, seed in zip(zs, program.seeds, strict=True):
-            philox.fill(z, distribution, seed, parameter, start + first)
-        arithmetic.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
-        if program.then is not None and out is not None:
-            copy, z = out[first : first + length], zs[program.then.direction]
-            arithmetic.perturb(copy, chunk, z, program.then, scratch=scratch)
-
-
-def form(
-    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, helper: Executor | None = None
-) -> None:
+def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executor | None = None) -> None:
     """Write ``base + left right^T``, summed in float32 and rounded once.
 
     Products are added one after the other, so that every machine forms the same weights: a library's matrix product sums in
@@ -254,7 +220,7 @@ def form(
         _form(base, left, right, out)
 
 
-def _form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+def _form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Form a matrix with torch operations: the reference."""
     columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
     for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True):

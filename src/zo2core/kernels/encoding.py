@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zo2core.encodings import (
     GGUF_BLOCKS,
@@ -70,7 +71,7 @@ _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
-def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
+def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, helper: Executor | None = None) -> None:
     """Write a matrix's weights, rounded once.
 
     Args:
@@ -84,7 +85,7 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
 
 
 def _decode_matrix(
-    encoding: Encoding, stored: torch.Tensor, matrix: torch.Tensor, shape: Sequence[int], helper: Executor | None
+    encoding: Encoding, stored: Tensor, matrix: Tensor, shape: Sequence[int], helper: Executor | None
 ) -> None:
     if isinstance(encoding, MatrixStack):
         first, begin = 0, 0
@@ -104,7 +105,7 @@ def _decode_matrix(
 
 
 def _compiled(
-    encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.Tensor, shape: Sequence[int]
+    encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor, shape: Sequence[int]
 ) -> tuple[int, Callable[[int, int], None]]:
     """The compiled kernel: number of units of work, and a function that does those from a first one to a last one."""
     compiled, (rows, columns), stored = native.functions(), matrix.shape, parts.bytes
@@ -154,13 +155,10 @@ def _compiled(
     return rows, run_rows
 
 
-def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.Tensor) -> None:
+def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor) -> None:
     """Decode a matrix with torch operations: the reference."""
     if isinstance(encoding, MXFP4Stack):
         _decode_mxfp4(parts["codes"], parts["scales"], matrix)
-        return
-    if isinstance(encoding, GGUFRows):
-        _decode_gguf(encoding, parts["codes"], matrix)
         return
     if isinstance(encoding, FourBitGroups):
         _decode_four_bits(encoding, parts, matrix)
@@ -168,19 +166,24 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: torch.
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
-    scales = parts["scales"].float()
     codes, (rows, columns) = parts["codes"], matrix.shape
     step = max(1, _DECODED_AT_ONCE // max(columns, 1))
+    if isinstance(encoding, GGUFRows):
+        order = gguf.row_order(encoding, rows, matrix.device)
+        for first in range(0, rows, step):
+            weights = gguf.decode_rows(encoding, codes[first : first + step])
+            matrix[order[first : first + step]] = weights.to(matrix.dtype)
+        return
+    scales = parts["scales"].float()
     for first in range(0, rows, step):
         last = min(first + step, rows)
         if isinstance(encoding, Int8Rows):
-            weights = codes[first:last] * scales[first:last, None] * INT8_UNIT
+            matrix[first:last] = codes[first:last] * scales[first:last, None] * INT8_UNIT
         else:
-            weights = codes[first:last].float() * _scales_of_rows(scales, encoding.block, first, last, columns)
-        matrix[first:last] = weights
+            matrix[first:last] = codes[first:last].float() * _scales_of_rows(scales, encoding.block, first, last, columns)
 
 
-def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, matrix: torch.Tensor) -> None:
+def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
     codes, scales = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
@@ -190,22 +193,14 @@ def _decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor, matrix: torch.Tenso
         of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
 
 
-def _decode_gguf(encoding: GGUFRows, codes: torch.Tensor, matrix: torch.Tensor) -> None:
-    order = gguf.row_order(encoding, len(matrix), matrix.device)
-    step = max(1, _DECODED_AT_ONCE // matrix.shape[1])
-    for first in range(0, len(matrix), step):
-        weights = gguf.decode_rows(encoding, codes[first : first + step])
-        matrix[order[first : first + step]] = weights.to(matrix.dtype)
-
-
-def decoded(spec: ParameterSpec, stored: torch.Tensor) -> torch.Tensor:
+def decoded(spec: ParameterSpec, stored: Tensor) -> Tensor:
     """A matrix's decoded weights in its dtype: 1-D, on the device of ``stored``."""
     out = torch.empty(spec.numel, dtype=spec.dtype, device=stored.device)
     decode(spec, stored, out)
     return out
 
 
-def encode(weights: torch.Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, Mapping[str, torch.Tensor]]:
+def encode(weights: Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, Mapping[str, Tensor]]:
     """Encode a matrix.
 
     Args:
@@ -230,16 +225,16 @@ def encode(weights: torch.Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncod
 class _Parts:
     """Views of the parts of an encoded matrix in its bytes."""
 
-    def __init__(self, parts: Sequence[EncodedPart], stored: torch.Tensor) -> None:
+    def __init__(self, parts: Sequence[EncodedPart], stored: Tensor) -> None:
         self._parts = {part.role: part for part in parts}
         ends = list(accumulate(part.nbytes for part in parts))
         self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
 
-    def get(self, role: str) -> torch.Tensor | None:
+    def get(self, role: str) -> Tensor | None:
         """A part that may be missing."""
         return self[role] if role in self._parts else None
 
-    def __getitem__(self, role: str) -> torch.Tensor:
+    def __getitem__(self, role: str) -> Tensor:
         """A part in its dtype and shape. A part at an address not aligned to its dtype is copied: it is small."""
         part, raw = self._parts[role], self.bytes[role]
         if raw.data_ptr() % part.dtype.itemsize or raw.storage_offset() % part.dtype.itemsize:
@@ -250,9 +245,9 @@ class _Parts:
 class _Groups(NamedTuple):
     """What the codes of a matrix are worth, by groups of a row's weights."""
 
-    scales: torch.Tensor  # float32 (rows, groups)
-    zeros: torch.Tensor | None  # the same; None: zero
-    order: torch.Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
+    scales: Tensor  # float32 (rows, groups)
+    zeros: Tensor | None  # the same; None: zero
+    order: Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
 
 
 def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
@@ -273,7 +268,7 @@ def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
     return _Groups(scales.contiguous(), zeros.contiguous(), order)
 
 
-def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: torch.Tensor) -> None:
+def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
     codes, groups, (rows, columns) = parts["codes"], _groups(encoding, parts), matrix.shape
     if encoding.name == "nvfp4":
         table = torch.tensor(FP4_TABLE, device=matrix.device)
@@ -289,13 +284,13 @@ def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: torch.Tens
     matrix.copy_(weights * groups.scales[:, group])
 
 
-def _unpacked(words: torch.Tensor, name: str) -> torch.Tensor:
+def _unpacked(words: Tensor, name: str) -> Tensor:
     """The codes in words of 32 bits, as int32: 8 times as many columns."""
     places = torch.tensor(_PLACES.get(name, range(8)), dtype=torch.int32, device=words.device)
     return ((words.contiguous()[..., None] >> 4 * places) & 15).view(len(words), -1)
 
 
-def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:
+def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:
     """The scale of each block, float32."""
     scales = parts["scales"]
     if encoding.nested_block is None:
@@ -304,7 +299,7 @@ def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:
     return parts["nested table"][scales.int()] * nested + encoding.offset
 
 
-def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: torch.Tensor) -> None:
+def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: Tensor) -> None:
     table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
     length = _DECODED_AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
@@ -315,13 +310,13 @@ def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: torch.Tensor) -> None:
         memory.copy_(decoded.mul_(block_scales))
 
 
-def _scales_of_rows(scales: torch.Tensor, block: tuple[int, int], first: int, last: int, columns: int) -> torch.Tensor:
+def _scales_of_rows(scales: Tensor, block: tuple[int, int], first: int, last: int, columns: int) -> Tensor:
     """Repeat the scales of blocks for each weight of some rows."""
     rows = torch.arange(first, last, device=scales.device) // block[0]
     return scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
 
 
-def _encode_float8(exact: torch.Tensor, encoding: Float8Blocks) -> Mapping[str, torch.Tensor]:
+def _encode_float8(exact: Tensor, encoding: Float8Blocks) -> Mapping[str, Tensor]:
     """Scale each block so that its largest magnitude becomes the largest number of the dtype."""
     (rows, columns), (high, wide) = exact.shape, encoding.block
     padded = torch.nn.functional.pad(exact, (0, -columns % wide, 0, -rows % high))
@@ -332,7 +327,7 @@ def _encode_float8(exact: torch.Tensor, encoding: Float8Blocks) -> Mapping[str, 
     return {"codes": codes.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), "scales": scales}
 
 
-def _encode_nf4(exact: torch.Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[str, torch.Tensor]]:
+def _encode_nf4(exact: Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[str, Tensor]]:
     """Scale each block so that its largest magnitude is 1, and take the nearest numbers of the table."""
     numel, table = len(exact), torch.tensor(NF4_TABLE)
     blocks = torch.nn.functional.pad(exact, (0, -numel % encoding.block)).view(-1, encoding.block)
@@ -347,7 +342,7 @@ def _encode_nf4(exact: torch.Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Ma
     return replace(encoding, offset=offset), parts
 
 
-def _nearest(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _nearest(numbers: Tensor, table: Tensor) -> Tensor:
     """Index of the nearest entry of an ascending table, uint8; of two equally near ones the lower.
 
     The index is the number of midpoints below: counting them in a cache takes a third of the time of ``torch.bucketize``.
@@ -359,7 +354,7 @@ def _nearest(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return nearest
 
 
-def _encode_scales(around_zero: torch.Tensor, nested_block: int) -> dict[str, torch.Tensor]:
+def _encode_scales(around_zero: Tensor, nested_block: int) -> dict[str, Tensor]:
     """Encode the scales of blocks in 8 bits, evenly spaced between plus and minus a nested block's largest magnitude."""
     padded = torch.nn.functional.pad(around_zero, (0, -len(around_zero) % nested_block)).view(-1, nested_block)
     nested = padded.abs().amax(dim=1)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from zo2core.kernels import native
 
@@ -34,7 +35,7 @@ class TorchGenerator:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def fill(self, out: torch.Tensor) -> None:
+    def fill(self, out: Tensor) -> None:
         """Write the next numbers to a contiguous tensor."""
         out.normal_(generator=self._generator)
 
@@ -63,7 +64,7 @@ class CompiledGenerator:
         self._state = ctypes.create_string_buffer(self._library.zo2core_twister_size())
         self._library.zo2core_twister_seed(self._state, seed)
 
-    def fill(self, out: torch.Tensor) -> None:
+    def fill(self, out: Tensor) -> None:
         """Write the next numbers to a contiguous tensor."""
         self._library.zo2core_twister_fill(self._state, native.DTYPES[out.dtype], out.data_ptr(), out.numel())
 

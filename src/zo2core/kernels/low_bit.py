@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from zo2core.kernels import native
 from zo2core.types import BlockLayout, ParameterSpec, aligned
@@ -39,7 +40,7 @@ def low_bit_bytes(layouts: Sequence[BlockLayout]) -> int:
     return max((_low_bit_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0)
 
 
-def encode(theta: torch.Tensor, encoded: torch.Tensor, scales: torch.Tensor | None) -> None:
+def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
     """Round a parameter to its transfer dtype.
 
     Args:
@@ -65,7 +66,7 @@ def encode(theta: torch.Tensor, encoded: torch.Tensor, scales: torch.Tensor | No
         codes[row : row + step].copy_(rows[row : row + step] / scales[row : row + step, None])
 
 
-def decode(encoded: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> None:
+def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
     """Convert a parameter back to the dtype in which it is stored.
 
     Args:
@@ -90,10 +91,10 @@ class LowBitMemory:
         memory: uint8, ``low_bit_bytes`` long.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
 
-    def round(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor) -> None:
+    def round(self, spec: ParameterSpec, theta: Tensor, out: Tensor) -> None:
         """Write a parameter as it would be after a transfer: encoded and decoded again.
 
         Args:

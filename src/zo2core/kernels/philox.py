@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from zo2core.types import Distribution
 
@@ -36,7 +37,7 @@ _COSINE = (-0.0003188805, 0.015849914, -0.30842426, 1.0)
 _SQRT_HALF = 0x3F3504F3  # bits of sqrt(1/2)
 
 
-def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> Tensor:
     """Philox4x32-10 of ``count`` counters from block ``first`` on: int64 (4, count), each below 2**32."""
     block = torch.arange(first, first + count, device=device)
     c0, c1 = block & _WORD, block >> 32
@@ -50,7 +51,7 @@ def words(seed: int, parameter: int, first: int, count: int, device: torch.devic
     return torch.stack((c0, c1, c2, c3))
 
 
-def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
     """Write the elements from ``start`` on of a parameter's z.
 
     Args:
@@ -74,7 +75,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     out.copy_(z.flatten()[start - first : start - first + out.numel()])
 
 
-def box_muller(radial: torch.Tensor, angular: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def box_muller(radial: Tensor, angular: Tensor) -> tuple[Tensor, Tensor]:
     """Turn each pair of words, int64 below 2**32, into two independent Gaussian numbers, float32."""
     u = (radial >> 1).float() + 0.5
     bits = u.view(torch.int32)
@@ -95,7 +96,7 @@ def box_muller(radial: torch.Tensor, angular: torch.Tensor) -> tuple[torch.Tenso
     return radius * first, radius * second
 
 
-def _horner(coefficients: tuple[float, ...], x: torch.Tensor) -> torch.Tensor:
+def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     result = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         result = result * x + coefficient
