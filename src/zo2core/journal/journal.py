@@ -368,22 +368,16 @@ class Journal:
         elif records.DIGESTS in record:
             self.base_digests |= records.decode_digests(record, self.base_digests)
         elif records.EVALUATION in record:
-            step, values = records.decode_evaluation(record, self.version)
-            self.evaluations[step] = values  # replaces an earlier result
-        else:
-            self._add_step(record, known)
+            evaluated, values = records.decode_evaluation(record, self.version)
+            self.evaluations[evaluated] = values  # replaces an earlier result
+        elif (step := self._decoded(record)).step == self.version:
+            self._count(step, record)
+        elif not 0 <= step.step < known:
+            raise records.ImpossibleRecordError(f"step {records.shown(step.step)}", f"step {self.version}")
 
     def _add_header(self, header: Record) -> None:
         self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != records.DRAWN}))]
         self.header = header
-
-    def _add_step(self, record: Record, known: int) -> None:
-        step = self._decoded(record)
-        if 0 <= step.step < known:
-            return
-        if step.step != self.version:
-            raise records.ImpossibleRecordError(f"step {records.shown(step.step)}", f"step {self.version}")
-        self._count(step, record)
 
     def _decoded(self, record: Record) -> Update | Commit:
         """The step of a record."""

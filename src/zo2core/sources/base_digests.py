@@ -70,7 +70,6 @@ class BaseDigests:
         self._expected = dict(kept)
         self._learns = learns
         self._checked: set[str] = set()
-        self._is_news = False
 
     def wants(self, layout: BlockLayout) -> bool:
         """Whether the next read of a segment needs a digest."""
@@ -82,7 +81,6 @@ class BaseDigests:
         if expected != digest:
             raise _changed(layout, digest, expected, weights)
         self._checked.add(layout.name)
-        self._is_news = True
 
     def known(self, layout: BlockLayout) -> str:
         """The digest of a segment that was read; empty if none was computed."""
@@ -90,13 +88,9 @@ class BaseDigests:
 
     def note(self, journal: Journal) -> None:
         """Write the digests that a journal lacks to it."""
-        if self._is_news:
-            kept = journal.base_digests
-            # Sorted, since workers may read segments in different orders and their journals have to be equal.
-            unknown = {name: digest for name, digest in sorted(self._expected.items()) if name not in kept}
-            if unknown:
-                journal.note_base(unknown)
-            self._is_news = False
+        unknown = self._expected.keys() - journal.base_digests.keys()
+        if unknown:  # sorted, since workers may read segments in different orders and their journals have to be equal
+            journal.note_base({name: self._expected[name] for name in sorted(unknown)})
 
 
 def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
