@@ -71,7 +71,7 @@ class RangedFile:
         done = self._try_direct(lambda descriptor: _read_direct(descriptor, offset, out))
         if done < len(out):
             buffered, offset, out = self._open_buffered(), offset + done, out[done:]
-            done = _read_pages(buffered, offset, out, at_least=len(out))
+            done = _read_up_to(buffered, offset, out, at_least=len(out), unit=1)
             if done < len(out):
                 raise EOFError(f"end of file at byte {offset + done}")
             os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
@@ -164,7 +164,7 @@ def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
         return _read_staged(descriptor, offset, out)
     done = _read_staged(descriptor, offset, out[:head])
     if done == head:
-        done += _read_pages(descriptor, offset + done, out[done : head + body], at_least=body)
+        done += _read_up_to(descriptor, offset + done, out[done : head + body], at_least=body)
     if done == head + body:
         done += _read_staged(descriptor, offset + done, out[done:])
     return done
@@ -178,7 +178,7 @@ def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
         skip = (offset + done) % PAGE
         wanted = min(len(out) - done, STAGING - skip)
         pages = -(-(skip + wanted) // PAGE) * PAGE
-        count = _read_pages(descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted)
+        count = _read_up_to(descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted)
         if count < skip + wanted:
             break
         ctypes.memmove(_address(out[done:]), _address(staging) + skip, wanted)  # releases the GIL
@@ -193,14 +193,14 @@ def _staging() -> memoryview:
     return staging
 
 
-def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int) -> int:
+def _read_up_to(descriptor: int, offset: int, out: memoryview, *, at_least: int, unit: int = PAGE) -> int:
     """Read until ``at_least`` bytes are read or the file ends; return the bytes read.
 
-    After a short read the next one starts at a page again, for direct I/O; the file's last page may be short.
+    After a short read the next one starts at a multiple of ``unit``, which direct I/O needs; the last page may be short.
     """
     done = 0
     while done < at_least:
-        start = done - done % PAGE
+        start = done - done % unit
         reached = start + os.preadv(descriptor, [out[start:]], offset + start)
         if reached <= done:
             break
