@@ -159,13 +159,13 @@ MOST_LINES = {
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5045,
     "zo2core": 4465,
-    "zo2core/checkpoint": 818,
-    "zo2core/io": 419,
-    "zo2core/journal": 512,
-    "zo2core/kernels": 1219,
+    "zo2core/checkpoint": 800,
+    "zo2core/io": 428,
+    "zo2core/journal": 491,
+    "zo2core/kernels": 1178,
     "zo2core/methods": 934,
     "zo2core/planning": 607,
-    "zo2core/sources": 977,
+    "zo2core/sources": 966,
     "zo2core/sweep": 2262,
 }
 
