@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import subprocess
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,14 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
-from zo2adapters.tasks.batches import choice_batch, collate, training_batches
+from zo2adapters.tasks.batches import choice_batch, collate, training_batches, with_completion
 from zo2adapters.tasks.registry import TASKS
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.task import PreferenceTask, Task
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
+COMMON = "--steps 4 --batch-size 4 --lr 2e-2 --zo-eps 5e-2 --estimator mezo:exact --no-guard"
 
 
 @pytest.fixture
@@ -52,21 +50,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(data: str, objective: str, *more: str, output: str = "run") -> list[str]:
-    common = [
-        "--steps",
-        "4",
-        "--batch-size",
-        "4",
-        "--lr",
-        "2e-2",
-        "--zo-eps",
-        "5e-2",
-        "--estimator",
-        "mezo:exact",
-        "--no-guard",
-    ]
     told = ["--model", "model", "--data", f"{data}.jsonl", "--output", output, "--objective", objective]
-    return ["train", *told, *common, *more]
+    return ["train", *told, *COMMON.split(), *more]
 
 
 def train(data: str, objective: str, *more: str, output: str = "run") -> Journal:
@@ -74,10 +59,13 @@ def train(data: str, objective: str, *more: str, output: str = "run") -> Journal
     return Journal(f"{output}/journal.jsonl")
 
 
+Number = Callable[[Any, Any], torch.Tensor]  # of a model and the rows of a step
+
+
 class Literal(MonolithicMeZO):
     """MeZO's loop with a number of its own."""
 
-    def __init__(self, number: Callable[[Any, Any], torch.Tensor]) -> None:
+    def __init__(self, number: Number) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained("model")
         model.config.use_cache = False
         super().__init__(model, lr=2e-2, zo_eps=5e-2)
@@ -93,71 +81,119 @@ def batches_of(data: str) -> Iterator[Any]:
     return training_batches(rows, batch_size=4, seed=0)
 
 
-def answers(batch: Any) -> torch.Tensor:
-    right: torch.Tensor = batch["is_answer"].view(-1, 2).argmax(1)
-    return right
+def paired(rows: Any) -> Any:
+    return choice_batch([row.prompt for row in rows], [row.candidates for row in rows], [row.answer for row in rows])
 
 
-def wrong(model: Any, batch: Any) -> torch.Tensor:
-    return (candidate_scores(model, batch).argmax(1) != answers(batch)).double().mean()
+def scored(model: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return candidate_scores(model, paired(rows)), torch.tensor([row.answer for row in rows])
 
 
-def f1_error(model: Any, batch: Any) -> torch.Tensor:
-    chosen, right = candidate_scores(model, batch).argmax(1) == 1, answers(batch) == 1
-    hits, missed = int((chosen & right).sum()), int((chosen != right).sum())
+def wrong(model: Any, rows: Any) -> torch.Tensor:
+    scores, right = scored(model, rows)
+    return (scores.argmax(1) != right).double().mean()
+
+
+def f1_error(model: Any, rows: Any) -> torch.Tensor:
+    scores, right = scored(model, rows)
+    hits, missed = int(((scores.argmax(1) == 1) & (right == 1)).sum()), int((scores.argmax(1) != right).sum())
     return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
 
 
-def choice_loss(model: Any, batch: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(candidate_scores(model, batch), answers(batch))
+def choice_loss(model: Any, rows: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(*scored(model, rows))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("objective", "number"), [("auto", choice_loss), ("accuracy", wrong), ("f1", f1_error)])
-def test_objectives_of_choices_are_monolithic_mezos(here: Path, objective: str, number: Any) -> None:
-    journal, literal = train("choices", objective), Literal(number)
-    for update, rows in zip(journal.updates, batches_of("choices"), strict=False):
-        given = [row.candidates for row in rows]
-        batch = choice_batch([row.prompt for row in rows], given, [row.answer for row in rows])
-        step = literal.step(batch, *update.seeds)
-        assert update.losses == pytest.approx(step.losses, rel=1e-6)
-        if objective != "auto":
-            assert update.projected_grads == step.projected_grads
-    assert len(journal.updates) == 4
+def own_loss(model: Any, rows: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**collate(rows, pad_token_id=0)).loss
+    return loss
 
 
-def dpo(beta: float) -> Callable[[Any, Any], torch.Tensor]:
+def loss_of_the_right_one(model: Any, rows: Any) -> torch.Tensor:
+    return own_loss(model, [with_completion(row.prompt, row.candidates[row.answer]) for row in rows])
+
+
+def square(model: Any, rows: Any) -> torch.Tensor:
+    value: torch.Tensor = model(**collate(rows, pad_token_id=0)).logits.square().mean()
+    return value
+
+
+def missed(model: Any, rows: Any) -> torch.Tensor:
+    """The share of rows that Hugging Face's ``generate`` does not continue with their completion."""
+    count = 0
+    for row in rows:
+        prompt, wanted = row.input_ids[: row.prompt_length], list(row.input_ids[row.prompt_length :])
+        options: dict[str, Any] = {"max_new_tokens": len(wanted), "do_sample": False, "eos_token_id": None}
+        ids = torch.tensor([list(prompt)])
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+        count += written[0, len(prompt) :].tolist() != wanted
+    return torch.tensor(count / len(rows), dtype=torch.float64)
+
+
+def dpo(beta: float) -> Number:
     """DPO's loss over a whole model, whose reference is the model of the checkpoint (arXiv 2305.18290, equation 7)."""
-    reference: Any = AutoModelForCausalLM.from_pretrained("model")
+    references: list[Any] = []
 
     def summed(model: Any, batch: Any) -> Any:
         return candidate_scores(model, batch) * (batch["labels"][:, 1:] != -100).sum(1).view(-1, 2)
 
-    def number(model: Any, batch: Any) -> torch.Tensor:
-        chosen, rejected = (summed(model, batch) - summed(reference, batch)).unbind(1)
+    def number(model: Any, rows: Any) -> torch.Tensor:
+        if not references:
+            references.append(AutoModelForCausalLM.from_pretrained("model"))
+        chosen, rejected = (summed(model, paired(rows)) - summed(references[0], paired(rows))).unbind(1)
         loss: torch.Tensor = -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
         return loss
 
     return number
 
 
-def paired(rows: Any) -> Any:
-    return choice_batch([row.prompt for row in rows], [row.candidates for row in rows], [0] * len(rows))
+class Claim(NamedTuple):
+    """What a task promises."""
+
+    data: str
+    objective: str
+    number: Number
+    recorded: dict[str, Any]  # in the provenance
+    evaluated: set[str]
+    is_exact: bool = True  # whether losses are the oracle's to the last bit
+    more: tuple[str, ...] = ()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("more", [(), ("--objective", "dpo:beta=2.0"), ("--micro-batch-size", "3")], ids=str)
-def test_dpo_is_mezo_against_the_base_also_where_it_is_gone_on_with(here: Path, more: tuple[str, ...]) -> None:
-    journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "dpo:beta=2.0" in more else 0.1))
-    for update, rows in zip(journal.updates, batches_of("preferences"), strict=False):
-        step = literal.step(paired(rows), *update.seeds)
-        assert update.losses == pytest.approx(step.losses, rel=1e-6)
-    main(["train", "--resume", "run", "--steps", "6"])
-    updates = Journal("run/journal.jsonl").updates
-    assert list(updates[:4]) == list(journal.updates)
-    rows = list(itertools.islice(batches_of("preferences"), 6))
-    assert updates[4].losses == pytest.approx(literal.step(paired(rows[4]), *updates[4].seeds).losses, rel=1e-6)
-    assert train("preferences", "dpo", *more, "--steps", "6", output="whole").updates == updates
+JUDGED = {"loss", "accuracy"}
+CLAIMS = {
+    "text": Claim("pairs", "auto", own_loss, {}, {"loss"}),
+    "choices": Claim("choices", "auto", choice_loss, {}, JUDGED, is_exact=False),
+    "accuracy": Claim("choices", "accuracy", wrong, {"objective": "accuracy"}, JUDGED),
+    "f1": Claim("choices", "f1", f1_error, {"objective": "f1"}, JUDGED),
+    "right one": Claim("choices", "loss", loss_of_the_right_one, {"objective": "loss"}, {"choice_loss", "accuracy"}),
+    "dpo": Claim("preferences", "auto", dpo(0.1), {"objective": "dpo", "beta": 0.1}, JUDGED, is_exact=False),
+    "beta": Claim("preferences", "dpo:beta=2.0", dpo(2.0), {"objective": "dpo", "beta": 2.0}, JUDGED, is_exact=False),
+    "micro": Claim("preferences", "dpo", dpo(0.1), {"beta": 0.1}, JUDGED, is_exact=False, more=("--micro-batch-size", "3")),
+    "exact match": Claim("pairs", "exact-match", missed, {"objective": "exact-match"}, {"loss", "exact_match"}),
+    "function": Claim("pairs", "own.py:calm", square, {"objective": "calm"}, {"loss", "model_loss"}),
+}
+
+
+@pytest.mark.few(7)
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_a_task_is_monolithic_mezo_on_its_number_also_where_it_is_gone_on_with(here: Path, claim: Claim) -> None:
+    more = (*claim.more, "--evaluation", f"{claim.data}.jsonl")
+    train(claim.data, claim.objective, *more)
+    trusted = ["--objective", claim.objective] if ".py" in claim.objective else []
+    main(["train", "--resume", "run", "--steps", "6", *trusted])
+    journal, literal = Journal("run/journal.jsonl"), Literal(claim.number)
+    for update, rows in zip(journal.updates, batches_of(claim.data), strict=False):
+        step = literal.step(rows, *update.seeds)
+        assert update.losses == (step.losses if claim.is_exact else pytest.approx(step.losses, rel=1e-6))
+        assert update.projected_grads == step.projected_grads or not claim.is_exact
+    if claim.is_exact:
+        own, exported = dict(literal.model.named_parameters()), AutoModelForCausalLM.from_pretrained("run/model")
+        for name, value in exported.named_parameters():
+            assert_same_bits(name, value, own[name])
+    assert journal.updates == train(claim.data, claim.objective, *more, "--steps", "6", output="whole").updates
+    assert journal.header is not None
+    assert claim.recorded.items() <= journal.header["provenance"].items()
+    assert [results.keys() for results in journal.evaluations.values()] == [claim.evaluated] * 3  # steps 0, 4 and 6
 
 
 def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path) -> None:
@@ -169,7 +205,7 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     rows: Any = RowReader(AutoTokenizer.from_pretrained("model"), 32).read(Path("preferences.jsonl"))
     trained: Any = AutoModelForCausalLM.from_pretrained("run/model")
     with torch.inference_mode():
-        assert last["evaluation_loss"] == pytest.approx(float(dpo(0.1)(trained, paired(list(rows)))), rel=1e-6)
+        assert last["evaluation_loss"] == pytest.approx(float(dpo(0.1)(trained, list(rows))), rel=1e-6)
     assert last["evaluation_accuracy"] > 0.0
 
 
@@ -236,12 +272,6 @@ def test_the_chosen_completion_is_the_first_one_and_ends(here: Path) -> None:
         assert row.answer == 0
 
 
-def test_what_dpo_depends_on_is_in_the_journal(here: Path) -> None:
-    told = train("preferences", "auto").header
-    assert told is not None
-    assert (told["provenance"]["objective"], told["provenance"]["beta"]) == ("dpo", 0.1)
-
-
 def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
     assert "zo2 train as --evaluation" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
 
@@ -293,83 +323,28 @@ def test_a_row_that_is_no_preference_is_refused_by_its_line(here: Path, row: Any
     assert not (here / "run").exists()
 
 
-def test_exact_match_is_mezo_over_generated_text(here: Path) -> None:
-    """The oracle is Hugging Face's ``generate``; its weights are the run's to the last bit."""
-    journal = train("pairs", "exact-match")
-
-    def missed(model: Any, rows: Any) -> torch.Tensor:
-        count = 0
-        for row in rows:
-            prompt, wanted = row.input_ids[: row.prompt_length], list(row.input_ids[row.prompt_length :])
-            options: dict[str, Any] = {"max_new_tokens": len(wanted), "do_sample": False, "eos_token_id": None}
-            ids = torch.tensor([list(prompt)])
-            written = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-            count += written[0, len(prompt) :].tolist() != wanted
-        return torch.tensor(count / len(rows), dtype=torch.float64)
-
-    literal = Literal(missed)
-    for update, rows in zip(journal.updates, batches_of("pairs"), strict=False):
-        assert update.losses == literal.step(rows, *update.seeds).losses
-    own = dict(literal.model.named_parameters())
-    exported = AutoModelForCausalLM.from_pretrained("run/model")
-    for name, value in exported.named_parameters():
-        assert_same_bits(name, value, own[name])
-
-
-def test_a_function_of_ones_own_is_monolithic_mezo(here: Path) -> None:
-    from zo2adapters.tasks.batches import collate
-
-    journal = train("pairs", "own.py:calm")
-    literal = Literal(lambda model, batch: model(**batch).logits.square().mean())
-    for update, rows in zip(journal.updates, batches_of("pairs"), strict=False):
-        assert update.losses == literal.step(collate(rows, pad_token_id=0), *update.seeds).losses
-    assert journal.header is not None
-    assert journal.header["provenance"]["objective"] == "calm"
-    resumed = ["train", "--resume", "run", "--objective", "own.py:calm", "--steps"]
-    main([*resumed, "5"])
+def test_a_function_that_has_changed_ends_no_run(here: Path) -> None:
+    train("pairs", "own.py:calm")
     (here / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits.abs().mean()\n")
-    with pytest.raises(SystemExit):
-        main([*resumed, "6"])
-    assert len(Journal("run/journal.jsonl").updates) == 5
+    assert "own.py" in refusal("train", "--resume", "run", "--objective", "own.py:calm", "--steps", "6")
+    assert len(Journal("run/journal.jsonl").updates) == 4
 
 
-def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--evaluation", "choices.jsonl", "--evaluate-every", "1", "--keep-best"]
-    journal = train("choices", "accuracy", *more)
+def test_the_best_step_is_kept_also_where_it_is_asked_for_later(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("choices", "accuracy", "--evaluation", "choices.jsonl", "--evaluate-every", "1")
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     evaluations = {row["step"]: row for row in rows if "evaluation_loss" in row}
     assert evaluations.keys() == set(range(5))
     assert all(row["evaluation_accuracy"] == pytest.approx(1 - row["evaluation_loss"]) for row in evaluations.values())
     best = min(evaluations, key=lambda step: (evaluations[step]["evaluation_loss"], step))
     assert f"best of 5 evaluations: step {best}, loss" in capsys.readouterr().err
+    main(["train", "--resume", "run", "--keep-best"])
     main(["export", "--run", "run", "--at", str(best), "--output", "then"])
     kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
     assert_same_weights(kept.items(), then.items())
+    assert Path("run/model-4").is_dir(), "what was there before"
     main(["evaluate", "--model", "run/model", "--data", "choices.jsonl"])
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert f"accuracy {evaluations[best]['evaluation_accuracy']:.1%}," in said
-    assert len(journal.updates) == 4
-
-
-def test_the_models_own_loss_of_rows_with_candidates_is_that_of_the_right_one(here: Path) -> None:
-    """Each step's first loss is that of the whole model, perturbed, on the prompts with their right candidates alone."""
-    journal = train("choices", "loss", "--evaluation", "choices.jsonl")
-    assert journal.header is not None
-    assert journal.header["provenance"]["objective"] == "loss"
-    assert "accuracy" in journal.evaluations[0]
-    tokenizer = AutoTokenizer.from_pretrained("model")
-    rows = [json.loads(line) for line in Path("choices.jsonl").read_text().splitlines()]
-    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
-    reference = MonolithicMeZO(model, lr=2e-2, zo_eps=5e-2)
-    for update, order in zip(journal.updates, training_batches(range(12), batch_size=4, seed=0), strict=False):
-        ids = [tokenizer(rows[i]["prompt"])["input_ids"] for i in order]
-        answers = [tokenizer(rows[i]["candidates"][rows[i]["answer"]])["input_ids"] for i in order]
-        tokenized = [
-            TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for prompt, answer in zip(ids, answers, strict=True)
-        ]
-        assert update.losses == reference.step(collate(tokenized, pad_token_id=0), *update.seeds).losses
+    assert f"accuracy {evaluations[best]['evaluation_accuracy']:.1%}," in capsys.readouterr().out.splitlines()[-1]
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
@@ -406,23 +381,11 @@ def test_several_right_answers_are_right_everywhere(here: Path) -> None:
     assert {row["evaluation_accuracy"] for row in metrics if "evaluation_loss" in row} == {1.0}
 
 
-def test_the_best_step_can_be_asked_for_later(here: Path) -> None:
-    train("choices", "f1", "--evaluation", "choices.jsonl", "--evaluate-every", "1")
-    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["evaluation_loss"] for row in metrics if "evaluation_loss" in row}
-    best = min(losses, key=lambda step: (losses[step], step))
-    main(["train", "--resume", "run", "--keep-best"])
-    main(["export", "--run", "run", "--at", str(best), "--output", "then"])
-    kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
-    assert_same_weights(kept.items(), then.items())
-    assert Path("run/model-4").is_dir(), "what was there before"
-
-
 def test_long_prompts_and_long_completions_need_not_fit_together(here: Path) -> None:
     words = " ".join(NOUNS[:5] * 5)
     rows = [{"prompt": words, "completion": " cat"}, {"prompt": "the", "completion": " " + words}] * 2
     (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(train("long", "exact-match").updates) == 4
+    assert len(train("long", "exact-match", "--steps", "1").updates) == 1
 
 
 def test_a_functions_file_may_have_classes_of_its_own(here: Path) -> None:
