@@ -329,33 +329,67 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> 
         RowReader(make_tokenizer(template=template), 99).read(path)
 
 
-# Lengths
+# What holds for rows of each format
 
-SHORT, LONG = {"text": "The sky"}, {"text": "The sky is blue. The sky is blue."}
-WITH_CANDIDATES = {"prompt": "The sky is blue. The sky is", "candidates": [" blue", " is"], "answer": 0}
-SHORT_CANDIDATES = {"prompt": "The", "candidates": [" sky", " is"], "answer": 0}
-
-
-def test_rows_that_are_too_long_are_cut_dropped_or_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
-    results = {}
-    for choice in ("auto", "cut", "drop"):
-        read = RowReader(TOKENIZER, 4, RowOptions(too_long=choice)).read(path)
-        assert read.format is RowFormat.TEXT
-        results[choice] = (len(read), read.truncated, read.dropped)
-    assert results == {"auto": (2, 1, 0), "cut": (2, 1, 0), "drop": (1, 0, 1)}
-    with pytest.raises(DataError, match=r"line 2.*--too-long"):
-        RowReader(TOKENIZER, 4, RowOptions(too_long="refuse")).read(path)
-    with pytest.raises(DataError, match="2 rows, all of more than 2 tokens"):
-        RowReader(TOKENIZER, 2, RowOptions(too_long="drop")).read(path)
+FORMATS: dict[RowFormat, dict[str, Any]] = {
+    RowFormat.TEXT: {"text": "The sky"},
+    RowFormat.LABELS: {"text": "The sky", "label": 1},
+    RowFormat.CANDIDATES: {"prompt": "The", "candidates": [" sky", " is"], "answer": 0},
+    RowFormat.PREFERENCES: {"prompt": "The", "chosen": " sky", "rejected": " is"},
+    RowFormat.ANSWERS: {"prompt": "The", "answers": ["sky"]},
+}
+every_format = pytest.mark.parametrize("form", FORMATS)
 
 
-def test_rows_with_candidates_are_dropped_or_refused_and_never_cut(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT_CANDIDATES, WITH_CANDIDATES])
-    read = RowReader(TOKENIZER, 4, RowOptions(too_long="drop")).read(path)
-    assert (len(read), read.dropped) == (1, 1)
-    with pytest.raises(DataError, match=r"line 2.*cannot be cut"):
-        RowReader(TOKENIZER, 4, RowOptions(too_long="cut")).read(path)
+def changed(form: RowFormat, text: str) -> dict[str, Any]:
+    """The row of a format with another text in place of its first word."""
+    row: dict[str, Any] = json.loads(json.dumps(FORMATS[form]).replace("The", text))
+    return row
+
+
+def reader(form: RowFormat, length: int, tokenizer: Any = TOKENIZER, **options: Any) -> RowReader:
+    config = small_config("llama", num_labels=2) if form is RowFormat.LABELS else None
+    return RowReader(tokenizer, length, labelled_for=config, new_tokens=2 if form is RowFormat.ANSWERS else None, **options)
+
+
+@every_format
+def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")])
+    can_be_cut = form in (RowFormat.TEXT, RowFormat.LABELS)
+    for choice in ("auto", "cut", "drop", "refuse"):
+        reading = reader(form, 4, options=RowOptions(too_long=choice))  # type: ignore[arg-type]
+        if choice == "drop" or (can_be_cut and choice != "refuse"):
+            rows = reading.read(path)
+            assert (rows.format, len(rows)) == (form, 1 if choice == "drop" else 2)
+            assert (rows.truncated, rows.dropped) == ((0, 1) if choice == "drop" else (1, 0))
+            assert rows.longest <= 4
+        else:
+            with pytest.raises(DataError, match=r"line 2.*--too-long") as caught:
+                reading.read(path)
+            assert ("cannot be cut" in str(caught.value)) == (not can_be_cut)
+    write_jsonl(path, [changed(form, "The sky is blue. The")])
+    with pytest.raises(DataError, match="1 row, all of more than 4 tokens"):
+        reader(form, 4, options=RowOptions(too_long="drop")).read(path)
+
+
+@every_format
+def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(form: RowFormat, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    size = len(tokenizer) - 1
+    path = write_jsonl(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "<new>")])
+    reader(form, 64, tokenizer, vocabulary=size + 1).read(path)
+    with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
+        reader(form, 64, tokenizer, vocabulary=size).read(path)
+
+
+@every_format
+def test_a_digest_of_tokens_tells_rows_and_their_order_apart(form: RowFormat, tmp_path: Path) -> None:
+    rows = [FORMATS[form], changed(form, "What")]
+    files = [rows, rows[::-1], rows[:1], [rows[0], rows[0]]]
+    digests = [reader(form, 64).read(write_jsonl(tmp_path / "rows.jsonl", file)).digest() for file in [*files, rows]]
+    assert len(set(digests)) == len(files)
+    assert digests[-1] == digests[0]
 
 
 def test_the_number_of_rows_left_out_is_printed(tmp_path: Path) -> None:
@@ -402,7 +436,7 @@ def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> Non
 def test_a_split_out_of_range_is_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)
-    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "The sky"}] * 2)
     arguments = ("train", "--model", base, "--data", path, "--output", tmp_path / "out")
     for share in (0, 1, "nan", 1.5):
         assert "--evaluation" in refusal(*arguments, "--evaluation", share)
@@ -485,29 +519,6 @@ def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str
     options = RowOptions(messages_column="talk" if column == "talk" else None)
     rows = [RowReader(TOKENIZER, 64, options).read(given), RowReader(TOKENIZER, 64).read(same)]
     assert rows[0].digest() == rows[1].digest()
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"text": "the <new>"},
-        {"prompt": "the", "candidates": ["<new>", "is"], "answer": 0},
-        {"prompt": "the", "chosen": "<new>", "rejected": "is"},
-        {"prompt": "<new>", "answers": ["blue"]},
-        {"text": "<new>", "label": 1},
-    ],
-)
-def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(tmp_path: Path, row: dict[str, Any]) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<new>"])
-    size = len(tokenizer) - 1
-    path = write_jsonl(tmp_path / "rows.jsonl", [json.loads(json.dumps(row).replace("<new>", "a sky")), row])
-    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the is to"}])
-    files = (texts, path, None) if "answers" in row else (path, None, None)
-    labelled_for = small_config("llama", num_labels=2) if "label" in row else None
-    RowReader(tokenizer, 64, labelled_for=labelled_for, vocabulary=size + 1).read_files(*files)
-    with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
-        RowReader(tokenizer, 64, labelled_for=labelled_for, vocabulary=size).read_files(*files)
 
 
 def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None:

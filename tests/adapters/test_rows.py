@@ -61,73 +61,36 @@ def lines(batch: Sequence[TokenizedRow]) -> list[int]:
 # Kinds of rows
 
 
-def test_text_has_loss_on_every_token_and_ends_with_eos(data_file: Path) -> None:
-    (row,) = read(data_file, {"text": "The sky is blue."}).rows
-    assert text_of(row) == "The sky is blue.</s>"
-    assert row.input_ids[-1] == EOS
-    assert row.prompt_length == 0
+BLUE = {"prompt": "The sky is", "completion": " blue."}
+TALK, ASKED = {"messages": [ASK, ANSWER]}, "<|user|>What colour is the sky?<|end|><|assistant|>"
+TURN = {"prompt": [ASK], "completion": [ANSWER]}
+LEARNED: dict[str, tuple[dict[str, object], PreTrainedTokenizerBase, str, str]] = {  # row, prompt, and what is learned
+    "a text ends with EOS": ({"text": "The sky is blue."}, TOKENIZER, "", "The sky is blue.</s>"),
+    "a text that has its EOS": ({"text": "The sky</s>"}, TOKENIZER, "", "The sky</s>"),
+    "a tokenizer that adds EOS": ({"text": "The sky"}, WITH_BOS_AND_EOS, "", "<s>The sky</s>"),
+    "a tokenizer without EOS": ({"text": "The sky is"}, WITHOUT_EOS, "", "The sky is"),
+    "a completion": (BLUE, TOKENIZER, "The sky is", " blue.</s>"),
+    "BOS counts as prompt": (BLUE, WITH_BOS, "<s>The sky is", " blue.</s>"),
+    "a completion where EOS is added": (BLUE, WITH_BOS_AND_EOS, "<s>The sky is", " blue.</s>"),
+    "an empty prompt": ({"prompt": "", "completion": "The sky"}, WITH_BOS, "<s>", "The sky</s>"),
+    "a token that has both": ({"prompt": "The sky is ", "completion": "blue."}, TOKENIZER, "The sky is", " blue.</s>"),
+    "EOS alone": ({"prompt": "The sky", "completion": "</s>"}, TOKENIZER, "The sky", "</s>"),
+    "messages": (TALK, TOKENIZER, ASKED, "It is blue.<|end|>"),
+    "messages get no second BOS": (TALK, WITH_BOS, ASKED, "It is blue.<|end|>"),
+    "a completion of messages": (TURN, TOKENIZER, ASKED, "It is blue.<|end|>"),
+    "a template that opens answers otherwise": (TURN, THINKING, ASKED, "It is blue.<|end|>"),
+}
 
 
-def test_eos_is_not_added_to_a_text_that_ends_with_it(data_file: Path) -> None:
-    plain, marked = read(data_file, {"text": "The sky"}, {"text": "The sky</s>"}).rows
-    assert plain.input_ids == marked.input_ids
-
-
-def test_eos_is_not_added_where_the_tokenizer_adds_it(data_file: Path) -> None:
-    (row,) = read(data_file, {"text": "The sky"}, tokenizer=WITH_BOS_AND_EOS).rows
-    assert list(row.input_ids).count(EOS) == 1
-
-
-def test_a_tokenizer_without_eos_leaves_the_text_open(data_file: Path) -> None:
-    (row,) = read(data_file, {"text": "The sky is"}, tokenizer=WITHOUT_EOS).rows
-    assert text_of(row) == "The sky is"
-
-
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, WITH_BOS, WITH_BOS_AND_EOS], ids=["plain", "bos", "bos and eos"])
-def test_prompt_has_no_loss_and_completion_ends_with_eos(data_file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (row,) = read(data_file, {"prompt": "The sky is", "completion": " blue."}, tokenizer=tokenizer).rows
-    assert text_of(row, row.prompt_length) == " blue.</s>"
-    assert list(row.input_ids).count(EOS) == 1
-    assert text_of(row).removeprefix("<s>") == "The sky is blue.</s>"
-
-
-def test_bos_counts_as_prompt(data_file: Path) -> None:
-    row, empty = read(
-        data_file, {"prompt": "The", "completion": " sky"}, {"prompt": "", "completion": "The sky"}, tokenizer=WITH_BOS
-    ).rows
-    assert (row.input_ids[0], row.prompt_length) == (1, 2)
-    assert (empty.input_ids[0], empty.prompt_length) == (1, 1)
-
-
-def test_a_token_that_merges_prompt_and_completion_is_learned(data_file: Path) -> None:
-    (row,) = read(data_file, {"prompt": "The sky is ", "completion": "blue."}).rows
-    assert text_of(row) == "The sky is blue.</s>"
-    assert text_of(row, row.prompt_length) == " blue.</s>"  # the space is part of the token that holds "blue"
-
-
-def test_a_completion_that_is_only_eos_is_learned(data_file: Path) -> None:
-    (row,) = read(data_file, {"prompt": "The sky", "completion": "</s>"}).rows
-    assert text_of(row, row.prompt_length) == "</s>"
-
-
-def test_messages_are_what_the_chat_template_makes_of_them(data_file: Path) -> None:
-    for tokenizer in (TOKENIZER, WITH_BOS):
-        (row,) = read(data_file, {"messages": [ASK, ANSWER]}, tokenizer=tokenizer).rows
-        expected = tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
-        assert list(row.input_ids) == expected
-        assert text_of(row, row.prompt_length) == "It is blue.<|end|>"
-    assert text_of(row) == "<|user|>What colour is the sky?<|end|><|assistant|>It is blue.<|end|>"
-
-
-def test_conversational_completion_starts_after_the_opening_of_the_answer(data_file: Path) -> None:
-    (row,) = read(data_file, {"prompt": [ASK], "completion": [ANSWER]}).rows
-    assert text_of(row, row.prompt_length) == "It is blue.<|end|>"
-    assert text_of(row) == "<|user|>What colour is the sky?<|end|><|assistant|>It is blue.<|end|>"
-
-
-def test_conversational_completion_is_whole_where_the_template_opens_answers_otherwise(data_file: Path) -> None:
-    (row,) = read(data_file, {"prompt": [ASK], "completion": [ANSWER]}, tokenizer=THINKING).rows
-    assert text_of(row, row.prompt_length, THINKING) == "It is blue.<|end|>"
+@pytest.mark.parametrize(("row", "tokenizer", "prompt", "learned"), LEARNED.values(), ids=LEARNED)
+def test_what_a_row_becomes_and_what_of_it_is_learned(
+    row: dict[str, object], tokenizer: PreTrainedTokenizerBase, prompt: str, learned: str, data_file: Path
+) -> None:
+    [tokenized] = read(data_file, row, tokenizer=tokenizer)
+    assert text_of(tokenized, tokenizer=tokenizer) == prompt + learned
+    assert text_of(tokenized, tokenized.prompt_length, tokenizer) == learned
+    if "messages" in row:
+        assert list(tokenized.input_ids) == tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
 
 
 def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
@@ -144,16 +107,15 @@ def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
 # The file
 
 
-@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
-def test_blank_lines_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
-    data_file.write_bytes(start + b'\r\n  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
-    dataset = RowReader(TOKENIZER, 64).read(data_file)
-    assert [(row.line, text_of(row)) for row in dataset] == [(3, "café</s>"), (5, "a\u2028b</s>")]
+MARK = b"\xef\xbb\xbf"
 
 
-def test_a_byte_order_mark_before_the_first_row_is_no_part_of_it(data_file: Path) -> None:
-    data_file.write_bytes(b'\xef\xbb\xbf{"text": "The sky"}\n')
-    assert text_of(RowReader(TOKENIZER, 64).read(data_file)[0]) == "The sky</s>"
+@pytest.mark.parametrize("start", [b"\r\n", MARK + b"\r\n", MARK + b'{"text": "The sky"}\n'], ids=["none", "mark", "row"])
+def test_blank_lines_and_byte_order_marks_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
+    data_file.write_bytes(start + b'  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
+    rows = [(row.line, text_of(row)) for row in RowReader(TOKENIZER, 64).read(data_file)]
+    first = [(1, "The sky</s>")] if b"text" in start else []
+    assert rows == [*first, (3, "café</s>"), (5, "a\u2028b</s>")]
 
 
 def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
@@ -161,16 +123,10 @@ def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
 
 
 def test_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
-    dataset = read(
-        data_file, {"text": "The sky is blue."}, {"text": "The"}, {"prompt": "The sky", "completion": " is blue."}, length=3
-    )
-    assert [text_of(row) for row in dataset] == ["The sky is", "The</s>", "The sky is"]
-    assert dataset.truncated == 2
-
-
-def test_a_row_of_exactly_the_sequence_length_is_not_cut(data_file: Path) -> None:
-    dataset = read(data_file, {"text": "The sky"}, length=3)
-    assert (text_of(dataset[0]), dataset.truncated) == ("The sky</s>", 0)
+    rows = [{"text": "The sky is blue."}, {"text": "The sky"}, {"prompt": "The sky", "completion": " is blue."}]
+    dataset = read(data_file, *rows, length=3)
+    assert [text_of(row) for row in dataset] == ["The sky is", "The sky</s>", "The sky is"]
+    assert dataset.truncated == 2, "not the row of exactly the sequence length"
 
 
 MALFORMED: dict[str, tuple[bytes, str]] = {
