@@ -357,7 +357,7 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_
     path = write_jsonl(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")])
     can_be_cut = form in (RowFormat.TEXT, RowFormat.LABELS)
     for choice in ("auto", "cut", "drop", "refuse"):
-        reading = reader(form, 4, options=RowOptions(too_long=choice))  # type: ignore[arg-type]
+        reading = reader(form, 4, options=RowOptions(too_long=choice))
         if choice == "drop" or (can_be_cut and choice != "refuse"):
             rows = reading.read(path)
             assert (rows.format, len(rows)) == (form, 1 if choice == "drop" else 2)

@@ -64,7 +64,7 @@ def lines(batch: Sequence[TokenizedRow]) -> list[int]:
 BLUE = {"prompt": "The sky is", "completion": " blue."}
 TALK, ASKED = {"messages": [ASK, ANSWER]}, "<|user|>What colour is the sky?<|end|><|assistant|>"
 TURN = {"prompt": [ASK], "completion": [ANSWER]}
-LEARNED: dict[str, tuple[dict[str, object], PreTrainedTokenizerBase, str, str]] = {  # row, prompt, and what is learned
+LEARNED: dict[str, tuple[dict[str, Any], PreTrainedTokenizerBase, str, str]] = {  # row, prompt, and what is learned
     "a text ends with EOS": ({"text": "The sky is blue."}, TOKENIZER, "", "The sky is blue.</s>"),
     "a text that has its EOS": ({"text": "The sky</s>"}, TOKENIZER, "", "The sky</s>"),
     "a tokenizer that adds EOS": ({"text": "The sky"}, WITH_BOS_AND_EOS, "", "<s>The sky</s>"),
@@ -84,7 +84,7 @@ LEARNED: dict[str, tuple[dict[str, object], PreTrainedTokenizerBase, str, str]] 
 
 @pytest.mark.parametrize(("row", "tokenizer", "prompt", "learned"), LEARNED.values(), ids=LEARNED)
 def test_what_a_row_becomes_and_what_of_it_is_learned(
-    row: dict[str, object], tokenizer: PreTrainedTokenizerBase, prompt: str, learned: str, data_file: Path
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt: str, learned: str, data_file: Path
 ) -> None:
     [tokenized] = read(data_file, row, tokenizer=tokenizer)
     assert text_of(tokenized, tokenizer=tokenizer) == prompt + learned
