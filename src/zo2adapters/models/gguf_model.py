@@ -241,7 +241,7 @@ class GGUFModel:
         config.name_or_path = ""
         if self._architecture in _MIXTURES:
             config.moe_intermediate_size = self._experts_width()
-        factors = self.file.tensors.get(ROTARY_FACTORS)
+        factors = rotary_factors(self.file)
         if factors is not None:
             config.rope_parameters = self._scaled_rotary(config, factors)
         return config
@@ -280,12 +280,9 @@ class GGUFModel:
                 "Gemma 2 of 27 billion parameters", "a smaller one, whose attention is scaled by its head's size"
             )
 
-    def _scaled_rotary(self, config: PretrainedConfig, entry: TensorEntry) -> dict[str, Any]:
+    def _scaled_rotary(self, config: PretrainedConfig, values: torch.Tensor) -> dict[str, Any]:
         """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files have only the factors."""
         plain = dict(config.rope_parameters or {})
-        values = torch.empty(entry.shape[0])
-        with contextlib.closing(SafetensorsReader({"factors": entry})) as reader:
-            reader.read_into("factors", values)
         scaled: dict[str, Any] = {
             "rope_type": "llama3",
             "rope_theta": plain.get("rope_theta"),
@@ -310,6 +307,17 @@ class GGUFModel:
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
         remedy = "use the model in the Hugging Face layout"
         return UnsupportedModelError(self.where, found=found, expected=expected, remedy=remedy)
+
+
+def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
+    """The factors by which a file divides rotary frequencies, float32; None if it has none."""
+    entry = file.tensors.get(ROTARY_FACTORS)
+    if entry is None:
+        return None
+    values = torch.empty(entry.shape[0])
+    with contextlib.closing(SafetensorsReader({entry.name: entry})) as reader:
+        reader.read_into(entry.name, values)
+    return values
 
 
 def _matrices(stack: TensorEntry, name: str) -> Iterator[TensorEntry]:
