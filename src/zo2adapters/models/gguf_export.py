@@ -10,12 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.export import merged_parameters, require_mergeable
-from zo2adapters.models.gguf_model import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout, rotary_factors
+from zo2adapters.models.gguf_model import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout, rotary_factors, write_gguf
 from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.model_directory import end_token_ids
@@ -23,7 +22,7 @@ from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2adapters.models.peft_layers import ADAPTER_NAME, base_form
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine
-from zo2core.checkpoint import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
+from zo2core.checkpoint import is_gguf, read_gguf
 from zo2core.checkpoint.writer import new_directory, write_companions
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError
@@ -34,7 +33,6 @@ MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # written from the Hugging Face layout; llama.cpp calls them the same
-_REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")  # the writer's own
 
 
 def export_gguf(
@@ -123,56 +121,6 @@ def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
     return LlamaCppLayout(model.config.model_type, model.config)
 
 
-def _write(
-    path: Path,
-    architecture: str,
-    metadata: Mapping[str, Any],
-    infos: Sequence[tuple[str, Sequence[int], str]],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    copied: GGUFFile | None = None,
-) -> None:
-    """Write a GGUF file tensor by tensor, each rounded to its type.
-
-    Args:
-        path: Path of the new file.
-        architecture: Its name in llama.cpp.
-        metadata: Values by key: integers are uint32, floats float32.
-        infos: Names, shapes and types of all tensors.
-        tensors: The tensors by name, float32, in the same order.
-        copied: A file whose metadata goes before these values.
-    """
-    gguf = optional_package("gguf", install=GGUF_EXTRA)
-    types, file = gguf.GGUFValueType, gguf.GGUFWriter(path, architecture)
-    with contextlib.closing(file):
-        for key, value in ({} if copied is None else copied.metadata).items():
-            assert copied is not None
-            if key in _REPLACED or key.startswith("split."):
-                continue
-            if not isinstance(value, StoredArray):
-                plain = copied.text(key) if isinstance(value, StoredText) else value
-                file.add_key_value(key, plain, types(copied.kinds[key]))
-            elif value.length:  # the writer takes no empty arrays
-                file.add_key_value(key, list(copied.array(key)), types.ARRAY, sub_type=types(value.kind))
-        for key, value in metadata.items():
-            if isinstance(value, list):
-                file.add_array(key, value)
-            else:
-                is_integer = isinstance(value, int) and not isinstance(value, bool)
-                file.add_key_value(key, value, types.UINT32 if is_integer else types.get_type(value))
-        for name, shape, kind in infos:
-            block = GGUF_BLOCKS[kind]
-            stored = (*shape[:-1], shape[-1] // block.weights * block.nbytes)
-            raw = gguf.GGMLQuantizationType[kind]
-            file.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw)
-        file.write_header_to_file()
-        file.write_kv_data_to_file()
-        file.write_ti_data_to_file()
-        for (expected, _, kind), (name, weights) in zip(infos, tensors, strict=True):
-            assert name == expected, f"{name} is written where {expected} comes next"
-            coded = gguf.quantize(weights.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
-            file.write_tensor_data(np.ascontiguousarray(coded).view(np.uint8))
-
-
 def _write_model(
     path: Path,
     engine: Engine,
@@ -207,7 +155,7 @@ def _write_model(
     infos += [(names[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
     with contextlib.closing(parameters):
         tensors = ((names[name], layout.write(names[name], tensor.float())) for name, tensor in parameters)
-        _write(path, layout.architecture, {**metadata, **types}, infos, chain(further.items(), tensors), file)
+        write_gguf(path, layout.architecture, {**metadata, **types}, infos, chain(further.items(), tensors), file)
 
 
 def _type_of(shape: Sequence[int], chosen: str) -> str:
@@ -293,4 +241,4 @@ def _write_adapter(path: Path, engine: Engine, layout: LlamaCppLayout, loras: Ma
         tensors[f"{name}.lora_b"] = b if alpha == first else b * (alpha / first)
     metadata = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(first)}
     infos = [(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]
-    _write(path, layout.architecture, metadata, infos, tensors.items())
+    write_gguf(path, layout.architecture, metadata, infos, tensors.items())

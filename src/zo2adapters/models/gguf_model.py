@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +27,8 @@ from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, byte_level_tokenize
 from zo2adapters.models.matching import OverlaidReader
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
-from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
-from zo2core.encodings import GGUFRows
+from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, StoredArray, StoredText, TensorEntry, is_gguf, read_gguf
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import grid_of, row_order
 from zo2core.protocols import TensorReader
@@ -36,6 +36,7 @@ from zo2core.protocols import TensorReader
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
 GGUF_EXTRA = "zo2core[gguf]"
 ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
+_REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")  # the writer's own
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
 
@@ -229,7 +230,12 @@ class GGUFModel:
     def _read_config(self) -> PretrainedConfig:
         try:
             with TemporaryDirectory() as directory:
-                (Path(directory) / "model.gguf").write_bytes(_excerpt(self.file))
+                # Transformers takes seconds to read a whole vocabulary, and the config needs only its size.
+                short = {key: value for key, value in self.file.metadata.items() if isinstance(value, (int, float, str))}
+                tokens, key = self.file.metadata.get("tokenizer.ggml.tokens"), f"{self._architecture}.vocab_size"
+                size = {key: tokens.length} if isinstance(tokens, StoredArray) and key not in short else {}
+                copied = replace(self.file, metadata=short)
+                write_gguf(Path(directory) / "model.gguf", self._architecture, size, [], [], copied)
                 options: Any = {"gguf_file": "model.gguf", "trust_remote_code": False}
                 config: PretrainedConfig = AutoConfig.from_pretrained(directory, **options)
         except Exception as error:  # any: metadata of wrong types or ranges lead transformers to all kinds of errors
@@ -255,30 +261,24 @@ class GGUFModel:
 
     def _require_known_settings(self) -> None:
         """Refuse settings that change the model's forward and that transformers' reader ignores."""
-        metadata, architecture = self.file.metadata, self._architecture
-        scaling, factor = (metadata.get(f"{architecture}.rope.scaling.{key}") for key in ("type", "factor"))
+        architecture = self._architecture
+        settings = {key.removeprefix(f"{architecture}."): value for key, value in self.file.metadata.items()}
+        scaling, factor = (settings.get(f"rope.scaling.{key}") for key in ("type", "factor"))
+        scale, norm = (settings.get(f"expert_weights_{key}") for key in ("scale", "norm"))
+        width, heads, rotated = map(settings.get, ("embedding_length", "attention.head_count", "rope.dimension_count"))
+        head = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else rotated
         if scaling not in (None, "none") or factor not in (None, 0.0, 1.0):
-            raise self._refused(
-                f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}", "no scaled rotary tables"
-            )
-        if metadata.get(f"{architecture}.expert_count") and architecture not in _MIXTURES:
+            found = f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}"
+            raise self._refused(found, "no scaled rotary tables")
+        if settings.get("expert_count") and architecture not in _MIXTURES:
             raise self._refused("a mixture of experts", f"a dense model, or one of {', '.join(_MIXTURES)}")
-        scale, norm = (metadata.get(f"{architecture}.expert_weights_{key}") for key in ("scale", "norm"))
         if scale not in (None, 0.0, 1.0) or norm not in (None, True):
             raise self._refused(f"expert_weights_scale {scale}, expert_weights_norm {norm}", "1 and true, or neither")
-        width, heads = (metadata.get(f"{architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
-        rotated = metadata.get(f"{architecture}.rope.dimension_count")
-        if (
-            architecture == "phi3"
-            and isinstance(width, int)
-            and isinstance(heads, int)
-            and rotated not in (None, width // heads)
-        ):
-            raise self._refused(f"rope.dimension_count {str(rotated)[:40]}", f"{width // heads}, a whole head")
-        if architecture == "gemma2" and metadata.get("gemma2.block_count") == _LARGE_GEMMA2:
-            raise self._refused(
-                "Gemma 2 of 27 billion parameters", "a smaller one, whose attention is scaled by its head's size"
-            )
+        if architecture == "phi3" and rotated not in (None, head):
+            raise self._refused(f"rope.dimension_count {str(rotated)[:40]}", f"{head}, a whole head")
+        if architecture == "gemma2" and settings.get("block_count") == _LARGE_GEMMA2:
+            expected = "a smaller one, whose attention is scaled by its head's size"
+            raise self._refused("Gemma 2 of 27 billion parameters", expected)
 
     def _scaled_rotary(self, config: PretrainedConfig, values: torch.Tensor) -> dict[str, Any]:
         """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files have only the factors."""
@@ -329,32 +329,54 @@ def _matrices(stack: TensorEntry, name: str) -> Iterator[TensorEntry]:
         yield stack._replace(name=name.format(index), shape=tuple(shape), start=start, nbytes=nbytes)
 
 
-def _excerpt(file: GGUFFile) -> bytes:
-    """The bytes of a GGUF file that has the numbers and short texts of another file's metadata, and the vocabulary's size.
+def write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    infos: Sequence[tuple[str, Sequence[int], str]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    copied: GGUFFile | None = None,
+) -> None:
+    """Write a GGUF file tensor by tensor, each rounded to its type.
 
-    Transformers takes seconds to read a whole vocabulary, and the config needs only its size.
+    Args:
+        path: Path of the new file.
+        architecture: Its name in llama.cpp.
+        metadata: Values by key: integers are uint32, floats float32.
+        infos: Names, shapes and types of all tensors.
+        tensors: The tensors by name, float32, in the same order.
+        copied: A file whose metadata goes before these values.
     """
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    values: dict[str, Scalar | str] = {}
-    if isinstance(tokens, StoredArray):
-        values[f"{file.metadata['general.architecture']}.vocab_size"] = tokens.length
-    values |= {key: value for key, value in file.metadata.items() if isinstance(value, (int, float, bool, str))}
-    header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values))
-    return header + b"".join(_text(key) + _coded(value) for key, value in values.items())
-
-
-def _coded(value: Scalar | str) -> bytes:
-    """A value in GGUF's encoding, after the number of its type."""
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    return struct.pack("<Iq", 11, value) if isinstance(value, int) else struct.pack("<Id", 12, value)
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode()
-    return struct.pack("<Q", len(raw)) + raw
+    gguf = optional_package("gguf", install=GGUF_EXTRA)
+    types, file = gguf.GGUFValueType, gguf.GGUFWriter(path, architecture)
+    with contextlib.closing(file):
+        for key, value in ({} if copied is None else copied.metadata).items():
+            assert copied is not None
+            if key in _REPLACED or key.startswith("split."):
+                continue
+            if not isinstance(value, StoredArray):
+                plain = copied.text(key) if isinstance(value, StoredText) else value
+                file.add_key_value(key, plain, types(copied.kinds[key]))
+            elif value.length:  # the writer takes no empty arrays
+                file.add_key_value(key, list(copied.array(key)), types.ARRAY, sub_type=types(value.kind))
+        for key, value in metadata.items():
+            if isinstance(value, list):
+                file.add_array(key, value)
+            else:
+                is_integer = isinstance(value, int) and not isinstance(value, bool)
+                file.add_key_value(key, value, types.UINT32 if is_integer else types.get_type(value))
+        for name, shape, kind in infos:
+            block = GGUF_BLOCKS[kind]
+            stored = (*shape[:-1], shape[-1] // block.weights * block.nbytes)
+            raw = gguf.GGMLQuantizationType[kind]
+            file.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw)
+        file.write_header_to_file()
+        file.write_kv_data_to_file()
+        file.write_ti_data_to_file()
+        for (expected, _, kind), (name, weights) in zip(infos, tensors, strict=True):
+            assert name == expected, f"{name} is written where {expected} comes next"
+            coded = gguf.quantize(weights.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+            file.write_tensor_data(np.ascontiguousarray(coded).view(np.uint8))
 
 
 class _Companions(Mapping[str, Path | bytes]):
