@@ -34,11 +34,9 @@ from zo2adapters.models.peft_layers import (
     write_adapter,
 )
 from zo2adapters.optional_package import optional_package
-from zo2core import Engine
+from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.factors import Learned
-from zo2core.perturbation import Factors
 
 _FLOAT32_MATRICES = 4
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
@@ -61,63 +59,52 @@ def export_adapter(
     if isinstance(model, PeftBlockModel):
         found, expected = "a run that trains an adapter", "a run that trains all weights"
         raise OptionError("as_adapter", found=found, expected=expected, remedy="leave it out: an adapter is exported anyway")
-    parts = _Parts()
+    tensors: dict[str, torch.Tensor] = {}
+    targets: list[str] = []
+    saved: dict[str, None] = {}  # modules that are written whole
+    rank, bias, is_transposed = 0, "none", False
     with closing(replayer.learned()) as learned:
         for name, value in learned:
             for path, module, leaf in model.places_of(name):
-                parts.take(path, module, leaf, value)
+                forward, prefix = type(module).forward, f"{FILE_PREFIX}{path}"
+                if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
+                    saved[path], tensors[f"{prefix}.{leaf}"] = None, value.present().clone()
+                elif value.factors is None:
+                    bias, tensors[f"{prefix}.base_layer.{leaf}"] = "all", value.present().clone()
+                else:
+                    targets.append(path)
+                    is_transposed |= forward is Conv1D.forward
+                    rank = value.factors.left.shape[1]
+                    factors = value.factors if forward is not nn.Linear.forward else value.factors[::-1]
+                    names = _TABLE if forward is nn.Embedding.forward else _LAYER
+                    tensors |= {
+                        f"{prefix}.{name}": factor for name, factor in zip(names, _lora(path, *factors), strict=True)
+                    }
     config = peft.LoraConfig(
-        r=parts.columns,
-        lora_alpha=parts.columns,
-        target_modules=parts.targets,
-        modules_to_save=parts.saved or None,
-        bias="all" if parts.has_biases else "none",
-        fan_in_fan_out=parts.is_transposed,
+        r=rank,
+        lora_alpha=rank,
+        target_modules=targets,
+        modules_to_save=list(saved) or None,
+        bias=bias,
+        fan_in_fan_out=is_transposed,
         base_model_name_or_path=base,
         task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
         inference_mode=True,
     )
-    write_adapter(Path(directory), plain_config(config), parts.tensors, {**model.tokenizer_files, **files})
+    write_adapter(Path(directory), plain_config(config), tensors, {**model.tokenizer_files, **files})
 
 
-class _Parts:
-    """The adapter's tensors by their names in peft's files, and the values of its config that follow from them."""
-
-    def __init__(self) -> None:
-        self.columns = 0
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.targets: list[str] = []
-        self.saved: list[str] = []  # modules that are written whole
-        self.has_biases = self.is_transposed = False
-
-    def take(self, path: str, module: nn.Module, leaf: str, value: Learned) -> None:
-        """Add one of a module's parameters."""
-        forward = type(module).forward
-        if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
-            self.saved += [] if path in self.saved else [path]
-            self.tensors[f"{FILE_PREFIX}{path}.{leaf}"] = value.present().clone()
-        elif value.factors is None:
-            self.has_biases = True
-            self.tensors[f"{FILE_PREFIX}{path}.base_layer.{leaf}"] = value.present().clone()
-        else:
-            self.targets.append(path)
-            self.is_transposed |= forward is Conv1D.forward
-            names = _TABLE if forward is nn.Embedding.forward else _LAYER
-            self._take_columns(path, value.factors, names, is_turned=forward is nn.Linear.forward)
-
-    def _take_columns(self, path: str, factors: Factors, names: tuple[str, str], *, is_turned: bool) -> None:
-        """Add a matrix's factors. A linear layer's matrix is (outputs, inputs), that of others (inputs, outputs)."""
-        (rows, self.columns), across = factors.left.shape, len(factors.right)
-        if self.columns > min(rows, across):
-            raise OptionError(
-                "as_adapter",
-                found=f"{self.columns} columns of all periods",
-                expected=f"at most {min(rows, across)}, for {path} of {rows} x {across}",
-                remedy="leave it out: a merged model is smaller",
-            )
-        inputs, outputs = (factors.right, factors.left) if is_turned else factors
-        self.tensors[f"{FILE_PREFIX}{path}.{names[0]}"] = inputs.float().cpu().t().contiguous()
-        self.tensors[f"{FILE_PREFIX}{path}.{names[1]}"] = outputs.float().cpu().contiguous()
+def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrices A and B of a LoRA adapter, from a matrix's factors of (inputs, columns) and (outputs, columns)."""
+    columns, smaller = inputs.shape[1], min(len(inputs), len(outputs))
+    if columns > smaller:
+        raise OptionError(
+            "as_adapter",
+            found=f"{columns} columns of all periods",
+            expected=f"at most {smaller}, for {path} of {len(inputs)} x {len(outputs)}",
+            remedy="leave it out: a merged model is smaller",
+        )
+    return inputs.float().cpu().t().contiguous(), outputs.float().cpu().contiguous()
 
 
 _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
@@ -134,14 +121,18 @@ def export_merged(
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
     require_mergeable(model)
     require_unused(directory)
-    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.name not in model.exported_parameters]
-    renamed = [replace(spec.decoded, name=base_form(spec.name)) for spec in specs]
     with closing(merged_parameters(runner, model, progress)) as tensors:
-        companions = {**model.companions, **files}
-        write_checkpoint(directory, renamed, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
+        companions, specs = {**model.companions, **files}, merged_specs(model)
+        write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
 
 
-def _adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
+def merged_specs(model: PeftBlockModel) -> list[ParameterSpec]:
+    """The parameters of the base by their names in it, decoded."""
+    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.name not in model.exported_parameters]
+    return [replace(spec.decoded, name=base_form(spec.name)) for spec in specs]
+
+
+def adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
     """The adapter's parameters, which are all in memory."""
     names, values = model.exported_parameters, dict[str, torch.Tensor]()
     with closing(runner.parameters_now()) as parameters:
@@ -173,7 +164,7 @@ def merged_parameters(
     runner: Engine, model: PeftBlockModel, progress: Callable[[int], object] | None = None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
-    values = _adapter_values(runner, model)
+    values = adapter_values(runner, model)
     copies = {base_form(name): value for name, value in values.items() if SAVED in name}
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -13,13 +12,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.models.export import merged_parameters, require_mergeable
+from zo2adapters.models.export import adapter_values, merged_parameters, merged_specs, require_mergeable
 from zo2adapters.models.gguf_model import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout, rotary_factors, write_gguf
 from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, vocabulary
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.models.peft_kinds import PeftBlockModel
-from zo2adapters.models.peft_layers import ADAPTER_NAME, base_form
+from zo2adapters.models.peft_layers import ADAPTER_NAME
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine
 from zo2core.checkpoint import is_gguf, read_gguf
@@ -64,7 +63,7 @@ def export_gguf(
         loras = _loras(model, layout)
         lines = _modelfile([*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"], settings)
         with new_directory(directory) as partial:
-            _write_adapter(partial / ADAPTER, engine, layout, loras)
+            _write_adapter(partial / ADAPTER, engine, model, layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
         return
     if isinstance(model, PeftBlockModel):
@@ -130,12 +129,11 @@ def _write_model(
     metadata: Mapping[str, Any],
     kind: GGUFType,
 ) -> None:
-    specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
-    parameters = engine.parameters_now()
     if isinstance(model, PeftBlockModel):
-        merged = (spec for spec in specs if spec.name not in model.exported_parameters)
-        specs = [replace(spec, name=base_form(spec.name)) for spec in merged]
-        parameters = merged_parameters(engine, model)
+        specs, parameters = merged_specs(model), merged_parameters(engine, model)
+    else:
+        specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
+        parameters = engine.parameters_now()
     names = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
     chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
     unnamed = next((spec.name for spec in specs if spec.name not in names), None)
@@ -229,11 +227,11 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
     return loras
 
 
-def _write_adapter(path: Path, engine: Engine, layout: LlamaCppLayout, loras: Mapping[str, tuple[str, float]]) -> None:
+def _write_adapter(
+    path: Path, engine: Engine, model: PeftBlockModel, layout: LlamaCppLayout, loras: Mapping[str, tuple[str, float]]
+) -> None:
     """Write LoRA matrices. llama.cpp multiplies their product by alpha, one number for all, and divides it by the rank."""
-    with contextlib.closing(engine.parameters_now()) as parameters:
-        wanted = {name for up, _ in loras.values() for name in (up, up.replace(".lora_B.", ".lora_A."))}
-        values = {name: tensor.float().clone() for name, tensor in parameters if name in wanted}
+    values = {name: tensor.float() for name, tensor in adapter_values(engine, model).items()}
     first = next(alpha for _, alpha in loras.values())
     tensors: dict[str, torch.Tensor] = {}
     for name, (up, alpha) in loras.items():

@@ -37,7 +37,7 @@ class LowRankModules:
                 patched[id(module)] = _make_patch(path, module, self._batch)
             self._patches[path] = patched[id(module)]
         for patch in patched.values():
-            patch.install()
+            patch.module.forward = patch.run
 
     def set_batch_shape(self, rows: int, tokens: int) -> None:
         """Set the shape of the batch whose forward begins, by which rows are assigned to streams."""
@@ -78,25 +78,27 @@ class _Patch(ABC):
         self.original: Callable[..., torch.Tensor] = module.forward
         self.perturbations: dict[str, PerturbedParameter] = {}
         self.streams = 1
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        self.module.forward = self._forward
+        self.joined: Any = None  # what forwards need of the perturbations, in one tensor
 
     def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
         """Perturb the module's parameters in the next forwards."""
         self.perturbations, self.streams = perturbations, streams
+        self.joined = self._join()
 
     def reset(self) -> None:
         """Perturb nothing in the next forwards, and free the memory: every block has its own modules."""
-        self.perturbations = {}
+        self.perturbations, self.joined = {}, None
 
-    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Replaces the module's forward."""
         return self.forward(*args, **kwargs) if self.perturbations else self.original(*args, **kwargs)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the module's output with perturbed parameters."""
+
+    def _join(self) -> torch.Tensor | None:
+        return None
 
     def _factors(self) -> Factors:
         weight = self.perturbations["weight"]
@@ -129,16 +131,10 @@ class _Patch(ABC):
 class _Linear(_Patch):
     """``x W^T + [x V, 1] [C, b]^T`` with C and b per stream."""
 
-    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
-        """Join factors and bias as rows: one product adds both, and is fastest from rows."""
-        super().set_perturbations(perturbations, streams)
+    def _join(self) -> torch.Tensor:
+        """Factors and bias as rows: one product adds both, and is fastest from rows."""
         rows, bias = self._factors().left.transpose(1, 2), self._values("bias")
-        self._columns = rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
-
-    def reset(self) -> None:
-        """Also free the joined factors."""
-        super().reset()
-        del self._columns
+        return rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -147,7 +143,7 @@ class _Linear(_Patch):
         thin = self._by_stream(x) @ right
         if "bias" in self.perturbations:
             thin = functional.pad(thin, (0, 1), value=1.0)
-        self._by_stream(out).baddbmm_(thin, self._columns)
+        self._by_stream(out).baddbmm_(thin, self.joined)
         return out
 
 
@@ -231,23 +227,17 @@ class _Vectors(_Patch):
 class _Embedding(_Patch):
     """``E[i] + C[i] V^T``. The original forward looks up C as well, since it may scale the rows or shift i."""
 
-    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
-        """Join the factors of all streams side by side in one table."""
-        super().set_perturbations(perturbations, streams)
+    def _join(self) -> torch.Tensor:
+        """The factors of all streams side by side in one table."""
         sums = self._factors().left
-        self._table = nn.Parameter(sums.transpose(0, 1).reshape(sums.shape[1], -1), requires_grad=False)
-
-    def reset(self) -> None:
-        """Also free the joined factors."""
-        super().reset()
-        del self._table
+        return nn.Parameter(sums.transpose(0, 1).reshape(sums.shape[1], -1), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""
         module, (factors, shared) = self.module, self._factors()
         out, weight = self.original(*args, **kwargs), module._parameters["weight"]
         try:
-            module._parameters["weight"] = self._table
+            module._parameters["weight"] = self.joined
             thin = self.original(*args, **kwargs)
         finally:
             module._parameters["weight"] = weight
