@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_export import _quoted, export_gguf
+from zo2adapters.models.export import _quoted, export_gguf
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
 from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.tokenizer import load_tokenizer

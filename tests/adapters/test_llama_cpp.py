@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.models.gguf_export import export_gguf
+from zo2adapters.models.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 

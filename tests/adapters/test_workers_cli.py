@@ -14,7 +14,8 @@ from command_lines import ROWS, refusal, run_here
 from crews import Crew, attempted, worked
 from runs import small_run
 
-from zo2adapters.trainers.metrics import LiveMetrics, TrackerName
+from zo2adapters.trainers.metrics import LiveMetrics
+from zo2adapters.trainers.options import TrackerName
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune

@@ -29,7 +29,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.gguf_export import export_gguf
+from zo2adapters.models.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine
 from zo2core.encodings import GGUF_BLOCKS

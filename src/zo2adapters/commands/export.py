@@ -136,7 +136,7 @@ class Export(WritesDirectory):
             self._print("adapter" if is_adapter else "model", at, engine)
 
     def _write_gguf(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
-        from zo2adapters.models.gguf_export import export_gguf
+        from zo2adapters.models.export import export_gguf
         from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 
         template = None if self.run_directory is None else template_of_rows(RunDirectory.options(self.run_directory).rows)
@@ -162,7 +162,7 @@ class Merge(WritesDirectory):
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
         from zo2adapters.models.peft_kinds import PeftBlockModel
-        from zo2adapters.models.peft_layers import WEIGHTS_FILE
+        from zo2adapters.models.peft_kinds import WEIGHTS_FILE
         from zo2adapters.trainers.model_card import CARD, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256

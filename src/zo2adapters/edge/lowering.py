@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from zo2adapters.edge.running import ProgramDescription, append_digest
 from zo2adapters.edge.step import STREAMS, AdapterState, DualForwardLinear, StateReader, StateWriter, TrainingStep
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel
-from zo2adapters.models.peft_layers import plain_config, read_weight
+from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel, plain_config, read_weight
 from zo2adapters.models.skeleton import Stub
 from zo2adapters.optional_package import executorch
 from zo2core import ParameterSpec, ZO2Error

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from zo2adapters.edge.step import GROUP, groups_of
 from zo2adapters.models.batches import check_batch
-from zo2adapters.models.peft_layers import write_adapter
+from zo2adapters.models.peft_kinds import write_adapter
 from zo2adapters.optional_package import executorch
 from zo2core import Batch
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError, reason

@@ -32,8 +32,7 @@ from zo2adapters.frameworks.supported import ADAPTER, FULL, GRPO, ONE_UPDATE, TR
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_adapter import Adapter, read_values
-from zo2adapters.models.peft_kinds import PeftBlockModel
-from zo2adapters.models.peft_layers import WEIGHTS_FILE
+from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
 from zo2core.checkpoint import Snapshot, Snapshots

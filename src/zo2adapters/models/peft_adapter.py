@@ -22,8 +22,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.peft_kinds import AdapterKind, FirstValues, LoRAKind, OpenBase, OpenedAdapter
-from zo2adapters.models.peft_layers import CONFIG_FILE, SAVED, WEIGHTS_FILE, base_form, base_values, put_value
+from zo2adapters.models.peft_kinds import (
+    CONFIG_FILE,
+    SAVED,
+    WEIGHTS_FILE,
+    AdapterKind,
+    FirstValues,
+    LoRAKind,
+    OpenBase,
+    OpenedAdapter,
+    base_form,
+    base_values,
+    put_value,
+)
 from zo2adapters.models.peft_prefix import PrefixKind
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint import SafetensorsReader, parse_header, require_own_file

@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from zo2adapters.models.batches import is_packed, longest_row
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.models.peft_kinds import AdapterKind, FirstValues, Inserted, OpenBase, PeftBlockModel
-from zo2adapters.models.peft_layers import ADAPTER_NAME
+from zo2adapters.models.peft_kinds import ADAPTER_NAME, AdapterKind, FirstValues, Inserted, OpenBase, PeftBlockModel
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch, Engine, HostPlan, MemoryPolicy
 from zo2core.errors import OptionError, UnsupportedModelError
