@@ -63,13 +63,9 @@ def match_tensors(
     state = skeleton.state_dict()
     unexpected = [name for name in pieces if name not in state and not _is_ignored(name, skeleton, architecture)]
     if unexpected:
-        entry = pieces[sorted(unexpected)[0]][0].entry
-        raise CheckpointError(
-            f"{entry.path}: {entry.name}",
-            found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
-            expected="the parameters of the config's model",
-            remedy="use the config.json that belongs to these shards, or open them with their head",
-        )
+        found = f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first"
+        remedy = "use the config.json that belongs to these shards, or open them with their head"
+        raise _malformed(pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy)
     parameters: dict[str, tuple[Piece, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
         copies = [pieces[alias] for alias in aliases if alias in pieces]
@@ -83,7 +79,10 @@ def match_tensors(
     for name in state.keys() - known:
         if name not in pieces:
             raise _missing(directory, name, "every buffer that the model's checkpoints keep")
-        buffers[name] = _whole(pieces[name], name)
+        first, *others = pieces[name]
+        if others or first != Piece.whole(first.entry):
+            raise _unsupported(first.entry, f"a part of the buffer {name}", "buffers that are each a tensor of their own")
+        buffers[name] = first.entry
     return Matched(parameters, dict(sorted(buffers.items())))
 
 
@@ -92,12 +91,8 @@ def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTraine
     for name, pieces in parameters.items():
         entry = pieces[0].entry
         if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # transformers keeps some in another dtype
-            raise CheckpointError(
-                f"{entry.path}: {entry.name}",
-                found=f"dtype {entry.dtype}",
-                expected=f"{dtype}, as config.json says",
-                remedy="pass a dtype, to which tensors are converted as they are read",
-            )
+            remedy = "pass a dtype, to which tensors are converted as they are read"
+            raise _malformed(entry, f"dtype {entry.dtype}", f"{dtype}, as config.json says", remedy)
 
 
 def _load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -121,30 +116,13 @@ def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
     return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy=remedy)
 
 
-def _whole(pieces: Sequence[Piece], name: str) -> TensorEntry:
-    """The tensor of a buffer."""
-    entry = pieces[0].entry
-    if tuple(pieces) == (Piece.whole(entry),):
-        return entry
-    raise UnsupportedModelError(
-        f"{entry.path}: {entry.name}",
-        found=f"a part of the buffer {name}",
-        expected="buffers that are each a tensor of their own",
-        remedy="save the model by transformers with save_original_format=False, and use that",
-    )
-
-
 def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
     """Refuse a parameter that is not of one floating-point dtype."""
     first = pieces[0].entry
     for entry, _, _ in pieces:
         if check_float(entry) != first.torch_dtype:
-            raise CheckpointError(
-                f"{entry.path}: {entry.name}",
-                found=f"dtype {entry.dtype}",
-                expected=f"{first.dtype}, as in {first.name}: both are in {name}",
-                remedy="convert the checkpoint to one dtype",
-            )
+            expected = f"{first.dtype}, as in {first.name}: both are in {name}"
+            raise _malformed(entry, f"dtype {entry.dtype}", expected, "convert the checkpoint to one dtype")
 
 
 def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
@@ -158,12 +136,11 @@ def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
     for copy in copies[1:]:
         for (first, *extent), (other, *other_extent) in zip_longest(copies[0], copy, fillvalue=(None, 0, 0)):
             if first is None or other is None or extent != other_extent or not same_samples(first, other):
-                raise CheckpointError(
-                    f"{copy[0].entry.path}: {copy[0].entry.name}",
-                    found=f"other values than in {copies[0][0].entry.name}",
-                    expected=f"equal values: config.json ties both to {name}",
-                    remedy="set tie_word_embeddings to false in config.json",
+                found, expected = (
+                    f"other values than in {copies[0][0].entry.name}",
+                    f"equal values: config.json ties both to {name}",
                 )
+                raise _malformed(copy[0].entry, found, expected, "set tie_word_embeddings to false in config.json")
 
 
 def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
@@ -184,12 +161,8 @@ def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel)
             joined.setdefault(target, []).append((pattern, entry))
             continue
         if target in state and entry.shape != tuple(state[target].shape):
-            raise CheckpointError(
-                f"{entry.path}: {target}",
-                found=f"shape {list(entry.shape)}",
-                expected=f"{list(state[target].shape)}, as config.json says",
-                remedy="use the config.json that belongs to these shards",
-            )
+            expected = f"{list(state[target].shape)} for {target}, as config.json says"
+            raise _malformed(entry, f"shape {list(entry.shape)}", expected)
         if target in pieces:
             raise _duplicate(entry, target, pieces[target][0].entry)
         pieces[target] = (Piece.whole(entry),)
@@ -210,44 +183,34 @@ def _converted(
 ) -> dict[str, tuple[Piece, ...]]:
     """Run one rule on row numbers, and return the pieces of every tensor of the model that it makes."""
     entries = [entry for _, entry in sources]
-    where = f"{entries[0].path}: {entries[0].name}"
     for operation in rule.operations:
         if type(operation) not in _ROW_OPERATIONS:
-            raise UnsupportedModelError(
-                where,
-                found=f"{operation!r}, by which transformers makes {target}",
-                expected="conversions that move whole rows",
-                remedy="load the model with transformers, save it with save_original_format=False, and use that",
-            )
+            found = f"{operation!r}, by which transformers makes {target}"
+            raise _unsupported(entries[0], found, "conversions that move whole rows")
     by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
     sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
     counts = [math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)]
     offsets = [0, *accumulate(counts)]
     if offsets[-1] > _MAX_ROWS:
-        raise UnsupportedModelError(
-            where,
-            found=f"{offsets[-1]} rows for {target}",
-            expected=f"at most {_MAX_ROWS} in one conversion",
-            remedy="save the model by transformers with save_original_format=False, and use that",
-        )
+        raise _unsupported(entries[0], f"{offsets[-1]} rows for {target}", f"at most {_MAX_ROWS} in one conversion")
     for (pattern, entry), first, count in zip(sources, offsets, counts, strict=False):
         shape = entry.shape if by_elements else (*entry.shape[:-1], 1)
         rule.add_tensor(target, entry.name, pattern, torch.arange(first, first + count).view(shape))  # type: ignore[arg-type]
     try:
         converted: dict[str, Any] = rule.convert(target, model=model, config=model.config)
     except Exception as error:  # any: tensors that do not fit together surface inside the operations
-        raise _mismatch(where, target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
+        raise _misfit(entries[0], target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
     tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
     numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
     if not torch.equal(numbers.sort().values, torch.arange(offsets[-1])):
-        raise _mismatch(where, target, "rows that no parameter takes")
+        raise _misfit(entries[0], target, "rows that no parameter takes")
     result = {}
     for name, value in tensors.items():
         shape = tuple(state[name].shape) if name in state else ()
         if tuple(value.shape) != (shape if by_elements else (*shape[:-1], 1)) or (
             not by_elements and any(size != shape[-1] for size in sizes)
         ):
-            raise _mismatch(where, name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
+            raise _misfit(entries[0], name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
         result[name] = tuple(_pieces(value.reshape(-1), entries, offsets, sizes[0]))
     return result
 
@@ -267,21 +230,23 @@ def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequ
 
 
 def _duplicate(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
-    return CheckpointError(
-        f"{entry.path}: {entry.name}",
-        found=f"a second tensor for {target}, beside {first.name}",
-        expected="one tensor for each parameter",
-        remedy="remove one of them",
-    )
+    found = f"a second tensor for {target}, beside {first.name}"
+    return _malformed(entry, found, "one tensor for each parameter", "remove one of them")
 
 
-def _mismatch(where: str, name: str, found: str) -> CheckpointError:
-    return CheckpointError(
-        where,
-        found=found,
-        expected=f"the tensors from which transformers makes {name}, as config.json says",
-        remedy="use the config.json that belongs to these shards",
-    )
+def _misfit(entry: TensorEntry, name: str, found: str) -> CheckpointError:
+    return _malformed(entry, found, f"the tensors from which transformers makes {name}, as config.json says")
+
+
+def _malformed(
+    entry: TensorEntry, found: str, expected: str, remedy: str = "use the config.json that belongs to these shards"
+) -> CheckpointError:
+    return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
+
+
+def _unsupported(entry: TensorEntry, found: str, expected: str) -> UnsupportedModelError:
+    remedy = "load the model with transformers, save it with save_original_format=False, and use that"
+    return UnsupportedModelError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
 
 
 class OverlaidReader:
