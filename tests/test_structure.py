@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/commands": 3095,
     "zo2adapters/edge": 482,
     "zo2adapters/frameworks": 990,
-    "zo2adapters/models": 4937,
+    "zo2adapters/models": 4796,
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5045,
     "zo2core": 4465,

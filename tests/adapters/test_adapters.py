@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
     ),
     "pickled": (lambda d: (d / MODEL).rename(d / "pytorch_model.bin"), UnsupportedModelError, "zo2 convert"),
     "no weights": (lambda d: (d / MODEL).unlink(), CheckpointError, "no safetensors"),
-    "truncated": (lambda d: (d / MODEL).write_bytes((d / MODEL).read_bytes()[:-1]), CheckpointError, "bytes"),
+    "truncated": (lambda d: (d / MODEL).write_bytes((d / MODEL).read_bytes()[:-1]), CheckpointError, "not fully covered"),
     "tensor missing": (
         lambda d: rewrite(d, lambda t: {k: v for k, v in t.items() if not k.endswith("fc2.bias")}),
         CheckpointError,

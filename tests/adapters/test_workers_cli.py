@@ -15,8 +15,7 @@ from crews import Crew, attempted, worked
 from runs import small_run
 
 from zo2adapters.trainers.metrics import LiveMetrics
-from zo2adapters.trainers.options import TrackerName
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.options import Storage, TrackerName, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
 from zo2adapters.trainers.worker_options import device_kinds, require_same_steps, storage_of_one, worker_trace

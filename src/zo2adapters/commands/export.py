@@ -161,8 +161,7 @@ class Merge(WritesDirectory):
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
-        from zo2adapters.models.peft_kinds import PeftBlockModel
-        from zo2adapters.models.peft_kinds import WEIGHTS_FILE
+        from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
         from zo2adapters.trainers.model_card import CARD, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
