@@ -41,23 +41,9 @@ class HostStreams:
 class HostDevice:
     """Computes in the buckets' memory."""
 
-    def __init__(self) -> None:
-        self._streams = HostStreams()
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    @property
-    def in_place(self) -> bool:
-        """Always true."""
-        return True
-
-    @property
-    def streams(self) -> HostStreams:
-        """Streams that do all work at once."""
-        return self._streams
+    torch_device = torch.device("cpu")
+    in_place = True
+    streams = HostStreams()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-aligned memory of exactly this size. Pages take memory once they are touched."""
@@ -157,6 +143,8 @@ class CudaDevice:
         DeviceError: if there is no such GPU.
     """
 
+    in_place = False  # kernels do not access host memory
+
     def __init__(self, index: int = 0) -> None:
         count = torch.cuda.device_count()
         if not 0 <= index < count:
@@ -166,28 +154,13 @@ class CudaDevice:
                 expected="that GPU and a torch built for CUDA",
                 remedy="pass device='cpu', or install torch for CUDA",
             )
-        self._torch_device = torch.device("cuda", index)
-        self._streams = CudaStreams(index)
+        self.torch_device = torch.device("cuda", index)
+        self.streams = CudaStreams(index)
         self._locked: list[torch.Tensor] = []
         # Locking fails at an address that was unmapped and mapped again while CUDA still takes it for locked. So a device
         # that was not closed also unlocks its memory before it is freed.
-        self._unlock = weakref.finalize(self, _unlock, self._streams, self._locked)
+        self._unlock = weakref.finalize(self, _unlock, self.streams, self._locked)
         self._unlock.atexit = False
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The GPU."""
-        return self._torch_device
-
-    @property
-    def in_place(self) -> bool:
-        """Always false, since kernels do not access host memory."""
-        return False
-
-    @property
-    def streams(self) -> CudaStreams:
-        """Queues for compute and for each lane of copies."""
-        return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-locked memory of exactly this size.
@@ -199,12 +172,12 @@ class CudaDevice:
             DeviceError: if the memory cannot be locked.
         """
         arena = torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)
-        with torch.cuda.device(self._torch_device):
+        with torch.cuda.device(self.torch_device):
             code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
-            _clear_error(self._torch_device)
+            _clear_error(self.torch_device)
             raise DeviceError(
-                str(self._torch_device),
+                str(self.torch_device),
                 found=f"cudaHostRegister failed with code {int(code)} for {nbytes} bytes",
                 expected="enough host memory that may be locked",
                 remedy="free memory, or raise the limit that `ulimit -l` shows",
@@ -214,17 +187,17 @@ class CudaDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialised memory on the GPU."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free_memory(self) -> int:
         """Return the driver's free memory and torch's unused cache, in bytes."""
-        free, _ = torch.cuda.mem_get_info(self._torch_device)
-        kept = torch.cuda.memory_reserved(self._torch_device) - torch.cuda.memory_allocated(self._torch_device)
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept
 
     def close(self) -> None:
         """Wait for the GPU and unlock all memory."""
-        _unlock(self._streams, self._locked)
+        _unlock(self.streams, self._locked)
 
 
 def _unlock(streams: CudaStreams, locked: list[torch.Tensor]) -> None:

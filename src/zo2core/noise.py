@@ -30,18 +30,13 @@ class PhiloxNoise:
     """
 
     def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:
-        self._distribution = distribution
+        self.distribution = distribution
         self._chunks: dict[int, list[tuple[int, int]]] = {}  # by number of elements: parameters of equal size share a list
 
     @property
     def name(self) -> str:
         """Name of the generator, the same on every machine."""
-        return f"philox4x32-10-{self._distribution.value}"
-
-    @property
-    def distribution(self) -> Distribution:
-        """Distribution of the numbers."""
-        return self._distribution
+        return f"philox4x32-10-{self.distribution.value}"
 
     def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
         """Divide a parameter into cache-sized chunks."""
@@ -52,7 +47,7 @@ class PhiloxNoise:
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write a range of a parameter's z."""
-        fill(out, self._distribution, seed, parameter.index, start)
+        fill(out, self.distribution, seed, parameter.index, start)
 
     def retain(self, seeds: Collection[int]) -> None:
         """Do nothing: nothing is kept."""

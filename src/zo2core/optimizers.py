@@ -37,6 +37,8 @@ class LOMO(BlockUpdate):
         OptionError: if ``weight_decay`` is out of its range.
     """
 
+    copies = 1  # a 16-bit weight
+
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -46,11 +48,6 @@ class LOMO(BlockUpdate):
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
         return {"name": "lomo", **asdict(self)}
-
-    @property
-    def copies(self) -> int:
-        """A 16-bit weight. See the contract."""
-        return 1
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
@@ -78,6 +75,8 @@ class AdaLOMO(BlockUpdate):
         OptionError: if ``weight_decay``, ``eps`` or ``clip_threshold`` is out of its range.
     """
 
+    copies = 3  # a 16-bit weight, the squared gradient with and without its term, and then the update
+
     weight_decay: float = 0.0
     eps: tuple[float, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
@@ -93,11 +92,6 @@ class AdaLOMO(BlockUpdate):
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
         return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
-
-    @property
-    def copies(self) -> int:
-        """A 16-bit weight, the squared gradient with and without its term, and then the update. See the contract."""
-        return 3
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
@@ -213,6 +207,8 @@ class TorchOptimizer(BlockUpdate):
             to single parameters.
     """
 
+    widens_gradients = False  # as in a loop over the whole model
+
     def __init__(
         self, factory: Callable[[Any], Any], *, options: Mapping[str, Any] | None = None, by_name: bool = False
     ) -> None:
@@ -229,11 +225,6 @@ class TorchOptimizer(BlockUpdate):
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
         return self._options
-
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether 16-bit gradients are converted to float32 first: no, as in a loop over the whole model."""
-        return False
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """What the optimizer keeps of each parameter, and whether it has begun to. See the contract."""
