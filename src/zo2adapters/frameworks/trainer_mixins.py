@@ -59,7 +59,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         self.block_model = open_model(model, args, type(self), adapter)
         self._engine: Engine | None = None
         self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
-        self._evaluated: deque[Any] | None = None  # outputs for the next batches of the evaluation that is running
+        self._swept: SweptBatches | None = None  # batches of the evaluation that is running
         skeleton: Any = self.block_model.skeleton
         skeleton.state_dict = lambda *_, **__: {}
         skeleton.save_pretrained = lambda save_directory, **_: self._write(Path(save_directory), is_checkpoint=False)
@@ -131,19 +131,11 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         forward = CalledForward(self.block_model, predict, keeps_logits=not loss_only)
         self.model.training = False
-        base = getattr(dataloader, "base_dataloader", None)
-        swept = SweptBatches(dataloader if base is None else base, self.engine, forward)
-        outer, self._evaluated = self._evaluated, swept.outputs
+        outer, self._swept = self._swept, SweptBatches(dataloader, self.engine, forward)
         try:
-            if base is None:
-                dataloader = swept
-            else:  # accelerate's loader, which says which batch is the last one
-                dataloader.base_dataloader, swept.wrapper = swept, dataloader
-            return super().evaluation_loop(dataloader, description, loss_only, ignore_keys, metric_key_prefix)
+            return super().evaluation_loop(self._swept, description, loss_only, ignore_keys, metric_key_prefix)
         finally:
-            self._evaluated = outer
-            if base is not None:
-                dataloader.base_dataloader = base
+            self._swept = outer
 
     def prediction_step(
         self,
@@ -153,8 +145,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Loss, logits and labels of the batch, from the sweep in which it was processed."""
-        if self._evaluated is not None:
-            return self._evaluated.popleft()
+        if self._swept is not None:
+            return self._swept.output
         predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
         return self._output(self.engine, predict, self._prepare_inputs(inputs))
 
@@ -175,7 +167,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         forward = CalledForward(self.block_model, self.compute_ref_log_probs)
         with self._reference() as reference:
             swept = SweptBatches(loader, reference, forward)
-            chosen, rejected = zip(*(swept.outputs.popleft() for _ in swept), strict=True)
+            chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
         dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
         return dataset.add_column("ref_rejected_logps", torch.cat(rejected).float().cpu().numpy())
 
@@ -608,39 +600,67 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
 
 
 class SweptBatches:
-    """Yields the batches of a data loader once their outputs, computed for several batches in one sweep, are in a queue.
+    """Yields the batches of a data loader; ``output`` has the model's output for the batch that was yielded last.
 
-    A sweep has as many batches as fit in the memory for activations. All are read before the first of them is yielded.
+    All batches of a sweep, as many as fit in the memory for activations, are read before the first of them is yielded.
     """
 
     def __init__(self, loader: Any, engine: Engine, forward: CalledForward) -> None:
-        self.loader = loader
-        self.outputs: deque[Any] = deque()  # for batches that were yielded; the caller takes them out
-        self.wrapper: Any = None  # the loader of accelerate that yields these batches
-        self._engine, self._forward = engine, forward
+        self.output: Any = None
+        self._loader, self._engine, self._forward = loader, engine, forward
+        self._outputs: deque[Any] = deque()  # for batches that were read from the sweeps
 
     def __iter__(self) -> Iterator[Any]:
+        base = getattr(self._loader, "base_dataloader", None)
+        if base is None:
+            batches: Any = self._in_sweeps(self._loader)
+        else:  # accelerate's loader knows which batch is the last one, and reads one ahead
+            self._loader.base_dataloader = _Source(base, self._in_sweeps(base))
+            batches = self._loader
+        try:
+            for batch in batches:
+                self.output = self._outputs.popleft()
+                yield batch
+        finally:
+            if base is not None:
+                self._loader.base_dataloader = base
+
+    def _in_sweeps(self, source: Any) -> Iterator[Any]:
+        """Yield the batches of a loader once their outputs are there."""
         pending: deque[Any] = deque()  # batches that were read
 
         def batches() -> Iterator[Batch]:
-            for batch in self.loader:
+            for batch in source:
                 pending.append(batch)
                 yield batch_tensors(batch)
-                if self.wrapper is not None and isinstance(self.loader.dataset, IterableDataset):
+                if source is not self._loader and isinstance(source.dataset, IterableDataset):
                     # Rows of the last batch that count, as in accelerate's loader for such data when it places batches.
-                    self.wrapper.remainder = find_batch_size(batch)  # type: ignore[no-untyped-call]
+                    self._loader.remainder = find_batch_size(batch)  # type: ignore[no-untyped-call]
 
         for outputs in self._engine.forwards(batches(), self._forward):
             for output in outputs:
                 # A copy, because callers may change the output in place.
-                self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.clone, output))
+                self._outputs.append(tree_map_only(torch.Tensor, torch.Tensor.clone, output))
                 yield pending.popleft()
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return getattr(self._loader, name)
+
+
+class _Source:
+    """A data loader whose batches come from elsewhere."""
+
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class TrainerLoss(CalledForward):
