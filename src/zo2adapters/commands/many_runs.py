@@ -138,17 +138,21 @@ def train_together(runs: Sequence[PlannedRun], output: Path) -> None:
         raise first
 
 
+def tell(*lines: str | None, prefix: str = "") -> None:
+    """Print lines on standard error, but for those that are None."""
+    for line in lines:
+        if line is not None:
+            print(f"{prefix}{line}", file=sys.stderr)
+
+
 def _trained(run: PlannedRun, shared: SharedBase) -> Outcome:
     """Train and export one run; the sweeps are made together with those of the others."""
     from zo2adapters.trainers.trainer import Trainer
 
     with Trainer(run.options, resume=run.resume, label=run.name, shared=shared) as trainer:
-        for line in trainer.first_lines():
-            print(f"{run.name}: {line}", file=sys.stderr)
+        tell(*trainer.first_lines(), prefix=f"{run.name}: ")
         trainer.run()
-        for notice in (trainer.divergence(), trainer.best_evaluation()):
-            if notice is not None:
-                print(f"{run.name}: {notice}", file=sys.stderr)
+        tell(trainer.divergence(), trainer.best_evaluation(), prefix=f"{run.name}: ")
         return _outcome(run, trainer.losses, trainer.evaluation_losses(), trainer.seconds())
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from zo2adapters.commands.journal import metrics_of, read_journal
+from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
 from zo2adapters.trainers.option_table import used_options
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
 from zo2core import Update, ZO2Error
-from zo2core.errors import JournalError, MissingPackageError, OptionError, reason
+from zo2core.errors import JournalError, OptionError, reason
 from zo2core.guard import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted
@@ -400,19 +401,13 @@ def _charts(
 
 def _figure(charts: Sequence[Chart], legend: str | None = None) -> str:
     """Draw charts side by side, as SVG; the first one has the legend, with this title."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "matplotlib", found="no such package", expected="the package", remedy="run pip install 'zo2core[plot]'"
-        ) from error
+    modules = ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_svg")
+    mpl, figures, backend = (optional_package(name, install="zo2core[plot]") for name in modules)
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "zo2", "axes.spines.top": False, "axes.spines.right": False}
     style |= {"text.parse_math": False}  # a dollar sign in a run's name does not start a formula
     with mpl.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a glyph missing in the fonts here may be in the browser's
-        figure = Figure(figsize=(3.8 * max(len(charts), 2), 3.2), layout="constrained")
+        figure = figures.Figure(figsize=(3.8 * max(len(charts), 2), 3.2), layout="constrained")
         for index, chart in enumerate(charts):
             axis = figure.add_subplot(1, len(charts), index + 1)
             for x, y, drawn in chart.curves:
@@ -429,7 +424,7 @@ def _figure(charts: Sequence[Chart], legend: str | None = None) -> str:
             if index == 0 and axis.get_legend_handles_labels()[1]:
                 axis.legend(frameon=False, title=legend)
         written = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # type: ignore[no-untyped-call]
+        backend.FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     text = written.getvalue()
     return text[text.index("<svg") :]
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.benchmark import require_consistent, run_task
-from zo2adapters.commands.many_runs import PlannedRun, read_differences, train_together
+from zo2adapters.commands.many_runs import PlannedRun, read_differences, tell, train_together
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.rewards import RewardName
@@ -285,8 +285,7 @@ class Train(RunOptions, Command):
             lines = trainer.notices() if chooses else trainer.first_lines()
             if finished:
                 lines = [f"{options.output} is finished after {counted(options.steps, 'step')}"]
-            for line in lines if first else ():
-                print(line, file=sys.stderr)
+            tell(*(lines if first else ()))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             try:
@@ -297,9 +296,7 @@ class Train(RunOptions, Command):
             except KeyboardInterrupt:
                 print(f"\n{trainer.how_to_continue()}", file=sys.stderr)
                 raise
-            for notice in (trainer.divergence(), trainer.best_evaluation()):
-                if notice is not None:
-                    print(notice, file=sys.stderr)
+            tell(trainer.divergence(), trainer.best_evaluation())
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
 
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
@@ -311,9 +308,7 @@ class Train(RunOptions, Command):
             remedy = "pass the rate that zo2 tune finds"
             raise OptionError("lr", found=f"auto with {refused}", expected="a number", remedy=remedy)
         try:
-            return with_chosen_rate(
-                options, resume=self.resume is not None, announce=lambda line: print(line, file=sys.stderr), quiet=False
-            )
+            return with_chosen_rate(options, resume=self.resume is not None, announce=tell, quiet=False)
         except KeyboardInterrupt:
             if holds_run(options.output):
                 print(f"\nstopped; to continue: {options.resume_command}", file=sys.stderr)
