@@ -1,4 +1,4 @@
-"""Damaged and hostile input files: each is used or refused by a typed error, in bounded time and memory."""
+"""Damaged and hostile input files: each reader uses or refuses them by a typed error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import signal
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -41,20 +42,6 @@ SURROGATES = ["\ud800", "\udcff", "a\ud83d"]
 PATHS = ["", ".", "..", "../x.safetensors", "/etc/passwd", "/dev/zero", "a\0b", "sub/", "x" * 300, *SURROGATES]
 FLOATS = [0.0, -0.0, 1.0, 1.5, 1e308, float("nan"), float("inf"), float("-inf")]
 INTEGERS = [-1, 0, 1, 2, 3, 2**31, 2**40, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400]
-
-nested = st.one_of(st.integers(1, 1200), st.just(100_000)).map(lambda depth: f"{NESTED}{depth}")
-scalars = st.one_of(
-    st.sampled_from(INTEGERS),
-    st.sampled_from(FLOATS),
-    st.sampled_from([None, True, False]),
-    st.sampled_from(PATHS),
-    st.text(max_size=5),
-    nested,
-)
-junk = st.recursive(
-    scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3))
-)
-
 
 HOSTILE: list[Any] = [None, True, False, *INTEGERS, *FLOATS, *PATHS, [], {}, [[]], [None], {"a": 1}, f"{NESTED}100000"]
 
@@ -130,60 +117,18 @@ def places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[s
         yield from places(inner, (*place, key))
 
 
-@st.composite
-def altered(draw: st.DrawFn, value: Any, replacements: st.SearchStrategy[Any] = junk) -> Any:
-    """A JSON value in which some values are replaced, removed or moved, and some keys are added."""
-    root = {"root": copy.deepcopy(value)}
-    for _ in range(draw(st.integers(1, 3))):
-        *path, last = draw(st.sampled_from(list(places(root))[1:]))
-        holder: Any = root
-        for key in path:
-            holder = holder[key]
-        kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "swap"]))
-        if kind == "remove" and path:
-            del holder[last]
-        elif kind == "add" and isinstance(holder, dict) and path:
-            holder[draw(st.one_of(st.text(max_size=4), st.sampled_from(PATHS)))] = draw(replacements)
-        elif kind == "swap" and len(holder) > 1:
-            other = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
-            holder[last], holder[other] = holder[other], holder[last]
-        else:
-            holder[last] = draw(replacements)
-    return root["root"]
-
-
-def replaced(value: Any) -> Iterator[Any]:
-    """A JSON value with each value inside it replaced by each hostile one in turn."""
+def replaced(value: Any, hostile: Sequence[Any] = HOSTILE) -> Iterator[Any]:
+    """A JSON value with each value inside it replaced by each hostile one in turn, or left out."""
     for *path, last in list(places(value))[1:]:
-        for hostile in HOSTILE:
+        for other in hostile:
             changed = copy.deepcopy(value)
             holder: Any = changed
             for key in path:
                 holder = holder[key]
-            holder[last] = hostile
+            holder[last] = other
             yield changed
-
-
-SIZES = st.one_of(
-    st.lists(st.one_of(st.sampled_from(INTEGERS), st.integers(0, 24), st.booleans(), st.floats()), max_size=70), junk
-)
-
-
-@st.composite
-def shards(draw: st.DrawFn, whole: bytes) -> bytes:
-    if draw(st.booleans()):
-        return draw(damaged(whole))
-    (length,) = struct.unpack("<Q", whole[:8])
-    header = draw(
-        altered(json.loads(whole[8 : 8 + length]), st.one_of(SIZES, junk, st.sampled_from(["F64", "I8", "F8_E4M3"])))
-    )
-    raw = to_json(header)
-    if draw(st.booleans()):
-        raw = raw.replace(b"{", b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},', 1)
-    length = draw(
-        st.one_of(st.just(len(raw)), st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1]), st.integers(0, 2 * len(raw)))
-    )
-    return struct.pack("<Q", length) + raw + whole[-20:]
+        del holder[last]
+        yield changed
 
 
 def read_shard(path: Path) -> None:
@@ -197,60 +142,8 @@ def read_shard(path: Path) -> None:
         assert reader.fingerprint
 
 
-@given(data=st.data())
-def test_any_shard_is_read_inside_the_file_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("shard") / "x.safetensors"
-    save_file({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}, path, metadata={"format": "pt"})
-    path.write_bytes(data.draw(shards(path.read_bytes())))
-
-    used_or_refused(lambda: read_shard(path))
-
-
-def test_any_value_in_a_header_is_read_or_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
-    save_file(tensors, path, metadata={"format": "pt"})
-    whole = path.read_bytes()
-    for header in replaced(json.loads(whole[8:-20])):
-        raw = to_json(header)
-        path.write_bytes(struct.pack("<Q", len(raw)) + raw + whole[-20:])
-        used_or_refused(lambda: read_shard(path))
-
-
-@given(data=st.data())
-def test_any_index_stays_in_its_directory_or_is_refused(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    directory = tmp_path_factory.mktemp("index")
-    (directory / "sub").mkdir()
-    for name in ("a", "b"):
-        save_file({name: torch.ones(2)}, directory / f"{name}.safetensors")
-    index = {"metadata": {"total_size": 16}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
-    names = st.one_of(st.sampled_from([*PATHS, "sub", "missing.safetensors", "model.safetensors.index.json"]), junk)
-    raw = data.draw(st.one_of(damaged(to_json(index)), altered(index, names).map(to_json)))
-    (directory / "model.safetensors.index.json").write_bytes(raw)
-
-    used_or_refused(lambda: find_inside(directory))
-
-
-def find_inside(directory: Path) -> None:
-    assert all(entry.path.parent == directory for entry in find_tensors(directory).values())
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_a_shard_name_that_is_no_plain_name_is_refused(name: str, tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    index = {"weight_map": {"a": "a.safetensors", "b": name}}
-    (tmp_path / "model.safetensors.index.json").write_bytes(to_json(index))
-    with pytest.raises(CheckpointError):
-        find_tensors(tmp_path)
-
-
-def test_any_value_in_an_index_is_used_or_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    for index in replaced({"metadata": {"total_size": 16}, "weight_map": {"a": "a.safetensors"}}):
-        (tmp_path / "model.safetensors.index.json").write_bytes(to_json(index))
-        used_or_refused(lambda: find_inside(tmp_path))
+def find_inside(path: Path) -> None:
+    assert all(entry.path.parent == path.parent for entry in find_tensors(path.parent).values())
 
 
 def update(step: int) -> Update:
@@ -258,47 +151,11 @@ def update(step: int) -> Update:
     return Update(step, evaluations, (step,), (0.1 * step,), 1e-6, 1e-3, 0.0, True, (1.5, 1.25))
 
 
-def from_line(line: bytes) -> Any:
-    """The record of a line, without its checksum."""
-    record = json.loads(line[9:] if not line.startswith(b"{") else line)
-    if isinstance(record, dict):
-        record.pop("crc32", None)
-    return record
-
-
 def to_line(raw: bytes) -> bytes:
     """A line whose checksum holds: of the present format, or, where the JSON is no object to add to, of the earlier one."""
     if raw.startswith(b"{") and raw.endswith(b"}") and raw != b"{}":
         return b'%s,"crc32":"%08x"}\n' % (raw[:-1], zlib.crc32(raw[:-1]))
     return b"%08x %s\n" % (zlib.crc32(raw), raw)
-
-
-@st.composite
-def journals(draw: st.DrawFn, whole: bytes) -> bytes:
-    if draw(st.booleans()):
-        return draw(damaged(whole))
-    lines = whole.splitlines(keepends=True)
-    for _ in range(draw(st.integers(1, 2))):
-        number, other = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
-        match draw(st.sampled_from(["remove", "repeat", "swap", "alter", "alter", "alter"])):
-            case "remove" if len(lines) > 1:
-                del lines[number]
-            case "repeat":
-                lines.insert(other, lines[number])
-            case "swap":
-                lines[number], lines[other] = lines[other], lines[number]
-            case _:
-                with contextlib.suppress(ValueError, RecursionError):  # an altered line may be altered again
-                    lines[number] = to_line(to_json(draw(altered(from_line(lines[number])))))
-    return b"".join(lines)
-
-
-def write_journal(path: Path) -> bytes:
-    with contextlib.closing(Journal(path)) as journal:
-        journal.begin({"base": "b", "options": {"lr": 0.5}})
-        for step in range(3):
-            journal.append(update(step))
-    return path.read_bytes()
 
 
 def check_types(updates: Sequence[Update]) -> None:
@@ -312,89 +169,17 @@ def check_types(updates: Sequence[Update]) -> None:
         assert type(each.perturb_in_place) is bool
 
 
-@given(data=st.data())
-def test_any_journal_can_be_continued_or_is_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
-    whole = write_journal(path)
-    path.write_bytes(data.draw(journals(whole)))
-
-    def use() -> None:
-        with contextlib.closing(Journal(path)) as found:
-            if found.header is None:
-                return
-            found.append(update(len(found.updates)))
-        again = Journal(path)
-        check_types(again.updates)
-        assert repr(again.updates) == repr(found.updates)
-        again.begin({"base": "other"})
-
-    used_or_refused(use)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_any_value_in_a_journal_is_used_or_refused(number: int, tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    lines = write_journal(path).splitlines(keepends=True)
-    for record in replaced(from_line(lines[number])):
-        path.write_bytes(b"".join([*lines[:number], to_line(to_json(record)), *lines[number + 1 :]]))
-        used_or_refused(lambda: check_types(Journal(path).updates))
-
-
-ADDED = [
-    "quantization_config",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "text_config",
-    "head_dim",
-    "layer_types",
-    "architectures",
-]
-ADDED += ["attn_implementation", "rope_scaling", "rope_theta", "num_labels", "id2label", "is_encoder_decoder", "use_cache"]
-ADDED += ["_attn_implementation", "transformers_version", "model_type", "return_dict", "pruned_heads", "sliding_window"]
-
-
-@st.composite
-def configs(draw: st.DrawFn, config: dict[str, Any]) -> bytes:
-    if draw(st.integers(0, 3)) == 0:
-        return draw(damaged(to_json(config)))
-    config = copy.deepcopy(config)
-    words = st.sampled_from(
-        ["float16", "float99", "relu", "nn", "sdpa", "flash_attention_2", "default", "bert", "llama", "gptq"]
-    )
-    if draw(st.booleans()):
-        config[draw(st.sampled_from(ADDED))] = draw(st.one_of(junk, words))
-    return to_json(draw(altered(config, st.one_of(scalars, junk, words))))
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers warns of much that it finds odd
-@pytest.mark.parametrize("model_type", CONFIGS)
-@given(data=st.data())
-def test_any_config_is_used_or_refused(
-    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    base = tmp_path_factory.getbasetemp() / f"base-{model_type}"
-    if not base.exists():
-        save_model(base, small_config(model_type))
-    directory = tmp_path_factory.mktemp("model")
-    os.link(base / "model.safetensors", directory / "model.safetensors")
-    raw = data.draw(configs(json.loads((base / "config.json").read_bytes())))
-    (directory / "config.json").write_bytes(raw)
-    dtype = data.draw(st.sampled_from(["auto", "float32", "bfloat16"]))
-    used_or_refused(lambda: open_checkpoint(directory, dtype=dtype))
-
-
-@pytest.mark.few(4)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("value", [2**31, -1, "x", None], ids=repr)
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_any_field_of_a_config_may_hold_anything(model_type: str, value: object, tmp_path: Path) -> None:
-    save_model(tmp_path, small_config(model_type))
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_bytes())
-    for field in [*config, *ADDED]:
-        path.write_bytes(to_json({**config, field: value}))
-        used_or_refused(lambda: open_checkpoint(tmp_path))
+def go_on(path: Path) -> None:
+    """Continue a journal, and read what is there then."""
+    with contextlib.closing(Journal(path)) as found:
+        check_types(found.updates)
+        if found.header is None:
+            return
+        found.append(update(len(found.updates)))
+    again = Journal(path)
+    check_types(again.updates)
+    assert repr(again.updates) == repr(found.updates)
+    again.begin({"base": "other"})
 
 
 TEMPLATE = (
@@ -412,54 +197,147 @@ ROWS: list[dict[str, Any]] = [
     {"messages": CHAT},
     {"prompt": CHAT[:1], "completion": CHAT[1:]},
 ]
+ADDED = ["quantization_config", "auto_map", "dtype", "torch_dtype", "text_config", "head_dim", "layer_types", "rope_theta"]
+ADDED += ["architectures", "attn_implementation", "rope_scaling", "num_labels", "id2label", "is_encoder_decoder"]
+ADDED += ["use_cache", "_attn_implementation", "transformers_version", "model_type", "return_dict", "pruned_heads"]
+ADDED += ["sliding_window"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
-    loaded.chat_template = TEMPLATE
-    render_chat(CHAT[:1], loaded)  # starts the process that renders, which takes longer than an example may
-    return loaded
+class Reader(NamedTuple):
+    """What reads a file, and a good one."""
+
+    path: Path
+    parts: Sequence[Any]  # JSON values in the file
+    packed: Callable[[Sequence[bytes]], bytes]  # the file's bytes, from its parts
+    use: Callable[[Path], object]
+    hostile: Sequence[Any] = HOSTILE
+
+    @property
+    def whole(self) -> bytes:
+        """The good file."""
+        return self.packed([to_json(part) for part in self.parts])
 
 
-@given(data=st.data())
-def test_any_data_file_is_read_or_refused(
-    data: st.DataObject, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    row = data.draw(st.sampled_from(ROWS).flatmap(altered)) if data.draw(st.booleans()) else data.draw(st.sampled_from(ROWS))
-    raw = b"".join(to_json(each) + b"\n" for each in [ROWS[0], row, ROWS[1]])
-    path.write_bytes(data.draw(damaged(raw)) if data.draw(st.integers(0, 2)) == 0 else raw)
+def shard(folder: Path) -> Reader:
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "x.safetensors", metadata={"format": "pt"})
+    whole = (folder / "x.safetensors").read_bytes()
 
-    def use() -> None:
+    def packed(parts: Sequence[bytes]) -> bytes:
+        return struct.pack("<Q", len(parts[0])) + parts[0] + whole[-20:]
+
+    return Reader(folder / "x.safetensors", [json.loads(whole[8:-20])], packed, read_shard, [*HOSTILE, "C64", "F4"])
+
+
+def index(folder: Path) -> Reader:
+    (folder / "sub").mkdir()
+    for name in ("a", "b"):
+        save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
+    part = {"metadata": {"total_size": 16}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    hostile = [*HOSTILE, "sub", "missing.safetensors", "model.safetensors.index.json"]
+    return Reader(folder / "model.safetensors.index.json", [part], b"".join, find_inside, hostile)
+
+
+def journal(folder: Path) -> Reader:
+    path = folder / "journal.jsonl"
+    with contextlib.closing(Journal(path)) as made:
+        made.begin({"base": "b", "options": {"lr": 0.5}})
+        made.append(update(0))
+    parts = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for part in parts:
+        del part["crc32"]
+    return Reader(path, parts, lambda parts: b"".join(map(to_line, parts)), go_on)
+
+
+def config(model_type: str, folder: Path) -> Reader:
+    save_model(folder, small_config(model_type))
+    part = json.loads((folder / "config.json").read_bytes())
+    part |= {field: part.get(field) for field in ADDED}
+    hostile = [2**31, -1, "x", None]
+    return Reader(folder / "config.json", [part], b"".join, lambda path: open_checkpoint(path.parent), hostile)
+
+
+def row(number: int, folder: Path) -> Reader:
+    save_tokenizer(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    render_chat(CHAT[:1], tokenizer)  # starts the process that renders, which takes longer than an example may
+
+    def use(path: Path) -> None:
         dataset = RowReader(tokenizer, 8).read(path)
         assert all(0 <= each.prompt_length < len(each.input_ids) <= 8 for each in dataset)
 
-    used_or_refused(use)
+    return Reader(folder / "rows.jsonl", [ROWS[number]], b"".join, use)
 
 
-def test_any_value_in_a_row_is_used_or_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    for row in (changed for whole in ROWS for changed in replaced(whole)):
-        path.write_bytes(to_json(row))
-        used_or_refused(lambda: RowReader(tokenizer, 8).read(path))
+READERS: dict[str, Callable[[Path], Reader]] = {
+    "shard": shard,
+    "index": index,
+    "journal": journal,
+    **{f"row {number}": partial(row, number) for number in range(len(ROWS))},
+    **{f"config of {model_type}": partial(config, model_type) for model_type in CONFIGS},
+}
 
 
-def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    path = tmp_path / "file"
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing loses power here: the disk need not be waited for."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module", params=READERS)
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return READERS[request.param](tmp_path_factory.mktemp("reader"))
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of much that it finds odd
+@given(data=st.data())
+def test_a_damaged_file_is_used_or_refused(reader: Reader, data: st.DataObject) -> None:
+    reader.path.write_bytes(data.draw(damaged(reader.whole)))
+    used_or_refused(lambda: reader.use(reader.path))
+
+
+@pytest.mark.few(7)
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_with_any_value_is_used_or_refused(reader: Reader) -> None:
+    for place, part in enumerate(reader.parts):
+        others = [to_json(other) for other in reader.parts]
+        for changed in replaced(part, reader.hostile):
+            parts = [*others[:place], to_json(changed), *others[place + 1 :]]
+            reader.path.write_bytes(reader.packed(parts))
+            used_or_refused(lambda: reader.use(reader.path))
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 2**31, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_header_of_another_length_or_with_a_name_twice_is_refused(length: int, twice: bool, tmp_path: Path) -> None:
+    made = shard(tmp_path)
+    header = to_json(made.parts[0])
+    if twice:
+        header, length = header.replace(b"{", b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},', 1), 0
+    made.path.write_bytes(struct.pack("<Q", length or len(header)) + header + made.whole[-20:])
+    used_or_refused(lambda: read_shard(made.path))
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_shard_name_that_is_no_plain_name_is_refused(name: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": name}}
+    (tmp_path / "model.safetensors.index.json").write_bytes(to_json(index))
+    with pytest.raises(CheckpointError):
+        find_tensors(tmp_path)
+
+
+def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = {name: READERS[name](tmp_path_factory.mktemp(name)) for name in ("shard", "journal", "row 0")}
     for depth in range(100, 1000, 15):  # the interpreter's limit is 1000; each parser and printer meets it elsewhere
         deep = f"{NESTED}{depth}"
-        for header in ({"a": deep}, {"a": {"dtype": "F32", "shape": deep, "data_offsets": [0, 0]}}):
-            raw = to_json(header)
-            path.write_bytes(struct.pack("<Q", len(raw)) + raw)
-            used_or_refused(lambda: parse_header(path))
-        raw = to_json({"format": 1, "base": deep})
-        path.write_bytes(to_line(raw))
-        used_or_refused(lambda: Journal(path).begin({"base": "other"}))
-        for row in ({"text": deep}, {"messages": [{**CHAT[0], "tool_calls": [deep]}]}):
-            path.write_bytes(to_json(row))
-            used_or_refused(lambda: RowReader(tokenizer, 8).read(path))
+        hostile: dict[str, list[Any]] = {
+            "shard": [{"a": deep}, {"a": {"dtype": "F32", "shape": deep, "data_offsets": [0, 0]}}],
+            "journal": [{"format": 1, "base": deep}],
+            "row 0": [{"text": deep}, {"messages": [{**CHAT[0], "tool_calls": [deep]}]}],
+        }
+        for name, parts in hostile.items():
+            for part in parts:
+                made[name].path.write_bytes(made[name].packed([to_json(part)]))
+                used_or_refused(partial(made[name].use, made[name].path))
