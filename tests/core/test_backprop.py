@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import first_order, inner
+from engines import first_order, inner, memory
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -46,11 +46,6 @@ OPTIMIZERS: Mapping[str, Any] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
 }
-
-
-def memory(buckets: int | None, room: int = 1 << 28) -> MemoryPolicy:
-    """Memory for so many buckets, and so many bytes for what is kept between forward and backward."""
-    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
 
 
 class Resident:
@@ -295,7 +290,7 @@ def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, 
     projection, calls = model._layers[0].mlp.down_proj, []
     getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
     resident = Resident(base, config, values_of(model), OPTIMIZERS["sgd"])
-    with Engine(model, FirstOrder(OPTIMIZERS["sgd"]), memory=memory(1, room=1)) as engine:
+    with Engine(model, FirstOrder(OPTIMIZERS["sgd"]), memory=memory(1, 1)) as engine:
         for _ in range(2):
             calls.clear()  # the first step of a shape tries it out before
             assert engine.step(batch).loss == resident.step([batch], None)

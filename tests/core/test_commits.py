@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import first_order
+from engines import first_order, weights
 from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
@@ -192,10 +192,6 @@ class Full:
         return first_order(open_checkpoint(base), cls.UPDATES[name](), **rate, run=run)
 
 
-def copies(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.parameters_now()}
-
-
 FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "an infinite step": lambda header, contents: contents.update(step=float("inf")),
     "a state that is a list": lambda header, contents: contents.update(state=[]),
@@ -238,7 +234,7 @@ def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), dtype)
     with Full.engine(base, tmp_path / "whole", name) as engine:
         losses = [engine.step(batch).loss for batch in BATCHES]
-        expected = copies(engine)
+        expected = weights(engine)
     with Full.engine(base, tmp_path / "run", name) as engine:
         for batch in BATCHES[:3]:
             engine.step(batch)
@@ -247,7 +243,7 @@ def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
     with Full.engine(base, tmp_path / "run", name) as engine:
         assert (engine.version, engine.journal.version) == (3, 4)
         assert [engine.step(batch).loss for batch in BATCHES[3:]] == losses[3:]
-        assert all(torch.equal(value, expected[key]) for key, value in copies(engine).items())
+        assert all(torch.equal(value, expected[key]) for key, value in weights(engine).items())
         engine.take_snapshot()
         parameters = engine.snapshots.read(5).state["parameters"]
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from engines import weights
 from models import make_batch, save_model, small_config
 from parity import assert_same_weights
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -55,10 +56,6 @@ def base(tmp_path: Path) -> Path:
 def engine(base: Path) -> Iterator[Engine]:
     with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as made:
         yield made
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
 def assert_equal_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engines import zeroth_order
+from engines import weights, zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_weights
 
@@ -52,10 +52,6 @@ def opened(base: Path, run: Path, **policy: Any) -> Engine:
         journal=run / "journal.jsonl",
         write_back=WriteBackPolicy(directory=run, **policy),
     )
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from engines import first_order, inner
+from engines import first_order, inner, memory, weights
 from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,11 +79,6 @@ CASES = {
 STEPS = 5
 
 
-def memory(room: int = 1 << 28) -> MemoryPolicy:
-    """All blocks in memory, and so many bytes for what is kept between forward and backward."""
-    return MemoryPolicy(host=HostPlan((), 0, None, keep_noise=False), activations=room)
-
-
 def rate(case: str) -> Callable[[int], float]:
     return lambda step: CASES[case].lr / (step + 1)
 
@@ -135,7 +130,7 @@ def test_steps_are_those_of_a_loop_over_the_whole_model(
     base = save_model(tmp_path_factory.mktemp("full") / "base", config, dtype)
     model, update, whole = open_checkpoint(base), CASES[case].update(), WholeModel(base)
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
-    options: Any = {"clip_value": clips[0], "clip": clips[1], "memory": memory(room), "overlap": overlap}
+    options: Any = {"clip_value": clips[0], "clip": clips[1], "memory": memory(None, room), "overlap": overlap}
     with first_order(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
@@ -162,10 +157,6 @@ def engine_of(base: Path, case: str, **options: Any) -> Engine:
     told = {"memory": memory(), **options}
     update = Delayed(TorchOptimizer(FUSED)) if case == "delayed" else CASES[case].update()
     return first_order(open_checkpoint(base), update, lr=rate("adamw" if case == "delayed" else case), **told)
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.parameters_now()}
 
 
 @pytest.mark.parametrize("case", ["lomo", "badam"])

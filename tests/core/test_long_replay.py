@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import weights
 from parity import assert_same_bits
 from toy import ToyBlockModel
 
@@ -56,10 +57,6 @@ class Watched(SequentialNoise):
         streams = [*self._streams.values(), *self._recent.values()]
         self.most_streams = max(self.most_streams, len(streams))
         self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
 @pytest.mark.few(1)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from command_lines import refusal
-from engines import zeroth_order
+from engines import weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_bit_loop import LowBitMeZO, through
@@ -138,10 +138,6 @@ def on_device(
     return zeroth_order(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
 
 
-def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
-
-
 @given(
     dtype=st.sampled_from(DTYPES),
     back=st.booleans(),
@@ -181,7 +177,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
             if done == "evaluate":
                 assert engine.evaluate([BATCH]).loss == own.loss({n: own.transfer_dtype(n) for n in own.theta}, BATCH).item()
             elif done == "look":
-                weights_of(engine)
+                weights(engine)
             elif done == "flush":
                 engine.flush()
             elif done == "again":
@@ -189,7 +185,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
                 device.close()
                 model = carried_toy(tmp / "base", dtype, back=back)
                 engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
-        assert_same_weights(weights_of(engine).items(), own.theta.items())
+        assert_same_weights(weights(engine).items(), own.theta.items())
     finally:
         engine.close()
         device.close()
@@ -246,7 +242,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
                     flush_twice(engine)
                 monkeypatch.undo()
             engine.step(BATCH)
-            outcomes.append(weights_of(engine))
+            outcomes.append(weights(engine))
         device.close()
     assert_same_weights(outcomes[0].items(), outcomes[1].items())
 
@@ -284,7 +280,7 @@ def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtyp
         memory = MemoryPolicy() if kept is None else MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 20))
         model = carried_toy(tmp_path / "base", dtype, back=back)
         with Engine(model, ZerothOrder(estimator, noise=noise), device=where, memory=memory) as engine:
-            outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights_of(engine)))
+            outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights(engine)))
     device.close()
     assert outcomes[0][0] == outcomes[1][0]
     assert_same_weights(outcomes[0][1].items(), outcomes[1][1].items())
@@ -402,11 +398,11 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
         with engine:
             engine.step(BATCH)
             interrupt(engine)
-            weights_of(engine)  # gives up what was made ready for the step that failed
+            weights(engine)  # gives up what was made ready for the step that failed
             engine.step(BATCH)
-            weights = weights_of(engine)
+            found = weights(engine)
         device.close()
-        return weights
+        return found
 
     def break_once(engine: Engine) -> None:
         owner: Any = SegmentStore if fails == "read" else CounterPerturber

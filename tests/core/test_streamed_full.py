@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import first_order, inner
+from engines import first_order, inner, memory, weights
 from models import make_batch, save_model, small_config
 from profiles import each_choice
 
@@ -24,10 +24,8 @@ from zo2core import (
     Delayed,
     Engine,
     FirstOrder,
-    HostPlan,
     Journal,
     LossScaling,
-    MemoryPolicy,
     TorchOptimizer,
 )
 from zo2core.errors import ClosedError, JournalError, OptionError, ScratchError
@@ -52,20 +50,12 @@ FLOAT16 = Precision(stored=torch.float32, computed=torch.float16)
 BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
 
 
-def memory(buckets: int | None) -> MemoryPolicy:
-    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=1 << 28)
-
-
 def streamed(
     base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
 ) -> Engine:
     model = open_checkpoint(base, precision=precision)
     told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), "commit_every": 1, **options}
     return first_order(model, UPDATES[case](), **told, run=run)
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.parameters_now()}
 
 
 @cache

@@ -14,7 +14,6 @@ from command_lines import refusal
 from engines import zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
-from traces import Recording, read_trace
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
@@ -31,6 +30,54 @@ BLOCKS = 3
 BATCH = make_batch(40, [5, 7])
 SEGMENTS = ["embedding", *(f"block {i}" for i in range(BLOCKS)), "head"]
 DELAY = 0.002  # seconds a copy
+
+
+class Recording(NamedTuple):
+    """What a trace holds."""
+
+    spans: tuple[Span, ...]
+    sweeps: tuple[Sweep, ...]  # in the order in which they ended
+
+    def of_step(self, step: int) -> Sweep:
+        [sweep] = [sweep for sweep in self.sweeps if sweep.name == f"step {step}"]
+        return sweep
+
+    def within(self, sweep: Sweep) -> list[Span]:
+        """The spans that a sweep's time has a part of, in order."""
+        spans = [span for span in self.spans if span.started.seconds < sweep.done and span.done.seconds > sweep.started]
+        return sorted(spans, key=lambda span: span.started.seconds)
+
+
+def read_trace(path: Path) -> Recording:
+    """The spans and sweeps of a whole file, of one without its closing bracket, and of one whose last line is torn."""
+    spans: list[Span] = []
+    sweeps: list[Sweep] = []
+    for event in map(_event, path.read_text().split("\n")):
+        if event.get("ph") != "X":
+            continue
+        begun, done = _seconds(event["ts"]), _seconds(event["ts"] + event["dur"])
+        if event["cat"] == "sweep":
+            sweeps.append(Sweep(event["name"], begun, done))
+        else:
+            nbytes = int(event.get("args", {}).get("bytes", 0))
+            spans.append(
+                Span(Lane(event["cat"]), event["name"], PastEvent(begun), PastEvent(done), nbytes, event["tid"] % 1000)
+            )
+    return Recording(tuple(spans), tuple(sweeps))
+
+
+def _event(line: str) -> dict[str, Any]:
+    """The event of a line; empty for a bracket, and for a line that is torn."""
+    try:
+        event = json.loads(line.rstrip(","))
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _seconds(microseconds: float) -> float:
+    """Rounded so that times that were equal when they were written are equal when they are read."""
+    return round(microseconds, 3) / 1e6
 
 
 class Order(NamedTuple):

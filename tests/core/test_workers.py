@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crews import all_equal, attempted, worked
-from engines import zeroth_order
+from engines import weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -67,10 +67,6 @@ def batch_of(seed: int, rows: int = 4) -> dict[str, torch.Tensor]:
     for row in range(rows):
         labels[row, : 1 + row % 5] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
 def trained(folder: Path, estimator: ZOEstimator, workers: Workers | None = None, **options: Any) -> dict[str, torch.Tensor]:

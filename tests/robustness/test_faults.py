@@ -251,18 +251,6 @@ def scenario(name: str, *values: Any) -> Callable[[Callable[..., None]], Callabl
     return register
 
 
-def names(*, everything: bool) -> list[str]:
-    """All scenarios; or each fault in one of the sources that it is tried in, by turns, and every second of the others."""
-    if everything:
-        return list(SCENARIOS)
-    sources: dict[str, list[str]] = {}
-    others: list[str] = []
-    for name in SCENARIOS:
-        fault, _, source = name.rpartition(": ")
-        (sources.setdefault(fault, []) if source in STORAGES else others).append(name)
-    return [names[turn % len(names)] for turn, names in enumerate(sources.values())] + others[::2]
-
-
 def long() -> bool:
     return "--long" in sys.argv
 
@@ -787,12 +775,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         yield run
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", names(everything=metafunc.config.getoption("--long")))
-
-
 @pytest.mark.few(4)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_faults_are_reported_and_cost_no_step(outcome: Callable[[str], str], name: str) -> None:
     problem = outcome(name)
     assert not problem, problem

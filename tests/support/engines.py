@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from zo2core import Engine, FirstOrder, ZerothOrder
+import torch
+
+from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy, ZerothOrder
 
 
 def zeroth_order(model: Any, estimator: Any, **options: Any) -> Engine:
@@ -26,3 +28,13 @@ def _engine(kind: Any, model: Any, what: Any, options: dict[str, Any]) -> Engine
 def inner(engine: Engine) -> Any:
     """An engine, for a look at its private parts."""
     return engine
+
+
+def weights(engine: Engine, part: str = "") -> dict[str, torch.Tensor]:
+    """Copies of the present parameters whose names contain a part."""
+    return {name: value.clone() for name, value in engine.parameters_now() if part in name}
+
+
+def memory(buckets: int | None = None, activations: int = 1 << 28) -> MemoryPolicy:
+    """Host memory for so many blocks, for all of them if None, and so many bytes for activations."""
+    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=activations)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 from engines import zeroth_order
 from hypothesis import strategies as st
-from monolithic_estimators import monolithic
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch import nn
 
+from zo2adapters.models.monolithic import MonolithicMeZO, MonolithicStep
 from zo2core import (
     FZOO,
     Distribution,
@@ -37,6 +38,35 @@ from zo2core.types import Batch
 BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
 
 
+class MonolithicFZOO(MonolithicMeZO):
+    """FZOO (arXiv 2506.09034) as its authors' program takes a step, but for the walk back, which it makes by rounding.
+
+    Args:
+        model: As for ``MonolithicMeZO``, which takes the other options, too.
+    """
+
+    def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
+        """Evaluate the weights as they are, then one side of each direction; update along all of them."""
+        unperturbed = self.loss(batch).item()
+        perturbed = []
+        for seed in seeds:
+            saved = [p.data.clone() for _, p in self._trainable]
+            self._perturb(seed, 1)
+            perturbed.append(self.loss(batch).item())
+            self._restore(saved)
+        losses = (unperturbed, *perturbed)
+        if not all(map(math.isfinite, losses)):
+            return MonolithicStep(losses, (math.nan,) * len(seeds))
+        std = statistics.pstdev(perturbed)
+        projected_grads = tuple((loss - unperturbed) / std if std else 0.0 for loss in perturbed)
+        for seed, projected_grad in zip(seeds, projected_grads, strict=True):
+            self._update(seed, projected_grad, self.lr / len(seeds))
+        return MonolithicStep(losses, projected_grads)
+
+
+MONOLITHIC = {"mezo": MonolithicMeZO, "fzoo": MonolithicFZOO}  # share no code with the engine
+
+
 class Plan(NamedTuple):
     """What is done to both."""
 
@@ -48,7 +78,7 @@ class Plan(NamedTuple):
     between: list[str]  # after each step: what is done in BETWEEN
     queries: int = 0  # directions a step; 0 is MeZO's own estimator
     distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
-    name: str = "mezo"  # of the estimator, among those of ``monolithic``
+    name: str = "mezo"  # of the estimator, among those of ``MONOLITHIC``
     autocast: torch.dtype | None = None  # of mixed precision; None is exact precision
 
     def estimator(self) -> ZOEstimator:
@@ -181,8 +211,7 @@ def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batc
         assert distribution is not None
         fill(out, distribution, seed, place)  # compared with its reference in test_kernels.py, which would take minutes here
 
-    mono = monolithic(
-        plan.name,
+    mono = MONOLITHIC[plan.name](
         whole,
         lr=plan.lr,
         zo_eps=plan.zo_eps,
