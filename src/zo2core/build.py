@@ -29,7 +29,7 @@ from zo2core.methods.first_order import (
     require_trainable,
     trained_bytes,
 )
-from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps, gradient_visits
+from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
 from zo2core.methods.states import (
     AdapterState,
     AtSnapshot,
@@ -457,14 +457,14 @@ def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
     if isinstance(trained, StoredParameters):
         every = options.commit_every
         first = StoredState(runner, trained, method) if every is None else GenerationState(runner, trained, method, every)
-        taken = FusedSteps(runner, method, first, gradient_visits(runner, leaves, spill))
+        taken = FusedSteps(runner, method, first, leaves, spill)
     else:
         leaves = [
             {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
             for of_segment in leaves
         ]
         first = AdapterState(runner, trained, method.factory)
-        taken = AdapterSteps(runner, method, first, gradient_visits(runner, leaves, spill))
+        taken = AdapterSteps(runner, method, first, leaves, spill)
     kept = run if options.commit_every is None else None
     return OpenedRun(runner, first, taken, None if kept is None else KeptSnapshots(Path(kept), runner, first))
 

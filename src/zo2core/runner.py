@@ -18,9 +18,10 @@ from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.gradient_visitor import GradientVisitor
 from zo2core.sweep.microbatch import fill_sweeps
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import Groups, SweepVisitor, UpdateLoss, Visits, WatchedVisitor
+from zo2core.sweep.visitor import Groups, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, BlockLayout, ParameterSpec, require_tensors
 from zo2core.workers import Workers
@@ -103,14 +104,14 @@ class Runner:
     def sweep(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
         """Visit all segments once; returns the head's outputs, one list for each evaluation."""
         with self.use.locked():
-            return self._run(self.visits.visitor(version, groups, forward), range(len(self.layouts)))
+            return self._run(SegmentVisitor(self.visits, version, groups, forward), range(len(self.layouts)))
 
-    def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+    def run(self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
         """Visit segments in an order, in which a block may occur more than once, by a method's own visitor."""
         with self.use.locked():
             return self._run(visitor, order)
 
-    def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+    def _run(self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
         try:
             watched = visitor if self.watch is None else WatchedVisitor(visitor, len(order), self.watch)
             self.scheduler.sweep(watched, order)
@@ -128,7 +129,7 @@ class Runner:
         """Bring segments to a version, and yield their parameters with their bytes on the host."""
         self.use.require_open()
         with self.use.locked():
-            visitor = self.visits.visitor(version, [], self.model)
+            visitor = SegmentVisitor(self.visits, version, [], self.model)
             try:
                 for index in segments:
                     with self.scheduler.replayed(visitor, index) as bucket:

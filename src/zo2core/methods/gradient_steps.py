@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from zo2core.sweep.microbatch import (
     shard_of_rows,
     split_batches,
 )
-from zo2core.sweep.trained import Complete, PresentWeights, TrainedParameters, Update
+from zo2core.sweep.trained import Complete, PresentWeights, StoredParameters, TrainedParameters, Update
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
 from zo2core.workers import Split, Workers
 
@@ -42,7 +42,7 @@ from zo2core.workers import Split, Workers
 class RowShards:
     """Chooses the rows of each step that this process runs."""
 
-    def __init__(self, workers: Workers, trained: TrainedParameters) -> None:
+    def __init__(self, workers: Workers, trained: TrainedParameters | StoredParameters) -> None:
         if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
             raise OptionError(
                 "split",
@@ -85,31 +85,29 @@ class RowShards:
         return [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(self.workers.size)]
 
     def _row_parts(self, whole: Batch) -> list[list[Batch]]:
-        size, count = self.workers.size, rows_to_shard([whole])
-        if count is None:
+        if (count := rows_to_shard([whole])) is None:
             raise BatchError(
                 "batch",
                 found="no labels of shape (rows, tokens)",
                 expected="a batch with labels, whose rows are split among workers",
                 remedy="add labels",
             )
-        if count < size:
-            raise self._too_few(count)
-        slices = [self.split.shard(rank, 1).rows(count) for rank in range(size)]
-        return [[shard_of_rows(whole, rows.start, rows.stop)] for rows in slices]
+        return [[shard_of_rows(whole, rows.start, rows.stop)] for rows in self._slices(count)]
 
     def _objective_parts(self, whole: Batch, objective: Objective) -> list[list[Batch]]:
         """An objective's own micro-batches, the largest of which there is one for each worker at least."""
-        size, count = self.workers.size, max((len(value) for value in whole.values() if value.dim()), default=0)
-        for rows in range(-(-count // size), 0, -1):
-            parts = objective.split(whole, rows)
-            if len(parts) >= size:
-                slices = [self.split.shard(rank, 1).rows(len(parts)) for rank in range(size)]
-                return [list(parts[indices]) for indices in slices]
-        raise self._too_few(len(objective.split(whole, 1)))
+        parts, count = objective.split(whole, 1), max((len(value) for value in whole.values() if value.dim()), default=0)
+        for rows in range(-(-count // self.workers.size), 1, -1):
+            if len(larger := objective.split(whole, rows)) >= self.workers.size:
+                parts = larger
+                break
+        return [list(parts[indices]) for indices in self._slices(len(parts))]
 
-    def _too_few(self, count: int) -> BatchError:
-        return BatchError(
+    def _slices(self, count: int) -> list[slice]:
+        """Each worker's part of so many rows."""
+        if count >= self.workers.size:
+            return [self.split.shard(rank, 1).rows(count) for rank in range(self.workers.size)]
+        raise BatchError(
             "batch",
             found=f"{count} rows that can be separated, and {self.workers.size} workers",
             expected="a row for each worker; a packed batch is one row",
@@ -121,6 +119,7 @@ class _ShardOfStep:
     """One worker's micro-batches of a step."""
 
     def __init__(self, shards: RowShards, whole: MicroBatches, own: slice, digest: int) -> None:
+        assert isinstance(shards.trained, TrainedParameters), "several workers were refused where all parameters are trained"
         self._workers, self._trained, self._whole, self._digest = shards.workers, shards.trained, whole, digest
         self.batches, weights = whole.batches[own], whole.weights
         self.weights = None if weights is None else weights[own]
@@ -186,69 +185,75 @@ def add_up(parameters: Sequence[nn.Parameter], workers: Workers, present: Sequen
         parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
 
 
-def gradient_visits(runner: Runner, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path) -> GradientVisits:
-    """What makes the visitors of first-order steps."""
-    device, timeline, trained = runner.device, runner.recorder.timeline, runner.trained
-    assert trained is not None, "it was built for first-order steps"
-    file = ActivationFile(spill, timeline)
-    inputs = KeptActivations(file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes))
-    runner.opened.callback(inputs.close)
-    return GradientVisits(
-        layouts=runner.model.layouts,
-        present=PresentWeights(trained, runner.work_buffer),
-        leaves=leaves,
-        weights=runner.work_buffer.bound,
-        inputs=inputs,
-        limit=runner.host_limit,
-        streams=device.streams,
-        timeline=timeline,
-    )
-
-
-def _step_result(runner: Runner, commit: Commit, started: float) -> StepResult:
-    """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
-    sweep = Sweep.of_step(commit.step, started, time.perf_counter())
-    lanes, seconds = runner.recorder.ended(sweep), sweep.done - started
-    return StepResult(
-        commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
-    )
-
-
 def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
     remedy = f"lower the learning rate, or use bfloat16 or float32 where float16 overflows; {state}"
     return NonFiniteLossError(f"step {step}", found=found, expected=expected, remedy=remedy)
 
 
-def _visitors(
-    runner: Runner,
-    visits: GradientVisits,
-    forward: Forward,
-    rows: StepRows,
-    batches: Sequence[Batch],
-    *,
-    together: bool,
-    loss_scale: float = 1.0,
-) -> Iterator[GradientVisitor]:
-    """Make the visitors of a step's sweeps: as many micro-batches are in one as have room at a block, or all of them."""
-    allowed = runner.activation_bytes + runner.spare_bytes()
-    for start, stop, kept_bytes in divided(forward, batches, allowed, together=together):
-        yield GradientVisitor(
-            visits,
-            forward,
-            batches[start:stop],
-            weights=None if rows.weights is None else rows.weights[start:stop],
-            joint_loss=rows.loss,
-            kept_bytes=kept_bytes,
-            loss_scale=loss_scale,
+StateT = TypeVar("StateT", AdapterState, StoredState)
+
+
+class _GradientSteps(Generic[StateT]):
+    """The sweeps of first-order steps."""
+
+    def __init__(
+        self, runner: Runner, method: FirstOrder, state: StateT, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path
+    ) -> None:
+        device, timeline = runner.device, runner.recorder.timeline
+        file = ActivationFile(spill, timeline)
+        inputs = KeptActivations(
+            file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes)
+        )
+        runner.opened.callback(inputs.close)
+        self._runner, self._method, self._leaves = runner, method, leaves
+        self._state: StateT = state
+        self._rows = RowShards(runner.workers, state.trained)
+        self._visits = GradientVisits(
+            layouts=runner.model.layouts,
+            present=PresentWeights(state.trained, runner.work_buffer),
+            leaves=leaves,
+            weights=runner.work_buffer.bound,
+            inputs=inputs,
+            limit=runner.host_limit,
+            streams=device.streams,
+            timeline=timeline,
+        )
+
+    def _divided(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> tuple[Forward, StepRows, Sequence[Batch]]:
+        """Return a step's forward, its micro-batches, and these on the device."""
+        runner = self._runner
+        is_model_loss = forward is None and not isinstance(runner.model, Objective)
+        forward = runner.model if forward is None else forward
+        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
+        return forward, rows, list(runner.prepared(rows.batches, forward))
+
+    def _visitors(
+        self, forward: Forward, rows: StepRows, batches: Sequence[Batch], *, together: bool, loss_scale: float = 1.0
+    ) -> Iterator[GradientVisitor]:
+        """Make the visitors of a step's sweeps: as many micro-batches are in one as have room at a block, or all of them."""
+        allowed = self._runner.activation_bytes + self._runner.spare_bytes()
+        for start, stop, kept_bytes in divided(forward, batches, allowed, together=together):
+            yield GradientVisitor(
+                self._visits,
+                forward,
+                batches[start:stop],
+                weights=None if rows.weights is None else rows.weights[start:stop],
+                joint_loss=rows.loss,
+                kept_bytes=kept_bytes,
+                loss_scale=loss_scale,
+            )
+
+    def _result(self, commit: Commit, started: float) -> StepResult:
+        """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
+        sweep = Sweep.of_step(commit.step, started, time.perf_counter())
+        lanes, seconds = self._runner.recorder.ended(sweep), sweep.done - started
+        return StepResult(
+            commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
         )
 
 
-class AdapterSteps:
+class AdapterSteps(_GradientSteps[AdapterState]):
     """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
-
-    def __init__(self, runner: Runner, method: FirstOrder, state: AdapterState, visits: GradientVisits) -> None:
-        self._runner, self._method, self._state, self._visits = runner, method, state, visits
-        self._rows = RowShards(runner.workers, state.trained)
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
@@ -272,18 +277,14 @@ class AdapterSteps:
         finally:
             state.trained.clear_gradients()
         state.version += 1
-        return _step_result(self._runner, commit, started)
+        return self._result(commit, started)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
         """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
-        runner = self._runner
-        is_model_loss = forward is None and not isinstance(runner.model, Objective)
-        forward = runner.model if forward is None else forward
-        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
-        prepared = list(runner.prepared(rows.batches, forward))
+        forward, rows, prepared = self._divided(batch, forward)
         outputs: list[torch.Tensor] = []
-        for visitor in _visitors(runner, self._visits, forward, rows, prepared, together=rows.weights is None):
-            outputs += runner.run(visitor, visitor.order)[0]
+        for visitor in self._visitors(forward, rows, prepared, together=rows.weights is None):
+            outputs += self._runner.run(visitor, visitor.order)[0]
         return rows.finish(outputs)
 
     def _clipped(self, loss: float) -> float:
@@ -379,7 +380,7 @@ class _SegmentSteps:
         self._norms.update(norms)
 
 
-class FusedSteps:
+class FusedSteps(_GradientSteps[StoredState]):
     """Takes first-order steps of all parameters: each segment is updated as soon as its gradients are there.
 
     One segment's gradients are in memory at a time. A norm of all gradients is then known only when all updates are made. So
@@ -387,18 +388,12 @@ class FusedSteps:
     single segment is trained.
     """
 
-    def __init__(self, runner: Runner, method: FirstOrder, state: StoredState, visits: GradientVisits) -> None:
-        self._runner, self._method, self._state = runner, method, state
-        self._visits, self._leaves = visits, visits.leaves
-        self._trained: Collection[int] = ()  # segments whose leaves require gradients
+    _trained: Collection[int] = ()  # segments whose leaves require gradients
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
         started, state, runner = time.perf_counter(), self._state, self._runner
-        is_model_loss = forward is None and not isinstance(runner.model, Objective)
-        forward = runner.model if forward is None else forward
-        rows = split_batches(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
-        prepared = list(runner.prepared(rows.batches, forward))
+        forward, rows, prepared = self._divided(batch, forward)
         segments = state.update.segments(state.version, state.trained.segments)
         self._train_only(segments)
         work = _SegmentSteps(self._method, state, state.trained.forms, rows.loss)
@@ -419,7 +414,7 @@ class FusedSteps:
             raise
         state.scale.update(overflowed=work.overflowed)
         state.version += 1
-        return _step_result(runner, commit, started)
+        return self._result(commit, started)
 
     def _sweep(
         self,
@@ -436,9 +431,7 @@ class FusedSteps:
         # Where segments are written, their version is the number of steps, and not that of their updates.
         version = state.version + 1 if isinstance(state, GenerationState) else None
         state.trained.expect(segments, complete, update, version)
-        [visitor] = _visitors(
-            self._runner, self._visits, forward, rows, batches, together=True, loss_scale=state.scale.scale
-        )
+        [visitor] = self._visitors(forward, rows, batches, together=True, loss_scale=state.scale.scale)
         work.outputs = visitor.outputs[0]
         try:
             return rows.finish(self._runner.run(visitor, visitor.order)[0])

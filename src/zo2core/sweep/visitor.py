@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -142,24 +142,9 @@ def _step(grad: float, lr: float) -> Program:
     return Program((0,), (Descend(0, grad, lr, 0.0),))
 
 
-class SweepVisitor(Visitor, Protocol):
-    """The visitor of one sweep, with the sweep's results."""
-
-    @property
-    def outputs(self) -> list[list[torch.Tensor]]:
-        """The head's outputs, one list for each evaluation, once the head was visited."""
-
-    @property
-    def seeds(self) -> Collection[int]:
-        """Seeds of the directions that the sweep draws."""
-
-    def finish(self) -> None:
-        """Wait until nothing uses the sweep's memory any more, however the sweep ended."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Makes the visitors of a run's sweeps, which share these objects."""
+    """The objects that a run's sweeps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
     perturber: Callable[[int, Groups, Forward], Perturber]  # of a sweep: to a version and through evaluations
@@ -168,17 +153,13 @@ class Visits:
     timeline: Timeline
     update_loss: UpdateLoss | None  # samples segments at the present version; None if their weights do not change
 
-    def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
-        """Make the visitor of one sweep."""
-        return SegmentVisitor(self, forward, self.perturber(version, groups, forward), groups)
-
 
 class SegmentVisitor:
     """Visits the segments for one sweep."""
 
-    def __init__(self, visits: Visits, forward: Forward, perturber: Perturber, groups: Groups) -> None:
-        self._visits, self._forward, self._perturber = visits, forward, perturber
-        self._streams = perturber.streams(groups)
+    def __init__(self, visits: Visits, version: int, groups: Groups, forward: Forward) -> None:
+        self._visits, self._forward, self._perturber = visits, forward, visits.perturber(version, groups, forward)
+        self._streams = self._perturber.streams(groups)
         self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # of the head, by evaluation
         may_offload = any(evaluation is not None for evaluation, _ in groups)
