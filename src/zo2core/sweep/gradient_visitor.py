@@ -266,17 +266,16 @@ class GraphRoom:
             graph.drop()
 
 
-class _SegmentInput:
+class _SegmentInput(NamedTuple):
     """The input of a segment: the output of the one before, without its graph."""
 
-    def __init__(self, values: Sequence[Any], nesting: TreeSpec, differentiable: Collection[int]) -> None:
-        self.values = values  # the flattened activations, detached
-        self.nesting = nesting
-        self.differentiable = frozenset(differentiable)  # indices of the values through which gradients flow
+    values: Sequence[Any]  # the flattened activations, detached
+    nesting: TreeSpec
+    differentiable: Sequence[int]  # indices of the values through which gradients flow, in order
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
         """Return the activations with leaves of a new graph where gradients flow, and these leaves by index."""
-        leaves = {index: self.values[index].detach().requires_grad_() for index in sorted(self.differentiable)}
+        leaves = {index: self.values[index].detach().requires_grad_() for index in self.differentiable}
         values = [leaves.get(index, value) for index, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
 
@@ -288,8 +287,7 @@ class _SegmentInput:
 class _Pass(NamedTuple):
     """The forward of a segment for one micro-batch, until its backward pass."""
 
-    forward: Callable[[], object]  # runs it again
-    graph: BlockGraph
+    restore: Callable[[], None]  # computes again what the graph has not kept
     outputs: Sequence[Any]  # flattened, connected to the graph
     inputs: Mapping[int, torch.Tensor]  # leaves of the graph, by their index in the flattened input
 
@@ -301,7 +299,7 @@ class _Stream:
         self.batch = batch
         self.next_input: _SegmentInput  # of the segment that is visited next; the embedding has none
         self.passes: dict[int, _Pass] = {}  # by segment
-        self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the last visited segment, by index of the value
+        self.gradients: Mapping[int, torch.Tensor] = {}  # of the output of the next segment backward, by index of the value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,9 +416,9 @@ class GradientVisitor:
         """
         for number, stream in enumerate(self._streams):
             outputs, nesting = self._run_embedding(stream) if index == 0 else self._run_block(index, number, stream)
-            differentiable = {
+            differentiable = [
                 i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
-            }
+            ]
             values = [value.detach() if i in differentiable else value for i, value in enumerate(outputs)]
             segment_input = stream.next_input if index > 0 else None
             stream.next_input = _SegmentInput(values, nesting, differentiable)
@@ -436,7 +434,7 @@ class GradientVisitor:
         with torch.enable_grad(), graph.recorded(keep=False):
             outputs, nesting = flattened(forward())
         if self._first == 0:
-            stream.passes[0] = _Pass(forward, graph, outputs, {})
+            stream.passes[0] = _Pass(partial(graph.restore, forward), outputs, {})
         return outputs, nesting
 
     def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
@@ -455,13 +453,13 @@ class GradientVisitor:
         if keep:
             self._room.take(graph, number, blocks)
         if index >= self._first:
-            stream.passes[index] = _Pass(forward, graph, outputs, inputs)
+            stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
         return outputs, nesting
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
         self._visits.inputs.end_departures()
-        graphs = []
+        outputs = []
         for number, stream in enumerate(self._streams):
             activations, inputs = stream.next_input.with_leaves()
             del stream.next_input
@@ -469,40 +467,34 @@ class GradientVisitor:
                 output = self._forward.head(stream.batch, activations)
             _require_gradient(output)
             self.outputs[0].append(output.detach())
+            stream.passes[self._head] = _Pass(lambda: None, [output], inputs)
             if self._weights is None:
-                graphs.append((number, stream, inputs, output))
+                outputs.append(output.detach().requires_grad_())
             else:
-                gradient = torch.full_like(output, self._weights[number] * self._loss_scale)
-                self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
-        if graphs:
-            outputs = [output.detach().requires_grad_() for *_, output in graphs]
+                stream.gradients = {0: torch.full_like(output, self._weights[number] * self._loss_scale)}
+                del output
+                self._add_gradients(self._head, number, stream)
+        if outputs:
             with torch.enable_grad():
                 loss = self._joint_loss(outputs)
             _require_gradient(loss)
             gradients = torch.autograd.grad(loss, outputs, torch.full_like(loss, self._loss_scale))
-            for (number, stream, inputs, output), gradient in zip(graphs, gradients, strict=True):
-                self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
+            for number, (stream, gradient) in enumerate(zip(self._streams, gradients, strict=True)):
+                stream.gradients = {0: gradient}
+                self._add_gradients(self._head, number, stream)
 
     def _run_backward(self, index: int) -> None:
         """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
             if index > 0:
                 self._visits.inputs.take(Use(-index, number))
-            forward, graph, outputs, inputs = stream.passes.pop(index)
-            graph.restore(forward)
-            reached = [outputs[i] for i in stream.gradients]
-            self._add_gradients(index, number, stream, inputs, reached, list(stream.gradients.values()))
+            stream.passes[index].restore()
+            self._add_gradients(index, number, stream)
 
-    def _add_gradients(
-        self,
-        index: int,
-        number: int,
-        stream: _Stream,
-        inputs: Mapping[int, torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-    ) -> None:
+    def _add_gradients(self, index: int, number: int, stream: _Stream) -> None:
         """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add the latter."""
+        _, values, inputs = stream.passes.pop(index)
+        outputs, gradients = [values[i] for i in stream.gradients], list(stream.gradients.values())
         leaves = self._visits.leaves[index]
         sources = [*inputs.values(), *leaves.values()]
         if not sources:
