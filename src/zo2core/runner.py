@@ -19,7 +19,7 @@ from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.gradient_visitor import GradientVisitor
-from zo2core.sweep.microbatch import fill_sweeps
+from zo2core.sweep.microbatch import grouped
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
 from zo2core.sweep.visitor import Groups, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
@@ -97,7 +97,8 @@ class Runner:
     def filled(self, batches: Iterable[Batch], forward: Forward) -> Iterator[list[Batch]]:
         """Prepare batches, and group them by sweep, as memory for activations allows."""
         self.use.require_open()
-        for group in fill_sweeps(self.prepared(batches, forward), forward, self.activation_bytes):
+        prepared = self.prepared(batches, forward)
+        for group, *_ in grouped(prepared, forward, lambda held, running: held + running <= self.activation_bytes):
             self.use.require_open()
             yield group
 

@@ -25,10 +25,11 @@ from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective, Store, UpdateInputs
 from zo2core.runner import Runner
 from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
-from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, divided
+from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, gradient_bytes
 from zo2core.sweep.microbatch import (
     MicroBatches,
     batches_of,
+    grouped,
     labelled_tokens,
     rows_to_shard,
     shard_of_rows,
@@ -231,17 +232,23 @@ class _GradientSteps(Generic[StateT]):
         self, forward: Forward, rows: StepRows, batches: Sequence[Batch], *, together: bool, loss_scale: float = 1.0
     ) -> Iterator[GradientVisitor]:
         """Make the visitors of a step's sweeps: as many micro-batches are in one as have room at a block, or all of them."""
-        allowed = self._runner.activation_bytes + self._runner.spare_bytes()
-        for start, stop, kept_bytes in divided(forward, batches, allowed, together=together):
+        allowed, start = self._runner.activation_bytes + self._runner.spare_bytes(), 0
+
+        def left(held: int, running: int) -> int:
+            return allowed - gradient_bytes(held, running, 0)
+
+        groups = grouped(batches, forward, lambda held, running: together or left(held, running) >= 0)
+        for group, held, running in list(groups) or [([], 0, 0)]:
             yield GradientVisitor(
                 self._visits,
                 forward,
-                batches[start:stop],
-                weights=None if rows.weights is None else rows.weights[start:stop],
+                group,
+                weights=None if rows.weights is None else rows.weights[start : start + len(group)],
                 joint_loss=rows.loss,
-                kept_bytes=kept_bytes,
+                kept_bytes=max(left(held, running), 0),
                 loss_scale=loss_scale,
             )
+            start += len(group)
 
     def _result(self, commit: Commit, started: float) -> StepResult:
         """The result of a step that began at a time of ``time.perf_counter``, and has ended."""

@@ -14,7 +14,7 @@ import math
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -46,28 +46,6 @@ PASSING = 3  # what is in memory of a micro-batch at a block: its input, its out
 def gradient_bytes(held: int, running: int, kept: int) -> int:
     """Memory of a sweep forward and backward."""
     return (PASSING + kept) * held + math.ceil(GRAPH_FORWARDS * running)
-
-
-class Group(NamedTuple):
-    """Micro-batches that pass the blocks together."""
-
-    start: int
-    stop: int
-    kept_bytes: int  # memory for inputs and graphs that blocks keep
-
-
-def divided(forward: Forward, batches: Sequence[Batch], allowed: int, *, together: bool) -> Iterator[Group]:
-    """Divide micro-batches into groups, in order, for so much memory, which a single one may exceed."""
-    start, held, running = 0, 0, 0
-    for index, batch in enumerate(batches):
-        nbytes, forward_bytes = forward.held_bytes(batch), forward.forward_bytes(batch)
-        needed = gradient_bytes(held + nbytes, max(running, forward_bytes), 0)
-        if index > start and needed > allowed and not together:
-            yield Group(start, index, max(allowed - gradient_bytes(held, running, 0), 0))
-            start, held, running = index, 0, 0
-        held += nbytes
-        running = max(running, forward_bytes)
-    yield Group(start, len(batches), max(allowed - gradient_bytes(held, running, 0), 0))
 
 
 def make_room(limit: int | None, nbytes: int) -> None:

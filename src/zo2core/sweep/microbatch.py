@@ -208,19 +208,25 @@ def losses_as_tensors(losses: Iterable[float | torch.Tensor]) -> list[torch.Tens
     return [require_number(tensor) for tensor in tensors]
 
 
-def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
-    """Group batches, in order, so that a group's activations between segments and its largest forward fit in memory."""
+def grouped(
+    batches: Iterable[Batch], forward: Forward, fits: Callable[[int, int], bool]
+) -> Iterator[tuple[list[Batch], int, int]]:
+    """Group batches, in order, as far as their activations between segments and the largest forward fit in memory.
+
+    Yields:
+        A group, the bytes that it holds between segments, and the bytes of its largest forward.
+    """
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
-        batch_held, running = forward.held_bytes(batch), forward.forward_bytes(batch)
-        if group and held + batch_held + max(largest, running) > allowed:
-            yield group
+        nbytes, running = forward.held_bytes(batch), forward.forward_bytes(batch)
+        if group and not fits(held + nbytes, max(largest, running)):
+            yield group, held, largest
             group, held, largest = [], 0, 0
         group.append(batch)
-        held, largest = held + batch_held, max(largest, running)
+        held, largest = held + nbytes, max(largest, running)
     if group:
-        yield group
+        yield group, held, largest
 
 
 def evaluate(

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from enum import Enum, auto
 from functools import partial
 from queue import SimpleQueue
 from types import ModuleType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -29,7 +28,7 @@ from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, NoiseGenerator, Store
 from zo2core.sweep.visitor import Perturber
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
 from zo2core.types import Evaluation, Perturb, Program, Update, aligned
-from zo2core.updates import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
+from zo2core.updates import Trajectory, compile_moves, compile_updates, split_updates
 
 # Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on one thread.
 PARALLEL_FROM = 1 << 17
@@ -38,6 +37,8 @@ PARALLEL_FROM = 1 << 17
 RANGE = 1 << 18  # elements
 
 P = TypeVar("P", bound=Perturb | Program)
+Programs: TypeAlias = Mapping[bool, Program]  # of updates, by whether weight decay applies to a parameter
+Replayed: TypeAlias = SimpleQueue[int | None]  # ends of replayed chunks; None: the replay failed
 
 
 class TrajectoryPerturber(Perturber):
@@ -54,6 +55,7 @@ class TrajectoryPerturber(Perturber):
         self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
         # All segments share programs, so that each is encoded for the kernels once.
         self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
+        self._updates: dict[int, Programs] = {}  # programs of single updates, by step
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
 
     @property
@@ -64,6 +66,13 @@ class TrajectoryPerturber(Perturber):
     def _origin(self, evaluation: int) -> Evaluation | None:
         """The evaluation from whose weights another one is perturbed in place; None: it is perturbed from the stores."""
         return self._trajectory.evaluations[evaluation - 1] if evaluation and self._trajectory.perturb_in_place else None
+
+    def _compiled(self, update: Update) -> Programs:
+        """Return the program of a single update, whose directions this sweep draws."""
+        if update.step not in self._updates:
+            self._updates[update.step] = compile_updates([update])
+            self.seeds.update(self._updates[update.step][False].seeds)
+        return self._updates[update.step]
 
     def _kernels(self, index: int) -> ModuleType | None:
         """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
@@ -96,8 +105,7 @@ class CounterPerturber(TrajectoryPerturber):
         self._distribution = noise.distribution
         self._helpers = helpers
         self._is_prepared = False  # whether a replay has written the first evaluation's weights to the work buffer
-        self._replays: dict[tuple[int, bool], list[Mapping[bool, Program]]] = {}  # by the arguments of ``_programs``
-        self._updates: dict[int, Mapping[bool, Program]] = {}  # programs of single updates, by step
+        self._replays: dict[tuple[int, bool], list[Programs]] = {}  # by the arguments of ``_programs``
         self._copies: dict[Evaluation, Program] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
@@ -121,10 +129,7 @@ class CounterPerturber(TrajectoryPerturber):
         if missing and version == 0:  # the base has not been rounded to the transfer dtype
             self._buffer.round_to_transfer_dtype(index, stores[index])
         for update in missing:
-            if update.step not in self._updates:
-                self._updates[update.step] = compile_updates([update])
-                self.seeds.update(self._updates[update.step][False].seeds)
-            self._run(index, stores, self._updates[update.step], None)
+            self._run(index, stores, self._compiled(update), None)
             self._buffer.round_to_transfer_dtype(index, stores[index])
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
@@ -142,7 +147,7 @@ class CounterPerturber(TrajectoryPerturber):
             copy = self._copy(at)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
-    def _programs(self, version: int, *, prepares: bool) -> list[Mapping[bool, Program]]:
+    def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
         if (version, prepares) not in self._replays:
             trajectory = self._trajectory
@@ -159,7 +164,7 @@ class CounterPerturber(TrajectoryPerturber):
             self._copies[evaluation] = compile_updates((), evaluation, self._trajectory.zo_eps)[False]
         return self._copies[evaluation]
 
-    def _run(self, index: int, stores: Stores | None, owned: Mapping[bool, Program], borrowed: Program | None) -> None:
+    def _run(self, index: int, stores: Stores | None, owned: Programs, borrowed: Program | None) -> None:
         """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
         if not owned[False].instructions and owned[False].then is None:
             return
@@ -239,13 +244,6 @@ def in_one_launch(
     return list(groups.values())
 
 
-class _Chunk(Enum):
-    """What the replaying thread sends to the second thread."""
-
-    REPLAYED = auto()
-    LOST = auto()  # the replay failed: no chunk will follow
-
-
 class DrawnPerturber(TrajectoryPerturber):
     """Perturbs with noise that is drawn into memory."""
 
@@ -254,8 +252,7 @@ class DrawnPerturber(TrajectoryPerturber):
     ) -> None:
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
-        self._replays: dict[int, Mapping[bool, Program]] = {}  # by the step of the update
-        self._missing_updates: dict[int, list[Sequence[Update]]] = {}  # by version, in parts
+        self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
         self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
         self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
@@ -264,15 +261,15 @@ class DrawnPerturber(TrajectoryPerturber):
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version. See the contract."""
         self._drawn = None
-        replayed: SimpleQueue[_Chunk] = SimpleQueue()
+        replayed: Replayed = SimpleQueue()
         try:
             missing = self._missing(version)
             ahead = self._draw_ahead(index, stores, missing, replayed)
-            for updates in missing:
-                is_last = updates is missing[-1]
-                self._replay_segment(index, stores[index], updates, replayed if ahead and is_last else None)
+            for programs in missing:
+                is_last = programs is missing[-1]
+                self._replay_segment(index, stores[index], programs, replayed if ahead and is_last else None)
         except BaseException:
-            replayed.put(_Chunk.LOST)  # ends the second thread's work, if it has any
+            replayed.put(None)  # ends the second thread's work, if it has any
             self.finish()
             raise
         return self._trajectory.version
@@ -298,21 +295,14 @@ class DrawnPerturber(TrajectoryPerturber):
 
     # ---- replay
 
-    def _missing(self, version: int) -> list[Sequence[Update]]:
-        """Compile the updates that a version lacks, and return them in parts."""
-        if version not in self._missing_updates:
-            updates = self._trajectory.updates[version : self._trajectory.version]
-            for update in updates:
-                if update.step not in self._replays:
-                    self._replays[update.step] = compile_updates([update])
-                    self.seeds.update(seeds_of(update))
-            self._missing_updates[version] = list(split_updates(updates, SEEDS_IN_TURN))
-        return self._missing_updates[version]
+    def _missing(self, version: int) -> list[Sequence[Programs]]:
+        """Compile the updates that a version lacks, and return their programs in parts."""
+        if version not in self._replays:
+            parts = split_updates(self._trajectory.updates[version : self._trajectory.version], SEEDS_IN_TURN)
+            self._replays[version] = [[self._compiled(update) for update in updates] for updates in parts]
+        return self._replays[version]
 
-    def _replay_segment(
-        self, index: int, store: Store, updates: Sequence[Update], replayed: SimpleQueue[_Chunk] | None
-    ) -> None:
-        programs = [self._replays[update.step] for update in updates]
+    def _replay_segment(self, index: int, store: Store, programs: Sequence[Programs], replayed: Replayed | None) -> None:
         views = [view for view in self._buffer.segments[index] if view.owner == index]
         kernels = self._kernels(index)
         if kernels is None or any(len(program[False].seeds) != 1 for program in programs):
@@ -327,7 +317,7 @@ class DrawnPerturber(TrajectoryPerturber):
                     kernels.apply([store[view.position] for view in group], program, [drawn])
 
     def _replay_parameter(
-        self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
+        self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: Replayed | None
     ) -> None:
         spec, buffer = view.spec, self._buffer
         scratch, decay_scratch = buffer.scratch(spec.dtype, "replay"), buffer.scratch(spec.dtype, "decay")
@@ -342,7 +332,7 @@ class DrawnPerturber(TrajectoryPerturber):
                     self._noise.fill(z, seed, spec, start)
                 apply(chunk, program, drawn, scratch=first, decay_scratch=second)
             if replayed is not None:
-                replayed.put(_Chunk.REPLAYED)
+                replayed.put(stop)
 
     # ---- the first evaluation, on the second thread
 
@@ -350,8 +340,8 @@ class DrawnPerturber(TrajectoryPerturber):
         self,
         index: int,
         stores: Stores,
-        missing: Sequence[Sequence[Update]],
-        replayed: SimpleQueue[_Chunk],
+        missing: Sequence[Sequence[Programs]],
+        replayed: Replayed,
     ) -> bool:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
         if self._worker is None or self._first is None or self._kernels(index) is not None:
@@ -359,12 +349,12 @@ class DrawnPerturber(TrajectoryPerturber):
         owned = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
         if owned < self._parallel_from:
             return False  # there is little to replay; later both threads perturb the borrowed weights
-        if any(self._first.seed in self._replays[update.step][False].seeds for updates in missing for update in updates):
+        if any(self._first.seed in program[False].seeds for programs in missing for program in programs):
             return False  # two threads would draw from one seed's generator, which would start over for each chunk
         self._ahead = self._worker.submit(self._prepare, index, stores, self._first, replayed)
         return True
 
-    def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: SimpleQueue[_Chunk]) -> bool:
+    def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: Replayed) -> bool:
         """On the second thread, draw a direction and perturb each chunk along it as soon as the chunk is replayed."""
         move = Perturb(0, evaluation.shift, self._trajectory.zo_eps)
         for view in self._buffer.segments[index]:
@@ -373,7 +363,7 @@ class DrawnPerturber(TrajectoryPerturber):
                 z = self._noise_memory(view, start, stop, "ahead")
                 if self._drawn_tied.get(view.spec.name) != evaluation.seed:
                     self._noise.fill(z, evaluation.seed, view.spec, start)
-                if view.owner == index and replayed.get() is _Chunk.LOST:
+                if view.owner == index and replayed.get() is None:
                     return False
                 self._perturb_chunk(view, start, stop, theta, z, move, "ahead")
             self._note_drawn(view, evaluation.seed)
@@ -497,6 +487,6 @@ class DrawnPerturber(TrajectoryPerturber):
         return self._buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
 
 
-def _program_of(owned: Mapping[bool, Program], view: ParameterView) -> Program:
+def _program_of(owned: Programs, view: ParameterView) -> Program:
     """Return the program of one of the segment's own parameters."""
     return owned[view.spec.decays]
