@@ -163,10 +163,10 @@ MOST_LINES = {
     "zo2core/io": 428,
     "zo2core/journal": 491,
     "zo2core/kernels": 1178,
-    "zo2core/methods": 929,
+    "zo2core/methods": 922,
     "zo2core/planning": 607,
     "zo2core/sources": 966,
-    "zo2core/sweep": 2225,
+    "zo2core/sweep": 2219,
 }
 
 

@@ -159,10 +159,7 @@ def require_trainable(
         )
     if workers > 1:
         raise OptionError(
-            "workers",
-            found=f"{workers} workers",
-            expected="one, where all parameters are trained",
-            remedy="leave it out",
+            "workers", found=f"{workers} workers", expected="one, where all parameters are trained", remedy="leave it out"
         )
     if commit_every is None:
         return

@@ -98,11 +98,7 @@ class JournalState(State):
 class TrainedState(State):
     """What first-order steps train, with the steps taken. A step that was lost with its process is repeated."""
 
-    refusal = (
-        "an engine that takes no steps",
-        "FirstOrder(optimizer)",
-        "pass a method to the engine",
-    )
+    refusal = ("an engine that takes no steps", "FirstOrder(optimizer)", "pass a method to the engine")
 
     def __init__(self, runner: Runner, trained: TrainedParameters | StoredParameters, *, version: int = 0) -> None:
         self.version = version

@@ -336,13 +336,7 @@ class DrawnPerturber(TrajectoryPerturber):
 
     # ---- the first evaluation, on the second thread
 
-    def _draw_ahead(
-        self,
-        index: int,
-        stores: Stores,
-        missing: Sequence[Sequence[Programs]],
-        replayed: Replayed,
-    ) -> bool:
+    def _draw_ahead(self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed) -> bool:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
         if self._worker is None or self._first is None or self._kernels(index) is not None:
             return False
