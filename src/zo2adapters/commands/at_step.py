@@ -277,10 +277,7 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
 
     if path is None:
         raise OptionError(
-            "verify_base",
-            found="no journal",
-            expected="--run or --journal, which has the digests",
-            remedy="leave it out",
+            "verify_base", found="no journal", expected="--run or --journal, which has the digests", remedy="leave it out"
         )
     missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
     if missing:

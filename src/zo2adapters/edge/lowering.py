@@ -211,9 +211,7 @@ def _lowered(
     with torch.no_grad():
         exported = {name: torch.export.export(module, inputs, strict=False) for name, (module, inputs) in methods.items()}
     edge = exir.to_edge_transform_and_lower(
-        exported,
-        partitioner={"step": list(partitioners)},
-        constant_methods={"description": description.to_json()},
+        exported, partitioner={"step": list(partitioners)}, constant_methods={"description": description.to_json()}
     )
     return edge.to_executorch(
         exir.ExecutorchBackendConfig(

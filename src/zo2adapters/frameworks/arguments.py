@@ -73,14 +73,7 @@ class ZOArguments:
             )
 
     def open_engine(
-        self,
-        model: BlockModel,
-        journal: Journal,
-        *,
-        lr: Callable[[int], float],
-        weight_decay: float,
-        seed: int,
-        device: str,
+        self, model: BlockModel, journal: Journal, *, lr: Callable[[int], float], weight_decay: float, seed: int, device: str
     ) -> Engine:
         """The engine of a run, at the last step of its journal.
 

@@ -116,10 +116,7 @@ def require_supported(
             )
     if not isinstance(args, TrainingArguments):
         raise OptionError(
-            "args",
-            found=f"a {type(args).__name__}",
-            expected="TrainingArguments",
-            remedy="pass args=TrainingArguments(...)",
+            "args", found=f"a {type(args).__name__}", expected="TrainingArguments", remedy="pass args=TrainingArguments(...)"
         )
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
