@@ -152,9 +152,9 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 405,
-    "zo2adapters/commands": 3077,
-    "zo2adapters/edge": 481,
-    "zo2adapters/frameworks": 1001,
+    "zo2adapters/commands": 3074,
+    "zo2adapters/edge": 479,
+    "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4796,
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5045,
