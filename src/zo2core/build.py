@@ -66,8 +66,7 @@ from zo2core.runner import Runner
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
-from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.loader import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations

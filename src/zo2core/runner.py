@@ -14,7 +14,7 @@ from zo2core.perturbation import Perturbation
 from zo2core.planning.run_spec import RunSpec
 from zo2core.profiling import TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
-from zo2core.sources.base_digests import BaseDigests
+from zo2core.sources.loader import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse

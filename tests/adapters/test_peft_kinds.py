@@ -289,7 +289,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("zo2core.checkpoint.reader.SafetensorsReader.read_into", refuse)
+    monkeypatch.setattr("zo2core.checkpoint.shards.SafetensorsReader.read_into", refuse)
 
 
 @pytest.mark.parametrize("kind", [kind for name, kind in KINDS.items() if name not in ("lora", "rslora")])

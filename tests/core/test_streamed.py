@@ -281,7 +281,7 @@ def test_the_bytes_before_count_until_the_new_ones_are_durable(tmp_path: Path, m
     pages = HostDevice().host_memory(whole_pages(layouts()[1].nbytes))
     scratch.write(1, pages.fill_(1), 1)
 
-    def broken(record: object) -> None:
+    def broken(*record: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(scratch._manifest, "append", broken)

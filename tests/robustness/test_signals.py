@@ -148,7 +148,7 @@ def wait_until_handled(pid: int) -> None:
 
 SLOWLY = """
 import time
-import zo2core.checkpoint.writer as writer
+import zo2core.checkpoint.shards as writer
 real = writer._write_header
 def slow(file, parameters):
     written = real(file, parameters)
@@ -177,7 +177,7 @@ def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
 
 TOO_LATE = """
 import os, signal
-import zo2core.checkpoint.writer as writer
+import zo2core.checkpoint.shards as writer
 def interrupted(path, ignore_errors):
     os.rmdir(path)
     os.kill(os.getpid(), signal.SIGTERM)

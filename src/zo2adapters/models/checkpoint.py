@@ -30,7 +30,7 @@ from zo2adapters.models.quantized import encodings_of
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2core import ZO2Error
 from zo2core.checkpoint import check_float, is_gguf
-from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from zo2core.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole

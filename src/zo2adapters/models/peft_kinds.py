@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2core import Batch, ParameterSpec
-from zo2core.checkpoint.writer import new_directory, write_companions
+from zo2core.checkpoint.shards import new_directory, write_companions
 from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.kernels.encoding import decoded
 from zo2core.protocols import TensorReader

@@ -11,7 +11,7 @@ from zo2adapters.trainers.progress_bar import progress_bar
 from zo2core import Journal
 from zo2core.errors import CheckpointError
 from zo2core.kernels.encoding import decoded
-from zo2core.sources.base_digests import verify_base
+from zo2core.sources.loader import verify_base
 
 _CHUNK = 1 << 20  # elements read at once
 

@@ -448,7 +448,7 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
 
 def _branch(parent: Path, step: int, options: TrainOptions) -> None:
     from zo2core import Journal, branch_journal
-    from zo2core.checkpoint.writer import new_directory
+    from zo2core.checkpoint.shards import new_directory
 
     options.require_valid()
     estimator = options.estimator()

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core.checkpoint.reader import DTYPE_NAMES, malformed
-from zo2core.checkpoint.writer import header_bytes
+from zo2core.checkpoint.shards import DTYPE_NAMES, header_bytes, malformed
 from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason, system_errors_as
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import make_directory, open_regular, read_regular, replace_file

@@ -28,8 +28,7 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.profiling import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
-from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.loader import Loading, SegmentLoader, portions
+from zo2core.sources.loader import BaseDigests, Loading, SegmentLoader, portions
 from zo2core.sources.slot_file import SlotFile
 from zo2core.types import BlockLayout, Bucket, Lane
 
