@@ -159,13 +159,13 @@ MOST_LINES = {
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5045,
     "zo2core": 4442,
-    "zo2core/checkpoint": 800,
+    "zo2core/checkpoint": 784,
     "zo2core/io": 428,
     "zo2core/journal": 491,
     "zo2core/kernels": 1178,
     "zo2core/methods": 922,
     "zo2core/planning": 607,
-    "zo2core/sources": 966,
+    "zo2core/sources": 954,
     "zo2core/sweep": 2219,
 }
 
