@@ -404,8 +404,8 @@ def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimat
     return copy
 
 
-WINDOW = 50  # steps of the running median
-LEAST = 10  # steps without a median at the start of a run
+_MEDIAN_OF = 50  # steps of the running median
+_LEAST_MEDIAN = 10  # steps without a median at the start of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,14 +446,14 @@ class Clipped(EstimatorWrapper):
         """Clip the projected gradients."""
         if not all(math.isfinite(grad) for grad in update.projected_grads):
             return update  # the engine refuses it; clipping would hide it
-        most = self._largest(past[-WINDOW:])
+        most = self._largest(past[-_MEDIAN_OF:])
         return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
 
     def _largest(self, recent: Sequence[Update]) -> float:
         most = math.inf if self.value is None else self.value
         if self.medians is not None:
             applied = [[abs(grad) for grad in update.projected_grads if grad != 0] for update in recent]
-            if sum(map(bool, applied)) >= LEAST:
+            if sum(map(bool, applied)) >= _LEAST_MEDIAN:
                 most = min(most, self.medians * median(size for sizes in applied for size in sizes))
         return most
 

@@ -16,7 +16,7 @@ from zo2core.kernels.generators import Generator, seeded
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator
 from zo2core.types import BlockLayout, Distribution, ParameterSpec, divide_tied, packed_bytes
 
-_CHUNK = 32768  # elements: a multiple of Philox's groups
+_RANGE = 32768  # elements that counter-based noise draws at a time: a multiple of Philox's groups
 
 
 class PhiloxNoise:
@@ -42,7 +42,7 @@ class PhiloxNoise:
         """Divide a parameter into cache-sized chunks."""
         numel = parameter.numel
         if numel not in self._chunks:
-            self._chunks[numel] = [(start, min(start + _CHUNK, numel)) for start in range(0, max(numel, 1), _CHUNK)]
+            self._chunks[numel] = [(start, min(start + _RANGE, numel)) for start in range(0, max(numel, 1), _RANGE)]
         return self._chunks[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:

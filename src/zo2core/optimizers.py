@@ -156,6 +156,8 @@ OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result 
 
 _PROBED = 8192  # elements of the tensor on which an optimizer shows its states: some keep others for small tensors
 _HAS_STATE = "has_state"  # name of the flag that a parameter's states have been set
+_HAS_MASTERS = "begun"  # name of the flag that the float32 copies of a segment have been made
+_HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
@@ -347,9 +349,6 @@ def _value(state: _State, states: Mapping[str, torch.Tensor]) -> Any:
     return kept if state.number is None else state.number(kept.item())
 
 
-_HAS_MASTERS = "begun"  # name of the flag that the float32 copies of a segment have been made
-
-
 class BAdam(BlockUpdate):
     """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
@@ -425,9 +424,6 @@ class BAdam(BlockUpdate):
 def _master(name: str) -> str:
     """Name of the float32 copy of a parameter."""
     return f"{name}.master"
-
-
-_HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
 
 
 class Delayed(BlockUpdate):
