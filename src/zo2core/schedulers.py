@@ -58,7 +58,7 @@ class SerialScheduler:
                 def commit(committed: int, bucket: Bucket = bucket) -> None:
                     nonlocal version
                     if committed != bucket.version:
-                        self._offload(bucket)
+                        self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
                     version = committed
 
                 try:
@@ -82,7 +82,7 @@ class SerialScheduler:
         try:
             replayed = visitor.replay(index, self._upload(bucket), bucket.version)
             if replayed != bucket.version:
-                self._offload(bucket)
+                self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
             version = replayed
             yield bucket
         finally:
@@ -97,8 +97,7 @@ class SerialScheduler:
         return bucket._replace(version=version)
 
     def _upload(self, bucket: Bucket) -> Store:
-        if not self._device.in_place:
-            self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
+        self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
         return self._store(bucket)
 
     def _store(self, bucket: Bucket) -> Store:
@@ -106,11 +105,9 @@ class SerialScheduler:
             return bucket.views
         return self._layouts[bucket.segment].views(self._memory(bucket))
 
-    def _offload(self, bucket: Bucket) -> None:
-        if not self._device.in_place:
-            self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
-
     def _copy(self, lane: Lane, bucket: Bucket, why: Wait) -> None:
+        if self._device.in_place:
+            return
         on_host, on_device = bucket.data, self._memory(bucket)
         target, origin = (on_device, on_host) if lane is Lane.UPLOAD else (on_host, on_device)
         streams = self._device.streams
