@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4796,
     "zo2adapters/tasks": 2933,
     "zo2adapters/trainers": 5045,
-    "zo2core": 4442,
+    "zo2core": 4438,
     "zo2core/checkpoint": 784,
     "zo2core/io": 428,
     "zo2core/journal": 491,
