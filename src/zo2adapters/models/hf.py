@@ -386,14 +386,14 @@ class HFBlockModel:
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula; images need masks and positions. See the contract."""
-        rows, tokens = batch["input_ids"].shape
+        (rows, tokens), mask = batch["input_ids"].shape, batch.get("attention_mask")
         positions, rope = batch.get("position_ids"), getattr(self.config.get_text_config(), "rope_parameters", None)
         has_own_positions = "mrope_section" in (rope or {})
         return expected_held_bytes(
             self.config,
             rows,
             tokens,
-            keys=self.virtual_tokens + tokens,
+            keys=self.virtual_tokens + (tokens if mask is None else mask.shape[1]),  # newest tokens attend to earlier ones
             is_padded="pixel_values" in batch or self.virtual_tokens > 0 or is_padded(batch),
             position_rows=rows if has_own_positions else None if positions is None else len(positions),
         )
