@@ -151,7 +151,7 @@ class OptionField(NamedTuple):
     def written(self) -> str:
         """How the option is written, with the kind of its value, such as ``--steps INT``."""
         if self.is_positional:
-            return self.field.upper() + (" ..." if get_origin(self.type) is tuple else "")
+            return self.field.upper() + (" ..." if self.items else "")
         settings = "KEY=VALUE,..." if any(self.settings) else ""
         if self.type is NoneType:
             return f"{self.flag} {settings}"
@@ -162,7 +162,9 @@ class OptionField(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of its value, such as ``INT`` or ``auto|FLOAT``."""
-        return _kind(self.type)
+        if self.items:
+            return " ".join("..." if item is Ellipsis else _KINDS[item] for item in self.items)
+        return "|".join([*self.named, *(_KINDS[kind] for kind in self.kinds if kind in _KINDS)])
 
 
 def option_fields(command: Any) -> list[OptionField]:
@@ -200,18 +202,6 @@ def _fields(command: Any) -> Iterator[OptionField]:
         name = written.name or option.name
         called = f"--{name.replace('_', '-')}"
         yield OptionField(owner, option.name, name, called, written.aliases, hint, default, written.is_positional)
-
-
-def _kind(hint: Any) -> str:
-    """The kind of value of an option's type, such as ``INT`` or ``auto|FLOAT``."""
-    if get_origin(hint) is tuple:
-        kinds = get_args(hint)
-        return f"{_kind(kinds[0])} ..." if kinds[-1] is Ellipsis else " ".join(map(_kind, kinds))
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, get_args(hint)))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "|".join(str(member.value) for member in hint)
-    return _KINDS.get(hint) or "|".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType)
 
 
 def option_names(command: Any) -> list[str]:
