@@ -15,7 +15,7 @@ from zo2adapters.cli import main
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, planned_rounds, tune
+from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, tune
 from zo2core import Journal
 from zo2core.errors import CheckpointError, DivergenceError, OptionError, OutputError
 from zo2core.names import EstimatorName
@@ -32,7 +32,7 @@ def options(tmp_path: Path) -> TrainOptions:
 @pytest.mark.parametrize("evaluations", [2, 5])
 def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_round(trials: int, evaluations: int) -> None:
     budget = 1000
-    rounds = planned_rounds(trials, budget, evaluations)
+    rounds = Schedule.of(trials, budget, evaluations).rounds
     left, taken, forwards = trials, 0, 0
     for steps in rounds:
         assert steps > taken
@@ -43,9 +43,9 @@ def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_ro
 
 def test_a_budget_in_which_a_trial_says_nothing_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(OptionError, match="at least 224") as refused:
-        planned_rounds(7, 100, 2)
+        Schedule.of(7, 100, 2)
     assert "7 trials" in str(refused.value)
-    assert planned_rounds(7, 224, 2)
+    assert Schedule.of(7, 224, 2)
 
 
 def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: TrainOptions) -> None:

@@ -14,7 +14,7 @@ from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, counted, require_whole
 
 if TYPE_CHECKING:
-    from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
+    pass  # a command line is read without transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Verify(Command):
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.verification import RandomBatches, verify, verify_first_order
+        from zo2adapters.trainers.verification import RandomBatches, verify
         from zo2core import MeZOSGD
 
         require_whole("steps", self.steps, 1)
@@ -60,17 +60,10 @@ class Verify(Command):
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        if self.method is not None:
-            result = verify_first_order(directory, opening, self.method, adapter, size, batches)
-            self._tell(result, "losses, gradient norms")
-        else:
-            self._tell(verify(directory, opening, size, batches, adapter), "losses, projected gradients")
-
-    def _tell(self, result: Comparison, scalars: str) -> None:
+        result = verify(directory, opening, size, batches, method=self.method, adapter=adapter)
         if result.difference is not None:
             print(f"DIFFERENT: {result.difference}")
             sys.exit(1)
-        equal = (
-            f"{scalars} and all {result.parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
-        )
-        print(f"EQUAL over {counted(result.steps, 'step')}, bit for bit: {equal}")
+        scalars = "losses, projected gradients" if self.method is None else "losses, gradient norms"
+        trained = f"{result.parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
+        print(f"EQUAL over {counted(result.steps, 'step')}, bit for bit: {scalars} and all {trained}")

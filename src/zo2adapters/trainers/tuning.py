@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from zo2adapters.trainers.engines import can_share, open_shared_base
 from zo2adapters.trainers.methods import RunMethod, method_of
@@ -61,10 +62,6 @@ class Trial:
     steps: int = 0
     loss: float = math.inf  # mean over the last steps; infinite if the trial diverged
 
-    def judged(self, losses: Sequence[float]) -> Trial:
-        """The same trial after steps of these losses."""
-        return replace(self, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
-
     @property
     def row(self) -> dict[str, object]:
         """The trial as JSON values."""
@@ -73,30 +70,55 @@ class Trial:
 
 
 class Schedule(NamedTuple):
-    """Steps and forward passes of all trials."""
+    """Steps and forward passes of all trials. The better half, rounded up, continues in the next round."""
 
-    trials: int  # trials of the first round; half of them, rounded up, continue in the next
+    left: tuple[int, ...]  # trials in each round
     rounds: tuple[int, ...]  # total steps of each remaining trial at the end of each round
     evaluations: int  # forward passes per step
 
+    @classmethod
+    def of(cls, trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> Self:
+        """The rounds of a budget of forward passes, which cost about the same. The last one may be that of two trials."""
+        left = _left(trials, continues=continues)
+        added = [forwards // (len(left) * evaluations * count) for count in left]
+        if added[0] < _FEWEST_STEPS:
+            raise OptionError(
+                "forwards",
+                found=str(forwards),
+                expected=f"at least {least_forwards(trials, evaluations, continues=continues)} for {trials} trials",
+                remedy="pass a larger value, or fewer learning rates",
+            )
+        return cls(left, tuple(accumulate(added)), evaluations)
+
     @property
-    def left(self) -> tuple[int, ...]:
-        """Number of trials in each round."""
-        left = [self.trials]
-        for _ in self.rounds[1:]:
-            left.append(-(-left[-1] // 2))
-        return tuple(left)
+    def trials(self) -> int:
+        """Trials of the first round."""
+        return self.left[0]
 
     @property
     def steps(self) -> int:
         """Steps of all trials together."""
-        starts = (0, *self.rounds)
-        return sum(count * (self.rounds[i] - starts[i]) for i, count in enumerate(self.left))
+        return sum(
+            count * (end - start) for count, start, end in zip(self.left, (0, *self.rounds), self.rounds, strict=False)
+        )
 
     @property
     def forwards(self) -> int:
         """Forward passes of a batch in all trials together."""
         return self.steps * self.evaluations
+
+
+def least_forwards(trials: int, evaluations: int, *, continues: bool = True) -> int:
+    """Smallest budget of forward passes for so many trials."""
+    return _FEWEST_STEPS * len(_left(trials, continues=continues)) * evaluations * trials
+
+
+def _left(trials: int, *, continues: bool) -> tuple[int, ...]:
+    """Number of trials in each round."""
+    left = [trials]
+    while left[-1] > 1:
+        left.append(-(-left[-1] // 2))
+    return tuple(left if continues else left[:-1])
 
 
 def tune(
@@ -115,8 +137,7 @@ def tune(
     _require_comparable(options)
     method = method_of(options.with_rate("auto"))  # each trial has its own
     trials = _all_trials(options, method, learning_rates, zo_eps)
-    rounds = planned_rounds(len(trials), forwards, method.forwards, continues=continues)
-    schedule = Schedule(len(trials), tuple(rounds), method.forwards)
+    schedule = Schedule.of(len(trials), forwards, method.forwards, continues=continues)
     settings = _open_directory(options, forwards, trials, workers)
     with _removed_if_unstarted(options.output):
         before(schedule)
@@ -133,33 +154,6 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     inputs = RunInputs.read(options.with_rate("auto"))
     with closing(inputs.model.weights):
         return schedule.steps * plan_of(inputs).seconds
-
-
-def planned_rounds(trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> list[int]:
-    """Total steps of each remaining trial at the end of each round. All rounds cost about the same."""
-    left = _trials_left(trials, continues=continues)
-    added = [forwards // (len(left) * evaluations * count) for count in left]
-    if added[0] < _FEWEST_STEPS:
-        raise OptionError(
-            "forwards",
-            found=str(forwards),
-            expected=f"at least {least_forwards(trials, evaluations, continues=continues)} for {trials} trials",
-            remedy="pass a larger value, or fewer learning rates",
-        )
-    return [sum(added[: i + 1]) for i in range(len(added))]
-
-
-def least_forwards(trials: int, evaluations: int, *, continues: bool = True) -> int:
-    """Smallest budget of forward passes for so many trials. See ``planned_rounds``."""
-    return _FEWEST_STEPS * len(_trials_left(trials, continues=continues)) * evaluations * trials
-
-
-def _trials_left(trials: int, *, continues: bool) -> list[int]:
-    """Number of trials in each round."""
-    left = [trials]
-    while left[-1] > 1:
-        left.append(-(-left[-1] // 2))
-    return left if continues else left[:-1]
 
 
 def _require_comparable(options: TrainOptions) -> None:
@@ -198,20 +192,6 @@ def _all_trials(
     ]
 
 
-def _open_directory(
-    options: TrainOptions, forwards: int, trials: Sequence[Trial], workers: Workers | None
-) -> dict[str, Any]:
-    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others."""
-    if workers is not None:
-        workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
-        if not is_first(workers):
-            workers.all_gather(None)  # returns once the first worker has created the directory
-    settings = _begin(options, forwards, trials)
-    if workers is not None and is_first(workers):
-        workers.all_gather(None)
-    return settings
-
-
 def _run_rounds(
     trials: Sequence[Trial],
     options: TrainOptions,
@@ -230,7 +210,7 @@ def _run_rounds(
     for number, steps in enumerate(schedule.rounds, 1):
         lengthen = {}
         for position, trial in enumerate(trials, 1):
-            if _runs_here(indices[trial.directory], workers):
+            if workers is None or indices[trial.directory] % workers.size == workers.rank:  # whose disk has the trial's run
                 progress = f"round {number} of {len(schedule.rounds)}, trial {position} of {len(trials)}, lr {trial.lr:g}"
                 lengthen[trial] = partial(_lengthened, trial, options, steps, None if quiet else progress)
         if can_share(options) and workers is None and len(lengthen) > 1:
@@ -258,17 +238,15 @@ def _require_converged(best: Trial, output: Path) -> Trial:
     )
 
 
-def _runs_here(index: int, workers: Workers | None) -> bool:
-    """Whether this worker runs a trial. It is the same worker in all rounds, whose disk has the trial's run."""
-    return workers is None or index % workers.size == workers.rank
-
-
 def _gathered(trials: Sequence[Trial], results: Sequence[Trial], workers: Workers | None) -> list[Trial]:
     """All trials, with the results of all workers."""
     local = {trial.directory.name: (trial.steps, trial.loss) for trial in results}
-    gathered = [local] if workers is None else workers.all_gather(local)
-    by_name = {name: result for of_worker in gathered for name, result in of_worker.items()}
-    by_trial = [(trial, *by_name[trial.directory.name]) for trial in trials]
+    found = {
+        name: result
+        for worker in ([local] if workers is None else workers.all_gather(local))
+        for name, result in worker.items()
+    }
+    by_trial = [(trial, *found[trial.directory.name]) for trial in trials]
     return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
 
 
@@ -310,18 +288,31 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
 
 def _judged(trial: Trial, method: RunMethod, journal: Journal) -> Trial:
     """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
-    refused = sum(map(is_refused, journal.updates))
+    losses, refused = method.losses(journal), sum(map(is_refused, journal.updates))
     if method.verdict(journal) is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
-    return trial.judged(method.losses(journal))
+    return replace(trial, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
 
 
-def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Create the directory, or check that it has the same trials, which were interrupted."""
-    table = options.output / TABLE
-    names = [trial.directory.name for trial in trials]
+def _open_directory(
+    options: TrainOptions, forwards: int, trials: Sequence[Trial], workers: Workers | None
+) -> dict[str, Any]:
+    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others."""
+    table, names = options.output / TABLE, [trial.directory.name for trial in trials]
     settings = {"forwards": forwards, "trials": names, "options": options.to_json()}
-    if table.exists():
+    if workers is not None:
+        workers.require_same("trials", zlib.crc32(repr((forwards, names)).encode()))
+        if not is_first(workers):
+            workers.all_gather(None)  # returns once the first worker has created the directory
+    if not table.exists():
+        require_new(options.output)
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = "a directory that can be written"
+            raise OutputError(options.output, found=reason(error), expected=expected, remedy="choose another one") from error
+        replace_file(table, json.dumps(settings) + "\n")
+    else:
         try:
             saved = json.loads(table.read_text())
             is_same = {key: saved[key] for key in settings} == settings
@@ -334,15 +325,8 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dic
                 expected="a table of trials with the same budget, learning rates and options",
                 remedy="choose another output directory",
             )
-        return settings
-    require_new(options.output)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            options.output, found=reason(error), expected="a directory that can be written", remedy="choose another one"
-        ) from error
-    replace_file(table, json.dumps(settings) + "\n")
+    if workers is not None and is_first(workers):
+        workers.all_gather(None)
     return settings
 
 
@@ -376,9 +360,17 @@ def with_chosen_rate(
             run.require_same_base(options, inputs.model)
         inputs.model.weights.close()
         trials = _trials(options)
+        rates, budget = _search(trials)
+        rounds: list[Sequence[Trial]] = []
         try:
-            best, ranking = _tuned(
-                trials, lambda schedule: [announce(line) for line in _cost(inputs, plan, schedule)], quiet=quiet
+            best = tune(
+                trials,
+                forwards=budget,
+                learning_rates=rates,
+                continues=False,
+                before=lambda schedule: [announce(line) for line in _cost(inputs, plan, schedule)],
+                after_round=rounds.append,
+                quiet=quiet,
             )
         except DivergenceError as error:
             raise _all_diverged(error, options) from error
@@ -387,6 +379,7 @@ def with_chosen_rate(
                 shutil.rmtree(trials.output, ignore_errors=True)
                 run.remove()
             raise
+        ranking = [_result(trial, method_of(trials).forwards) for trial in rounds[-1]]
         replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": ranking}, indent=2) + "\n")
         chosen = options.with_rate(best.lr)
         run.save(chosen)
@@ -412,43 +405,19 @@ def _trials(options: TrainOptions) -> TrainOptions:
     return replace(trials, output=options.output / f"{TRIALS}{digest:08x}")
 
 
-def _tuned(
-    options: TrainOptions, before: Callable[[Schedule], object], *, quiet: bool
-) -> tuple[Trial, list[dict[str, Any]]]:
-    """The best trial, and the results of all trials, the best one first."""
-    rates, budget, forwards = _search(options)
-    ranking: Sequence[Trial] = ()
-
-    def after_round(trials: Sequence[Trial]) -> None:
-        nonlocal ranking
-        ranking = trials
-
-    best = tune(
-        options,
-        forwards=budget,
-        learning_rates=rates,
-        continues=False,
-        before=before,
-        after_round=after_round,
-        quiet=quiet,
-    )
-    return best, [_result(trial, forwards) for trial in ranking]
-
-
-def _search(options: TrainOptions) -> tuple[Sequence[float], int, int]:
-    """The rates to try, the forward passes of all trials together, and the forward passes of a step."""
+def _search(options: TrainOptions) -> tuple[Sequence[float], int]:
+    """The rates to try, and the forward passes of all trials together."""
     method = method_of(options)
-    rates, forwards = method.learning_rates, method.forwards
-    budget = round(_SHARE * options.steps * forwards)
-    if least_forwards(len(rates), forwards, continues=False) > budget:
+    rates, budget = method.learning_rates, round(_SHARE * options.steps * method.forwards)
+    if least_forwards(len(rates), method.forwards, continues=False) > budget:
         rates = method.few_learning_rates
-    return rates, max(budget, least_forwards(len(rates), forwards, continues=False)), forwards
+    return rates, max(budget, least_forwards(len(rates), method.forwards, continues=False))
 
 
 def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     """The rates that a run with this number of steps tries, and the steps of its trials."""
-    rates, budget, forwards = _search(options)
-    return rates, Schedule(len(rates), tuple(planned_rounds(len(rates), budget, forwards, continues=False)), forwards)
+    rates, budget = _search(options)
+    return rates, Schedule.of(len(rates), budget, method_of(options).forwards, continues=False)
 
 
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:

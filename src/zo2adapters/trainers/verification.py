@@ -1,4 +1,4 @@
-"""Compares the engine with monolithic MeZO on a given checkpoint and machine, bit for bit."""
+"""Compares the engine with the whole model on a given checkpoint and machine, bit for bit: MeZO, or torch's optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from zo2adapters.tasks.row_reader import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
 from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import StepSize
-from zo2core import Batch, Engine, FirstOrder, MeZOSGD, StepResult, ZerothOrder
+from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.names import OptimizerName
 from zo2core.optimizer_states import StateMemory
@@ -38,8 +38,7 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The result of a comparison."""
 
     steps: int  # steps that were compared
@@ -64,45 +63,160 @@ class RandomBatches:
 
 
 def verify(
-    directory: Path, opening: ModelOptions, size: StepSize, batches: RandomBatches, adapter: Adapter | None = None
+    directory: Path,
+    opening: ModelOptions,
+    size: StepSize,
+    batches: RandomBatches,
+    *,
+    method: OptimizerName | None = None,
+    adapter: Adapter | None = None,
 ) -> Comparison:
-    """Take steps with both from one checkpoint, and compare losses, projected gradients and all parameters.
+    """Take steps block by block and on the whole model, and compare their numbers and what is trained.
 
-    Memory: the whole model twice, and monolithic MeZO's temporaries.
+    Memory: the whole model twice, and what its steps take. Without a method, steps are MeZO's.
     """
-    precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
-    given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
+    precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True) if method is None else opening.precision
+    given: Any = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
-    require_fit(model, batches)
-    whole = whole_model(model, directory, opening.head, adapter)
-    numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
-    count = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
-    with Engine(model, ZerothOrder(MeZOSGD(**numbers))) as engine:
-        if adapter is not None:
-            copy_trained(model, whole, dict(engine.parameters_now()))
-        mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
-        for step in range(batches.steps):
+    _require_fit(model, batches)
+    whole = _whole_model(model, directory, opening.head, adapter)
+    resident: _Mezo | _Gradients
+    if method is None:
+        resident = _Mezo(model, whole, size)
+    else:
+        resident = (_AllParameters if adapter is None else _AdapterParameters)(model, whole, size, method)
+    steps, parameters = batches.steps, sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
+    with Engine(model, resident.method) as engine:
+        resident.begin(engine)
+        for step in range(steps):
             batch, seed = batches.batch(model, step), batches.seed + step
             try:
-                ours = engine.step(batch, seed=seed)
+                ours = engine.step(batch, seed=seed if method is None else None)
             except NonFiniteLossError:
                 require_finite_base(model, directory)
                 raise
-            theirs = mono.step(batch, seed)
-            pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
-            pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
-            for name, a, b in pairs:
-                if a != b:
-                    return Comparison(step + 1, 0, f"step {step}, {name}: block by block {a!r}, monolithic {b!r}")
-        reference = dict(whole.named_parameters())
-        for name, tensor in engine.parameters_now():
-            difference = first_difference(tensor, reference[name].data)
+            numbers = [*ours.losses, *ours.projected_grads, *(() if ours.grad_norm is None else (ours.grad_norm,))]
+            for number, (name, theirs) in zip(numbers, resident.step(step, batch, seed), strict=True):
+                if number != theirs:
+                    return Comparison(step + 1, 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}")
+        for name, tensor in resident.trained_by(engine):
+            difference = _first_difference(tensor.detach(), resident.parameters[name].detach())
             if difference is not None:
-                return Comparison(batches.steps, count, f"after {counted(batches.steps, 'step')}, {name}{difference}")
-    return Comparison(batches.steps, count, None)
+                return Comparison(steps, parameters, f"after {counted(steps, 'step')}, {name}{difference}")
+    return Comparison(steps, parameters, None)
 
 
-def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
+class _Mezo:
+    """MeZO on the whole model."""
+
+    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize) -> None:
+        self._model, self._whole = model, whole
+        self._numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
+        self.method = ZerothOrder(MeZOSGD(**self._numbers))
+
+    def begin(self, engine: Engine) -> None:
+        """Take an adapter's first values."""
+        if isinstance(self._model, PeftBlockModel):
+            _copy_trained(self._model, self._whole, dict(engine.parameters_now()))
+        self.parameters = dict(self._whole.named_parameters())
+        self._mezo = MonolithicMeZO(self._whole, autocast=self._model.autocast, **self._numbers)
+
+    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+        """The numbers of a step, by name, in the order of the engine's."""
+        taken = self._mezo.step(batch, seed)
+        losses = [(f"loss {index}", loss) for index, loss in enumerate(taken.losses)]
+        return [*losses, ("projected gradient", taken.projected_grads[0])]
+
+    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
+        """The engine's parameters after the last step."""
+        return engine.parameters_now()
+
+
+class _Gradients:
+    """Gradients of the whole model by autograd, and an optimizer's step on them."""
+
+    method: FirstOrder
+    widens = False  # whether the optimizer is given gradients in float32
+
+    def __init__(self, model: HFBlockModel, whole: Any) -> None:
+        self._model, self._whole = model, whole
+        self.parameters: dict[str, nn.Parameter] = {}  # what is trained
+
+    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+        """See ``_Mezo``."""
+        with torch.autocast("cpu", dtype=self._model.autocast, enabled=self._model.autocast is not None):
+            loss = self._whole(**batch, use_cache=False).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([widened(gradient) if self.widens else gradient for gradient in gradients])
+        return [("loss", float(loss.detach())), ("gradient norm", norm.item())]
+
+
+class _AdapterParameters(_Gradients):
+    """An adapter's steps with an optimizer of torch."""
+
+    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize, method: OptimizerName) -> None:
+        super().__init__(model, whole)
+        of_adapter = OPTIMIZERS[method].of_adapter
+        assert of_adapter is not None, "others were refused with an adapter"
+        self._optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
+        self.method = FirstOrder(self._optimizer)
+
+    def begin(self, engine: Engine) -> None:
+        """Take the adapter's first values."""
+        self.parameters = _copy_trained(self._model, self._whole, engine.parameters)
+        self._resident = self._optimizer(list(self.parameters.values()))
+
+    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+        """See ``_Mezo``."""
+        numbers = super().step(step, batch, seed)
+        self._resident.step()
+        self._resident.zero_grad()
+        return numbers
+
+    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
+        """See ``_Mezo``."""
+        return engine.parameters.items()
+
+
+class _AllParameters(_Gradients):
+    """Steps of all parameters, with an optimizer of the engine's kind and states of its own."""
+
+    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize, method: OptimizerName) -> None:
+        super().__init__(model, whole)
+        ours, self._update = (make_block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
+        self.method, self.widens, self._rate = FirstOrder(ours, lr=size.rate), self._update.widens_gradients, size.rate
+        values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+        self.parameters = _copy_trained(model, whole, values)
+        layouts = enumerate(model.layouts)
+        self._names = {index: [spec.name for spec in layout.parameters] for index, layout in layouts if layout.parameters}
+        self._states = StateMemory(self._update, model.layouts)
+
+    def begin(self, engine: Engine) -> None:
+        """Nothing: the whole model has its values."""
+
+    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+        """See ``_Mezo``."""
+        segments = self._update.segments(step, sorted(self._names))
+        trained = {name for index in segments for name in self._names[index]}
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad = name in trained
+        numbers = super().step(step, batch, seed)
+        self._states.begin(step)
+        for index in segments:
+            weights = {name: self.parameters[name].detach() for name in self._names[index]}
+            found = {name: self.parameters[name].grad for name in self._names[index]}
+            gradients = {name: widened(grad) if self.widens else grad for name, grad in found.items() if grad is not None}
+            self._update.apply(UpdateInputs(index, weights, gradients, self._states.of(index, ()), step, self._rate))
+        self._whole.zero_grad()
+        return numbers
+
+    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
+        """See ``_Mezo``."""
+        return engine.parameters_now()
+
+
+def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
     """Refuse batches that exceed free memory or the model's longest row."""
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
@@ -120,7 +234,7 @@ def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
         )
 
 
-def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
+def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
     """The whole model as transformers loads it, with peft's modules in it if an adapter is trained."""
     loaded = head_of(head).class_of(model.config)
     if adapter is None:
@@ -140,7 +254,7 @@ def whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapte
     return whole.eval()
 
 
-def copy_trained(model: HFBlockModel, whole: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+def _copy_trained(model: HFBlockModel, whole: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
     """Give the whole model the values of what is trained; only these parameters then require gradients."""
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     for name, parameter in whole.named_parameters():
@@ -170,7 +284,7 @@ def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) ->
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
 
 
-def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+def _first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     """Text about the first element whose bits differ in two tensors of one shape; None if all bits are equal."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     unequal = (ours.contiguous().view(integer) != theirs.contiguous().view(integer)).flatten().nonzero()
@@ -178,103 +292,4 @@ def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
         return None
     index = int(unequal[0])
     a, b = ours.flatten()[index].item(), theirs.flatten()[index].item()
-    return f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, monolithic {b!r}"
-
-
-def verify_first_order(
-    directory: Path,
-    opening: ModelOptions,
-    method: OptimizerName,
-    adapter: Adapter | None,
-    size: StepSize,
-    batches: RandomBatches,
-) -> Comparison:
-    """Train block by block and on the whole model, and compare losses, gradient norms and what is trained.
-
-    Memory: the whole model twice, its activations and, for all parameters, gradients and optimizer states.
-    """
-    given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
-    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
-    require_fit(model, batches)
-    if adapter is None:
-        return _verify_all(directory, model, opening.head, method, size, batches)
-    of_adapter = OPTIMIZERS[method].of_adapter
-    assert of_adapter is not None, "others were refused with an adapter"
-    optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
-    with Engine(model, FirstOrder(optimizer)) as engine:
-        whole = whole_model(model, directory, opening.head, adapter)
-        trained = copy_trained(model, whole, engine.parameters)
-        resident = optimizer(list(trained.values()))
-        for step in range(batches.steps):
-            batch = batches.batch(model, step)
-            difference = _difference(step, engine.step(batch), _backward(model, whole, batch), trained, widens=False)
-            if difference is not None:
-                return Comparison(step + 1, 0, difference)
-            resident.step()
-            resident.zero_grad()
-        return _compared(batches.steps, engine.parameters.items(), trained)
-
-
-def _verify_all(
-    directory: Path, model: HFBlockModel, head: str, method: OptimizerName, size: StepSize, batches: RandomBatches
-) -> Comparison:
-    """Train all parameters both ways: the whole model by autograd, with an optimizer of its own."""
-    ours, theirs = (make_block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
-    whole = whole_model(model, directory, head, None).eval()
-    values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-    everything = copy_trained(model, whole, values)
-    names = {
-        index: [spec.name for spec in layout.parameters] for index, layout in enumerate(model.layouts) if layout.parameters
-    }
-    states = StateMemory(theirs, model.layouts)
-    with Engine(model, FirstOrder(ours, lr=size.rate)) as engine:
-        for step in range(batches.steps):
-            segments = theirs.segments(step, sorted(names))
-            trained = {name: everything[name] for name in everything if any(name in names[index] for index in segments)}
-            for name, parameter in everything.items():
-                parameter.requires_grad = name in trained
-            batch = batches.batch(model, step)
-            loss, widens = _backward(model, whole, batch), theirs.widens_gradients
-            difference = _difference(step, engine.step(batch), loss, trained, widens=widens)
-            if difference is not None:
-                return Comparison(step + 1, 0, difference)
-            states.begin(step)
-            for index in segments:
-                weights = {name: trained[name].detach() for name in names[index]}
-                gradients = {
-                    name: widened(grad) if widens else grad
-                    for name in names[index]
-                    if (grad := trained[name].grad) is not None
-                }
-                theirs.apply(UpdateInputs(index, weights, gradients, states.of(index, ()), step, size.rate))
-            whole.zero_grad()
-        return _compared(batches.steps, engine.parameters_now(), everything)
-
-
-def _backward(model: HFBlockModel, whole: Any, batch: Batch) -> float:
-    """Run the whole model forward and backward; returns its loss."""
-    with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
-        loss = whole(**batch, use_cache=False).loss
-    loss.backward()
-    return float(loss.detach())
-
-
-def _difference(
-    step: int, ours: StepResult, loss: float, trained: Mapping[str, nn.Parameter], *, widens: bool
-) -> str | None:
-    """The first difference between a step's numbers and the whole model's, as text; None: there is none."""
-    gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([widened(gradient) if widens else gradient for gradient in gradients])
-    for name, a, b in (("loss", ours.loss, loss), ("gradient norm", ours.grad_norm, norm.item())):
-        if a != b:
-            return f"step {step}, {name}: block by block {a!r}, whole {b!r}"
-    return None
-
-
-def _compared(steps: int, ours: Iterable[tuple[str, torch.Tensor]], trained: Mapping[str, nn.Parameter]) -> Comparison:
-    """Compare what was trained, after so many equal steps."""
-    for name, value in ours:
-        place = first_difference(value.detach(), trained[name].detach())
-        if place is not None:
-            return Comparison(steps, len(trained), f"after {counted(steps, 'step')}, {name}{place}")
-    return Comparison(steps, len(trained), None)
+    return f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, whole {b!r}"
