@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_lines import ROWS, make_place, write_rows
 
+from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
@@ -31,7 +33,8 @@ def options(tmp_path: Path) -> TrainOptions:
 def told(options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
     rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
     devices = device_kinds(options.storage.device, None)
-    return provenance(options, Path(options.model), rows, sequence_length=length, devices=devices)
+    given: Any = {"data_sha256": data_sha256(options.data), "sequence_length": length, "devices": devices}
+    return provenance(options, Path(options.model), rows, **given)
 
 
 def test_whatever_shapes_the_result_is_told(options: TrainOptions) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,7 @@ from zo2core.errors import ZO2Error
 from zo2core.types import Commit
 
 CARD = "README.md"
+_HOW = ("## How to load it", "")
 _MOST_EVALUATIONS = 20  # rows of the table of evaluations
 _PROVENANCE = ("batch size", "micro-batch size", "sequence length", "dtype", "device", "objective", "packed", "schedule")
 
@@ -47,43 +48,72 @@ def model_card(
 ) -> bytes:
     """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
-    hub_id, name = _hub_id(base), _called(base)
+    name, causal = _called(base), head == "causal-lm"
     hub_data = None if data is None or Path(data).exists() else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
-    causal = head == "causal-lm"
     first_order = any(isinstance(step, Commit) for step in journal.steps)
+    lines = [*_summary(header, version, name, is_adapter=is_adapter, first_order=first_order)]
+    if is_merged and version:
+        lines += ["", "The steps trained an adapter, which is merged into these weights."]
+    is_described = bool(version or journal.evaluations)
+    if is_described:
+        lines += ["", "## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version)]
+    if prompt:
+        lines += ["", "## Prompts", "", f"As in `{PROMPT}`:", "", "```json", _json(prompt), "```"]
+    loading = _loading(name, causal=causal, is_adapter=is_adapter)
+    lines += ["", *_HOW, *(_llama_cpp(base, name, is_adapter=is_adapter) if is_gguf_file else loading)]
+    if is_described:
+        lines += ["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"]
+    kinds = ["first-order" if first_order else "zeroth-order"] if version else []
+    return _card(
+        f"{name}, fine-tuned" if version else name,
+        lines,
+        base=base,
+        causal=causal,
+        is_adapter=is_adapter,
+        relation="adapter" if is_adapter else "finetune" if version else None,
+        datasets=None if hub_data is None or not version else [hub_data[1]],
+        tags=[*kinds, *(["lora"] if is_adapter or is_merged else [])],
+    )
+
+
+def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
+    """Write the card of a model into whose weights a saved adapter was merged."""
+    name, causal = _called(base), head == "causal-lm"
+    lines = [
+        f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them by zo2core.",
+        "",
+        f"SHA-256 of the adapter's weights: `{digest}`.",
+        "",
+        *_HOW,
+        *_loading(name, causal=causal, is_adapter=False),
+    ]
+    title = f"{name} with a merged adapter"
+    return _card(title, lines, base=base, causal=causal, is_adapter=False, relation="finetune", datasets=None, tags=["lora"])
+
+
+def _card(
+    title: str,
+    lines: Sequence[str],
+    *,
+    base: str,
+    causal: bool,
+    is_adapter: bool,
+    relation: str | None,
+    datasets: Sequence[str] | None,
+    tags: Sequence[str],
+) -> bytes:
+    """A card with the header that the hub reads."""
+    hub_id = _hub_id(base)
     entries: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation" if causal else "text-classification",
         "base_model": hub_id,
-        "base_model_relation": "adapter" if hub_id and is_adapter else "finetune" if hub_id and version else None,
-        "datasets": None if hub_data is None or not version else [hub_data[1]],
-        "tags": [
-            "zo2core",
-            *(["first-order" if first_order else "zeroth-order"] if version else []),
-            *(["lora"] if is_adapter or is_merged else []),
-        ],
+        "base_model_relation": None if hub_id is None else relation,
+        "datasets": datasets,
+        "tags": ["zo2core", *tags],
     }
     yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
-    is_described = bool(version or journal.evaluations)
-    results = ["## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version), ""]
-    lines = [
-        f"# {name}, fine-tuned" if version else f"# {name}",
-        "",
-        *_summary(header, version, name, is_adapter=is_adapter, first_order=first_order),
-        *(["", "The steps trained an adapter, which is merged into these weights."] if is_merged and version else []),
-        "",
-        *(results if is_described else []),
-        *(["## Prompts", "", f"As in `{PROMPT}`:", "", "```json", _json(prompt), "```", ""] if prompt else []),
-        "## How to load it",
-        "",
-        *(
-            _llama_cpp(base, name, is_adapter=is_adapter)
-            if is_gguf_file
-            else _loading(name, causal=causal, is_adapter=is_adapter)
-        ),
-        *(["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"] if is_described else []),
-    ]
-    return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+    return ("\n".join(["---", yaml.strip(), "---", "", f"# {title}", "", *lines]) + "\n").encode()
 
 
 def files_of_run(journal: Journal, *, base: str, options: TrainOptions | None, head: str, **card: Any) -> dict[str, bytes]:
@@ -99,31 +129,6 @@ def prompt_of(rows: RowOptions, data: Path) -> dict[str, Any]:
     with suppress(ZO2Error):  # data that has moved; then the run has labels only if it names them
         rows = with_labels(rows, data)
     return {key: value for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels)) if value}
-
-
-def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
-    """Write the card of a model into whose weights a saved adapter was merged."""
-    hub_id, name = _hub_id(base), _called(base)
-    entries: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation" if head == "causal-lm" else "text-classification",
-        "base_model": hub_id,
-        "base_model_relation": None if hub_id is None else "finetune",
-        "tags": ["zo2core", "lora"],
-    }
-    yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
-    lines = [
-        f"# {name} with a merged adapter",
-        "",
-        f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them by zo2core.",
-        "",
-        f"SHA-256 of the adapter's weights: `{digest}`.",
-        "",
-        "## How to load it",
-        "",
-        *_loading(name, causal=head == "causal-lm", is_adapter=False),
-    ]
-    return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
 
 
 def _json(value: object) -> str:
@@ -195,23 +200,17 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
         yield f"{len(shown)} of {len(evaluations)} evaluations."
 
 
-def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
+def _loading(name: str, *, causal: bool, is_adapter: bool) -> list[str]:
     loader = "AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification"
-    yield "```python"
+    place = "PATH_OR_NAME_OF_THIS_ADAPTER" if is_adapter else "PATH_OR_NAME_OF_THIS_MODEL"
+    code = [f"from transformers import {loader}, AutoTokenizer", ""]
     if is_adapter:
-        yield "from peft import PeftModel"
-        yield f"from transformers import {loader}, AutoTokenizer"
-        yield ""
         named = f'"DIRECTORY_OF_THE_FILE", gguf_file="{name}"' if is_gguf(name) else f'"{name}"'
-        yield f"base = {loader}.from_pretrained({named})"
-        yield 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME_OF_THIS_ADAPTER")'
-        yield 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_ADAPTER")'
+        code = ["from peft import PeftModel", *code, f"base = {loader}.from_pretrained({named})"]
+        code.append(f'model = PeftModel.from_pretrained(base, "{place}")')
     else:
-        yield f"from transformers import {loader}, AutoTokenizer"
-        yield ""
-        yield f'model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
-        yield 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
-    yield "```"
+        code.append(f'model = {loader}.from_pretrained("{place}")')
+    return ["```python", *code, f'tokenizer = AutoTokenizer.from_pretrained("{place}")', "```"]
 
 
 def _llama_cpp(base: str, name: str, *, is_adapter: bool) -> Iterator[str]:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
-from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
 from zo2core.errors import DataError, OptionError, reason
 from zo2core.io.durable import open_regular
@@ -36,6 +35,7 @@ def provenance(
     base: Path,
     tokens: dict[str, object],
     *,
+    data_sha256: str,
     sequence_length: int,
     devices: str,
     task: Mapping[str, Any] = MappingProxyType({}),
@@ -65,7 +65,7 @@ def provenance(
     return {
         **declared,
         **task,
-        "data sha256": data_sha256(options.data),
+        "data sha256": data_sha256,
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),
         "dtype": options.model_options.dtype,

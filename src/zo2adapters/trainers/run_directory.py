@@ -64,7 +64,7 @@ class RunDirectory:
         if not resume:
             require_new(self.path)
         files = [path for path in (options.data, options.evaluation) if path is not None]
-        checksums = {saved_path(path): data_sha256(path) for path in files}
+        self.checksums = checksums = {saved_path(path): data_sha256(path) for path in files}
         self._created: list[Path] = []  # directories that this object created, deepest first
         try:
             self._created = missing_directories(self.path)
@@ -91,7 +91,6 @@ class RunDirectory:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 self._write_record()
                 self._write_recipe(options)
-            self._checksums = checksums
         except BaseException:
             if resume:
                 self.close()
@@ -146,7 +145,7 @@ class RunDirectory:
                 model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
             except OSError as error:
                 raise _unwritable(model, error) from error
-        self._record = {**self._record, "options": now, "checksums": self._checksums}
+        self._record = {**self._record, "options": now, "checksums": self.checksums}
         self._write_record()
         self._write_recipe(options)
 

@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -17,6 +17,7 @@ from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_evaluation, make_task
+from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
@@ -24,7 +25,6 @@ from zo2adapters.trainers.engines import Opening, replayer
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
-    Results,
     best_step,
     criteria_of,
     criterion,
@@ -182,6 +182,7 @@ class Trainer:
             options,
             inputs.directory,
             tokens,
+            data_sha256=self._run.checksums[saved_path(options.data)],
             sequence_length=inputs.length,
             devices=device_kinds(options.storage.device, workers),
             task=self._task.provenance,
@@ -332,7 +333,7 @@ class Trainer:
         for leftover in self.options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
             shutil.rmtree(leftover)
         if not holds_model(exported):
-            best = best_step(criteria_of(self._evaluations())) if self.options.keep_best else None
+            best = best_step(criteria_of(self.engine.journal.evaluations)) if self.options.keep_best else None
             if best in (None, self.engine.version):
                 self._write_model(self.engine, exported, self.engine.version)
             else:
@@ -342,18 +343,15 @@ class Trainer:
         return exported
 
     def _write_model(self, runner: Engine, directory: Path, step: int) -> None:
-        with export_bar(self._model, quiet=self._quiet) as progress:
-            runner.export(directory, files=self._files(step), progress=progress)
-
-    def _files(self, step: int) -> dict[str, bytes]:
-        """The files beside the export after this number of steps."""
         options, opening = self.options, self.options.model_options
-        kind: dict[str, Any] = {"head": opening.head, "is_adapter": opening.trains_adapter}
-        return files_of_run(self.engine.journal, version=step, base=options.model, options=options, **kind)
+        card: Any = {"head": opening.head, "is_adapter": opening.trains_adapter}
+        files = files_of_run(self.engine.journal, version=step, base=options.model, options=options, **card)
+        with export_bar(self._model, quiet=self._quiet) as progress:
+            runner.export(directory, files=files, progress=progress)
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""
-        evaluations = self._evaluations()
+        evaluations = self.engine.journal.evaluations
         best = best_step(criteria_of(evaluations))
         if best is None:
             return None
@@ -361,17 +359,12 @@ class Trainer:
 
     def evaluation_losses(self) -> list[float]:
         """The number of each evaluation so far by which steps are compared. See ``criterion``."""
-        return list(criteria_of(self._evaluations()).values())
+        return list(criteria_of(self.engine.journal.evaluations).values())
 
     def seconds(self) -> float:
         """Seconds of all steps so far, as metrics.jsonl has them."""
         rows = self._run.metrics(self.engine.journal)
         return math.fsum(row.get("seconds", 0.0) for row in rows)
-
-    def _evaluations(self) -> Mapping[int, Results]:
-        """The results of each evaluation so far, by step."""
-        evaluations: Mapping[int, Results] = self.engine.journal.evaluations
-        return evaluations
 
     def _at_step(self, step: int) -> Engine:
         """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
