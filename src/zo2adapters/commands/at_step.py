@@ -273,7 +273,7 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     """Compare the whole base with the digests in a journal."""
-    from zo2adapters.trainers.base_check import verify_with_progress
+    from zo2adapters.trainers.engines import verify_with_progress
 
     if path is None:
         raise OptionError(

@@ -82,7 +82,7 @@ class Evaluate(AtStep):
 
     def _evaluate(self, workers: Workers | None) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
-        from zo2adapters.trainers.run_notices import length_notices
+        from zo2adapters.trainers.run_inputs import length_notices
 
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
@@ -216,7 +216,7 @@ def _value(measure: Measure, value: float) -> str:
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
     """Refuse a loss that is not finite, and report whether the base's own weights are the cause."""
-    from zo2adapters.trainers.base_check import require_finite_base
+    from zo2adapters.trainers.engines import require_finite_base
 
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:

@@ -37,7 +37,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last characte
 class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check")
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
     first_options: ClassVar = (
         "run_directory",
         "model",
@@ -116,7 +116,7 @@ def _generated(
     from zo2adapters.models.model_directory import end_token_ids
     from zo2adapters.tasks.generation import generate
     from zo2adapters.tasks.tokenizer import pad_token_id
-    from zo2adapters.trainers.base_check import require_finite_base
+    from zo2adapters.trainers.engines import require_finite_base
 
     ends, pad = end_token_ids(model, tokenizer), pad_token_id(tokenizer)
     given: Any = {"sampling": sampling, "eos_token_ids": ends, "pad_token_id": pad}
@@ -138,7 +138,7 @@ def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
 class Chat(Command):
     """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check")
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
     first_options: ClassVar = (
         "run_directory",
         "model",

@@ -16,6 +16,7 @@ from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, TrainedState, TrainOptions
+from zo2adapters.trainers.progress_bar import progress_bar
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2adapters.trainers.worker_options import local_device, worker_trace
@@ -38,17 +39,48 @@ from zo2core import (
 from zo2core.build import RunOptions as EngineOptions
 from zo2core.build import request_of
 from zo2core.checkpoint import Snapshots
-from zo2core.errors import OptionError
+from zo2core.errors import CheckpointError, OptionError
 from zo2core.io.direct_file import whole_pages
+from zo2core.kernels.encoding import decoded
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.methods.states import kept_blocks
 from zo2core.optimizer_states import state_bytes
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.memory import free_memory
 from zo2core.planning.run_spec import RunRequest
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.loader import laid_out_as_on_disk, verify_base
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, trained
+
+_CHUNK = 1 << 20  # elements read at once
+
+
+def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
+    """Call ``verify_base`` with a progress bar."""
+    total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
+    with progress_bar(total=total, unit="B", desc="base", quiet=quiet) as bar:
+        return verify_base(model, journal, bar.update)
+
+
+def require_finite_base(model: HFBlockModel, where: object) -> None:
+    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause."""
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # encoded parameters are read whole
+            for start in range(0, spec.stored_numel, length):
+                values = torch.empty(min(length, spec.stored_numel - start), dtype=spec.stored_dtype)
+                model.weights.read_into(spec.name, values, start)
+                values = values if spec.encoding is None else decoded(spec, values)
+                non_finite = (~values.isfinite()).nonzero()
+                if len(non_finite):
+                    index = int(non_finite[0])
+                    raise CheckpointError(
+                        f"{where}: {spec.name}",
+                        found=f"{values[index].item()} at element {start + index}",
+                        expected="finite weights in the checkpoint",
+                        remedy="download the checkpoint again, or choose a dtype with a larger range",
+                    )
+
 
 # Share of the free memory that generation may take if it needs more; the other rows then wait.
 _GENERATION_SHARE = 0.5

@@ -19,13 +19,12 @@ from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods import method_of, storage
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.option_table import by_option, setting_text
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration, method_words, plan_of
 from zo2adapters.trainers.tuning import Schedule, schedule_of
 from zo2core import ZO2Error

@@ -1,4 +1,4 @@
-"""When a first-order run takes snapshots: every so many steps, or one a minute if that costs at most 2 % of its time."""
+"""The methods of a run, zeroth-order and first-order steps: their memory, snapshots, warnings and messages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from zo2adapters.trainers.engines import (
     written_bytes,
 )
 from zo2adapters.trainers.metrics import best_step, criteria_of
-from zo2adapters.trainers.options import TrainedState, TrainOptions
+from zo2adapters.trainers.options import Resources, TrainedState, TrainOptions
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2adapters.trainers.run_notices import disk_writes, storage
-from zo2core import Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
+from zo2core import BlockLayout, DevicePlan, Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
 from zo2core.checkpoint import Snapshots
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.estimators import ESTIMATORS
+from zo2core.factors import kept_bytes_a_step
 from zo2core.guard import best_step as best_guarded_step
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.memory import Machine
 from zo2core.planning.run_spec import plan
-from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds
+from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, terabytes_written
 from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
 
@@ -82,24 +82,6 @@ LEAST_FALL = 0.1  # share of the loss by which all steps together should lower i
 JUDGED_AFTER = 20  # steps after which the step size is judged
 
 _FEWEST_STEPS = 100  # shorter runs are not expected to learn, and are not judged
-
-
-class HealthMonitor:
-    """Checks each step of a run, and gives each warning once."""
-
-    def __init__(self) -> None:
-        self._warned_of_rounding = False
-
-    def warnings(self, result: StepResult, updates: Sequence[Update], options: TrainOptions) -> list[str]:
-        """Warnings after a step."""
-        warnings = []
-        rounding = None if self._warned_of_rounding else rounded_away(result, options)
-        if rounding is not None:
-            self._warned_of_rounding = True
-            warnings.append(rounding)
-        if len(updates) == JUDGED_AFTER and (small := too_small(updates, options)) is not None:
-            warnings.append(small)
-        return warnings
 
 
 def destroyed(updates: Sequence[Update]) -> str | None:
@@ -166,6 +148,48 @@ def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) 
         f"step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE",
         best_step=best,
     )
+
+
+_NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
+
+
+def storage(host: HostPlan, device: DevicePlan | None, limits: Resources, disk_writes: str) -> str:
+    """A line that says where a run's weights are kept and what it writes."""
+    streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
+    memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} {_kind(limits.memory)}{streaming}."
+    if device is not None:
+        used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)} {_kind(limits.device_memory)}"
+        memory += f" Memory of {limits.device}: {used}; {device.kept} blocks stay on it."
+    return f"{memory} Disk writes: {disk_writes}."
+
+
+def _kind(limit: str) -> str:
+    """What a plan's budget is: memory that is free, or what the options allow."""
+    return "free" if limit == "auto" else "allowed"
+
+
+def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
+    """What a zeroth-order run writes of its weights."""
+    if every is not None:
+        written = terabytes_written(layouts, every)
+        what = "negligible" if written < _NEGLIGIBLE else f"each block every {every} steps"
+        return f"{what}, {_terabytes(written)}"
+    return "negligible" if options.optimization.rank is None else _period_writes(options, layouts)
+
+
+def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
+    """What a low-rank run writes of finished periods."""
+    if options.storage.write_back_every == "never":
+        return "no factors of finished periods, because of --write-back-every never"
+    limit = options.storage.write_limit_tb
+    most = None if limit is None else limit * 1e9
+    nbytes = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
+    what = "factors of finished periods"
+    return f"{what}, {_terabytes(nbytes / 1e9)}" if nbytes else f"no {what}, because of --write-limit-tb"
+
+
+def _terabytes(count: float) -> str:
+    return f"{shown_bytes(1e12 * count)} in 1,000 steps"
 
 
 class RunMethod(ABC):
@@ -248,7 +272,7 @@ class ZerothOrderRun(RunMethod):
         super().__init__(options, shared)
         options.estimator()  # refuses what cannot be combined
         self.forwards = options.optimization.evaluations
-        self._health = HealthMonitor()
+        self._warned_of_rounding = False
 
     def losses(self, journal: Journal) -> list[float]:
         """Those of each step's first evaluation. See the contract."""
@@ -271,8 +295,10 @@ class ZerothOrderRun(RunMethod):
 
     def after_step(self, engine: Any, report: StepResult) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
-        assert isinstance(report, StepResult), "the engine takes zeroth-order steps"
-        return self._health.warnings(report, engine.journal.updates, self.options)
+        updates, rounding = engine.journal.updates, None if self._warned_of_rounding else rounded_away(report, self.options)
+        self._warned_of_rounding |= rounding is not None
+        small = too_small(updates, self.options) if len(updates) == JUDGED_AFTER else None
+        return [warning for warning in (rounding, small) if warning is not None]
 
     def at_step(self, engine: Any, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The base with the updates up to the step, since later updates cannot be undone. See the contract."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.batches import file_batches, training_batches
-from zo2adapters.tasks.registry import MODEL_LOSS
+from zo2adapters.tasks.registry import MODEL_LOSS, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows
@@ -22,6 +25,9 @@ from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, 
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.worker_options import settled_alike
 from zo2core import Workers
+from zo2core.ranges import counted
+
+_MOST_COLUMNS = 12  # that a line lists
 
 Sequences: TypeAlias = Sequence[tuple[int, int]]  # of a row: tokens of each, and for how many the loss needs logits
 
@@ -57,44 +63,17 @@ class RowShapes(NamedTuple):
         shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
         return cls(shape, shape, None, 0, batching.micro_batch_size)
 
-    @classmethod
-    def of_rows(
-        cls,
-        batching: Batching,
-        data: Rows,
-        evaluation: Rows | None,
-        *,
-        seed: int,
-        trained: Callable[[Any], Sequences] = lambda row: row.sequences,
-    ) -> RowShapes:
-        """Shapes for rows as a run batches them."""
-        files = [data, *([] if evaluation is None else [evaluation])]
-        longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
-        sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
-        steps = islice(training_batches(data, batch_size=batching.batch_size, seed=seed), sampled)
-        step = _mean(_shape([trained(row) for row in batch], pack=batching.pack) for batch in steps)
-        largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
-        if evaluation is None:
-            return cls(largest, step, None, 0, batching.micro_batch_size)
-        batches = file_batches(evaluation, batching.batch_size)
-        mean = _mean(_shape([row.sequences for row in rows], pack=batching.pack) for rows in batches)
-        return cls(largest, step, mean, len(batches), batching.micro_batch_size)
 
-
-def _shape(rows: Sequence[Sequences], *, pack: bool) -> BatchShape:
-    sequences = [sequence for row in rows for sequence in row]
-    lengths, predictions = [length for length, _ in sequences], sum(predicted for _, predicted in sequences)
-    if pack:
-        return BatchShape(1, sum(lengths), predictions)
-    return BatchShape(len(lengths), max(lengths), predictions)
-
-
-def _mean(shapes: Iterable[BatchShape]) -> BatchShape:
-    """Mean shape: the rows of the largest batch, and tokens per row such that their product is the mean of all batches."""
-    batches = list(shapes)
-    rows = max(shape.rows for shape in batches)
-    tokens = fmean(shape.rows * shape.tokens for shape in batches) / rows
-    return BatchShape(rows, tokens, fmean(shape.predictions for shape in batches))
+def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchShape:
+    """Mean shape of batches: the rows of the largest one, and tokens per row such that their product is the mean of all."""
+    shapes = []
+    for batch in batches:
+        sequences = [sequence for row in batch for sequence in row]
+        lengths, predictions = [length for length, _ in sequences], sum(predicted for _, predicted in sequences)
+        shapes.append(BatchShape(*((1, sum(lengths)) if pack else (len(lengths), max(lengths))), predictions))
+    rows = max(shape.rows for shape in shapes)
+    tokens = fmean(shape.rows * shape.tokens for shape in shapes) / rows
+    return BatchShape(rows, tokens, fmean(shape.predictions for shape in shapes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +155,84 @@ class RunInputs:
 
     def shapes(self) -> RowShapes:
         """The shapes of the run's batches."""
-        given: Any = {"seed": self.options.seed}
-        if self.options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES:
-            given["trained"] = lambda row: [row.sequences[row.answer]]
-        shapes = RowShapes.of_rows(self.options.batching, self.data, self.evaluation, **given)
-        return shapes._replace(new_tokens=self.options.rewards.new_tokens)
+        options, batching, evaluated = self.options, self.options.batching, self.evaluation
+        learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES  # of a row's candidates
+        sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
+        steps = islice(training_batches(self.data, batch_size=batching.batch_size, seed=options.seed), sampled)
+        trained = ([[row.sequences[row.answer]] if learns_one else row.sequences for row in rows] for rows in steps)
+        step, mean, count = _mean_shape(trained, pack=batching.pack), None, 0
+        if evaluated is not None:
+            batches = file_batches(evaluated, batching.batch_size)
+            mean = _mean_shape(([row.sequences for row in rows] for rows in batches), pack=batching.pack)
+            count = len(batches)
+        return RowShapes(self.largest, step, mean, count, batching.micro_batch_size, options.rewards.new_tokens)
+
+    def notices(self) -> list[str]:
+        """Lines about precision and data to print before the run."""
+        options, model, data, evaluation = self.options, self.model, self.data, self.evaluation
+        rows, batch_size = len(data), options.batching.batch_size
+        lines = [_precision(options, model)]
+        if options.first_order.method is not None:
+            lines += _dropout(model)
+        lines += _unused_columns(options, data)
+        lines += length_notices(data)
+        if options.eval_split is not None and evaluation is not None:
+            lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
+        elif evaluation is not None:
+            lines += [f"evaluation: {line}" for line in length_notices(evaluation)]
+        if batch_size > rows:
+            lines.append(
+                f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same ones more than once"
+            )
+        return lines
+
+
+def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
+    """A line about the other columns of rows whose text alone is trained on, although nobody has named it."""
+    is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
+    others = [column for column in data.columns if column != "text"]
+    if not is_plain or "text" not in data.columns or not others:
+        return []
+    listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
+    return [f"trained on: the column text; not used: {listed}. --prompt-template and --columns, or zo2 init, use more"]
+
+
+def length_notices(rows: Rows) -> list[str]:
+    """Lines about rows that are longer than the sequence length."""
+    numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
+    return [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
+
+
+def _dropout(model: HFBlockModel) -> list[str]:
+    """A line about probabilities of dropout in the model's config, which have no effect."""
+    values = model.config.get_text_config().to_dict().items()
+    rates = {name: value for name, value in values if "drop" in name and isinstance(value, float) and value > 0}
+    if not rates:
+        return []
+    return [f"no dropout: steps run in evaluation mode; {', '.join(f'{n} {v:g}' for n, v in rates.items())} has no effect"]
+
+
+def _precision(options: TrainOptions, model: HFBlockModel) -> str:
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    if any(spec.frozen for spec in specs):
+        precision = "exact" if model.autocast is None else f"mixed, computed in {_name(model.autocast)}"
+        line = f"precision: {precision}; an adapter in float32 on weights that are only read"
+        layers = (re.search(r"(\w+)(\.base_layer)*\.lora_A\.", spec.name) for spec in specs)
+        names = dict.fromkeys(found[1] for found in layers if found is not None)
+        return f"{line}: LoRA of {', '.join(names)}" if names else line
+    stored = specs[0].dtype
+    if model.autocast is not None:
+        return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"
+    line = f"precision: exact, all in {_name(stored)}"
+    if options.optimization.rank is not None:
+        line = f"precision: exact, computed in {_name(stored)}; weights are only read, updates add up in float32"
+    elif stored in (torch.float16, torch.bfloat16):
+        line += "; small updates are rounded away, which --precision mixed avoids"
+    if stored is torch.float16 and options.storage.device == "cpu":
+        times = product_seconds(torch.float16) / product_seconds(torch.bfloat16)
+        line += f"; on this CPU a matrix product takes {times:.1f} times as long as in bfloat16"
+    return line
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -20,8 +20,7 @@ from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.task import Task, TaskOptions
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
-from zo2adapters.trainers.engines import Opening, replayer
+from zo2adapters.trainers.engines import Opening, replayer, require_finite_base, verify_with_progress
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
@@ -51,7 +50,6 @@ from zo2adapters.trainers.run_directory import (
     require_new,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.run_plan import first_line, planned
 from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
@@ -96,9 +94,8 @@ class Trainer:
         self._quiet, self._resumed, self._workers = quiet, resume, workers
         self._label, self._shared = label, shared
         execution = Execution() if execution is None else execution
-        inputs = RunInputs.read(options, workers)
+        self._inputs = inputs = RunInputs.read(options, workers)
         self.options, self._model = inputs.options, inputs.model
-        self._data, self._evaluation = inputs.data, inputs.evaluation
         self._method = method_of(self.options, shared)
         require_same_steps(self.options.steps, workers)
         self._task, self._evaluated = self._made_task(inputs, evaluates=evaluates)
@@ -211,7 +208,7 @@ class Trainer:
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
-        return notices(self.options, self._model, self._data, self._evaluation)
+        return self._inputs.notices()
 
     @property
     def losses(self) -> list[float]:
@@ -272,15 +269,20 @@ class Trainer:
             _require_steps_left(options, journal.version)
             taken = self._method.first_step(journal)
         taken = taken if self._workers is None else min(self._workers.all_gather(taken))
-        batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
+        batches = training_batches(self._inputs.data, batch_size=batch_size, seed=options.seed, first_step=taken)
         steps = options.steps - taken
-        is_all = steps * batch_size >= 2 * len(self._data)  # the steps contain a whole epoch, wherever they start in one
-        return [*(self._data if is_all else chain.from_iterable(islice(batches, steps))), *(self._evaluation or ())]
+        is_all = steps * batch_size >= 2 * len(
+            self._inputs.data
+        )  # the steps contain a whole epoch, wherever they start in one
+        return [
+            *(self._inputs.data if is_all else chain.from_iterable(islice(batches, steps))),
+            *(self._inputs.evaluation or ()),
+        ]
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
         batches = training_batches(
-            self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
+            self._inputs.data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
         self._run.metrics(engine.journal)
         evaluated = {*engine.journal.evaluations}

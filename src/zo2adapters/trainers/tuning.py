@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from zo2adapters.trainers.engines import can_share, open_shared_base
-from zo2adapters.trainers.methods import RunMethod, method_of
+from zo2adapters.trainers.methods import RunMethod, method_of, storage
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions
@@ -36,7 +36,6 @@ from zo2adapters.trainers.run_directory import (
     require_new,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one

@@ -23,7 +23,7 @@ from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.peft_kinds import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.row_reader import classifies, padding_of, rates_once
-from zo2adapters.trainers.base_check import require_finite_base
+from zo2adapters.trainers.engines import require_finite_base
 from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import StepSize
 from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
