@@ -25,7 +25,7 @@ from zo2adapters.trainers import run_plan
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions, evaluations_due
 from zo2adapters.trainers.probes import measured_forward_seconds
-from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
+from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, Together, duration
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
@@ -267,17 +267,24 @@ def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
     assert of(mixed, 4) < of(mixed, 28)
 
 
-def test_batches_have_the_shapes_that_their_rows_make() -> None:
+def shapes_of(options: TrainOptions, rows: Rows, evaluation: Rows | None = None, **batching: Any) -> RowShapes:
+    """The shapes of a run on these rows. They depend on neither model nor tokenizer."""
+    given: dict[str, Any] = dict.fromkeys(("directory", "model", "tokenizer", "pad", "length"))
+    options = replace(options, batching=Batching(**batching))
+    return RunInputs(options=options, data=rows, evaluation=evaluation, **given).shapes()
+
+
+def test_batches_have_the_shapes_that_their_rows_make(options: TrainOptions) -> None:
     lengths = [(9, 4), (3, 0), (5, 2), (3, 1)]
     rows = Rows(tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths))
-    shapes = RowShapes.of_rows(Batching(batch_size=4), rows, rows, seed=0)
+    shapes = shapes_of(options, rows, rows, batch_size=4)
     assert shapes.longest == BatchShape.whole(4, 9)
     assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2)
     assert shapes.evaluation_batches == 1
-    two = RowShapes.of_rows(Batching(batch_size=2), rows, rows, seed=0)
+    two = shapes_of(options, rows, rows, batch_size=2)
     assert two.evaluation == BatchShape(2, (9 + 5) / 2, (5 + 2 + 3 + 2) / 2)
     assert two.evaluation_batches == 2
-    packed = RowShapes.of_rows(Batching(batch_size=4, pack=True), rows, None, seed=0)
+    packed = shapes_of(options, rows, batch_size=4, pack=True)
     assert packed.step == BatchShape(1, 20.0, 12)
 
 
