@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4796,
     "zo2adapters/tasks": 2933,
-    "zo2adapters/trainers": 5045,
+    "zo2adapters/trainers": 4974,
     "zo2core": 4438,
     "zo2core/checkpoint": 784,
     "zo2core/io": 428,
