@@ -117,7 +117,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
     except SafetensorError as error:
-        raise malformed(path, str(error), "a safetensors file") from error
+        raise malformed(path, str(error), "a whole safetensors file") from error
     entries: dict[str, TensorEntry] = {}
     start = 8 + header_bytes
     for name, tensor in found:

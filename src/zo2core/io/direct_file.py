@@ -36,35 +36,31 @@ _thread = threading.local()
 class RangedFile:
     """A file whose ranges any thread may read, and write if it was opened for writing."""
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self._open(path, open_locked(path, os.O_CREAT) if writable else None)
-
-    @classmethod
-    def unnamed(cls, directory: Path) -> Self:
-        """Open a new temporary file without a name, which is deleted when it is closed."""
-        file = cls.__new__(cls)
-        with tempfile.TemporaryFile(dir=directory) as temporary:
-            descriptor = os.dup(temporary.fileno())
-        file._open(Path(f"/proc/self/fd/{descriptor}"), descriptor)
-        return file
-
-    def _open(self, path: Path, writable: int | None) -> None:
+    def __init__(self, path: Path, *, writable: bool = False, _descriptor: int | None = None) -> None:
         """Open the file for direct I/O, in addition to a descriptor that is open for writing, if there is one."""
+        writing = open_locked(path, os.O_CREAT) if writable else _descriptor
         self._path = path
-        self._flags = os.O_RDONLY if writable is None else os.O_RDWR
+        self._flags = os.O_RDONLY if writing is None else os.O_RDWR
         self._lock = threading.Lock()
-        self._buffered = writable
+        self._buffered = writing
         self._direct: int | None = None
         self._supports_direct = True  # as long as ``_direct`` is open and no transfer was refused
         try:
             self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
-            if writable is not None:
-                require_same_file(writable, f"/proc/self/fd/{self._direct}")
+            if writing is not None:
+                require_same_file(writing, f"/proc/self/fd/{self._direct}")
         except OSError as error:
             if error.errno != errno.EINVAL:
                 self.close()
                 raise
             self._open_buffered()
+
+    @classmethod
+    def unnamed(cls, directory: Path) -> Self:
+        """Open a new temporary file without a name, which is deleted when it is closed."""
+        with tempfile.TemporaryFile(dir=directory) as temporary:
+            descriptor = os.dup(temporary.fileno())
+        return cls(Path(f"/proc/self/fd/{descriptor}"), _descriptor=descriptor)
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill memory from a byte offset on."""

@@ -21,21 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zo2core.encodings import (
-    GGUF_BLOCKS,
-    MXFP4_BLOCK,
-    EncodedPart,
-    Encoding,
-    Float8Blocks,
-    FourBitGroups,
-    GGUFRows,
-    Int8Rows,
-    MatrixEncoding,
-    MatrixStack,
-    MXFP4Stack,
-    NF4Blocks,
-    encoded_bytes,
-)
+from zo2core import encodings
 from zo2core.kernels import gguf, native
 from zo2core.types import ParameterSpec
 
@@ -64,7 +50,7 @@ FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.
 _PLACES = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}  # where the codes of 8 neighbours are in a word, if not in their order
 _SYMMETRIC = 8.0  # the zero of formats that store none
 _V1 = 0x11111111  # files of GPTQ's first version store each zero less 1
-_GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}  # the order of gguf.c's enum
+_GGUF_KINDS = {name: number for number, name in enumerate(encodings.GGUF_BLOCKS)}  # the order of gguf.c's enum
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
@@ -85,13 +71,13 @@ def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, helper: Executor | 
 
 
 def _decode_matrix(
-    encoding: Encoding, stored: Tensor, matrix: Tensor, shape: Sequence[int], helper: Executor | None
+    encoding: encodings.Encoding, stored: Tensor, matrix: Tensor, shape: Sequence[int], helper: Executor | None
 ) -> None:
-    if isinstance(encoding, MatrixStack):
+    if isinstance(encoding, encodings.MatrixStack):
         first, begin = 0, 0
         for own, rows in encoding.matrices:
             of_one = rows, matrix.shape[1]
-            end = begin + encoded_bytes(own, of_one)
+            end = begin + encodings.encoded_bytes(own, of_one)
             _decode_matrix(own, stored[begin:end], matrix[first : first + rows], of_one, helper)
             first, begin = first + rows, end
         return
@@ -100,28 +86,28 @@ def _decode_matrix(
         _decode(encoding, parts, matrix)
         return
     units, run = _compiled(encoding, parts, matrix, shape)
-    splits_block = isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
+    splits_block = isinstance(encoding, encodings.NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
     native.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
 
 
 def _compiled(
-    encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor, shape: Sequence[int]
+    encoding: encodings.MatrixEncoding | encodings.MXFP4Stack, parts: _Parts, matrix: Tensor, shape: Sequence[int]
 ) -> tuple[int, Callable[[int, int], None]]:
     """The compiled kernel: number of units of work, and a function that does those from a first one to a last one."""
     compiled, (rows, columns), stored = native.functions(), matrix.shape, parts.bytes
     memory = native.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
-    if isinstance(encoding, MXFP4Stack):
+    if isinstance(encoding, encodings.MXFP4Stack):
         *stack, inputs, outputs = shape
         powers = stored["scales"].data_ptr()
         return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(
             *memory, powers, first, last, inputs, outputs
         )
-    if isinstance(encoding, GGUFRows):
+    if isinstance(encoding, encodings.GGUFRows):
         grid = gguf.grid_of(encoding.name)
         table = _GGUF_KINDS[encoding.name], None if grid is None else grid.data_ptr()  # kept by the module
         sizes = *table, encoding.heads, rows, columns, stored["codes"].numel() // rows
         return rows, lambda first, last: compiled.zo2core_decode_gguf(*memory, *sizes, first, last)
-    if isinstance(encoding, FourBitGroups):
+    if isinstance(encoding, encodings.FourBitGroups):
         groups = _groups(encoding, parts)
         layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0  # the order of decode.c's enum
 
@@ -132,7 +118,7 @@ def _compiled(
             compiled.zo2core_decode_four_bits(*memory, *addresses, *sizes)
 
         return -(-rows // 8), run_eights
-    if isinstance(encoding, NF4Blocks):
+    if isinstance(encoding, encodings.NF4Blocks):
         addresses = [stored[role].data_ptr() if role in stored else None for role in _NF4_ROLES]
         blocks = encoding.nested_block or 0, encoding.offset, encoding.block
 
@@ -145,7 +131,7 @@ def _compiled(
 
     def run_rows(first: int, last: int) -> None:
         out, codes = matrix[first:last], stored["codes"][first * columns :].data_ptr()
-        if isinstance(encoding, Int8Rows):
+        if isinstance(encoding, encodings.Int8Rows):
             scaled = scales[first:].data_ptr(), INT8_UNIT, *out.shape
             compiled.zo2core_decode_int8(memory[0], out.data_ptr(), codes, *scaled)
         else:
@@ -155,20 +141,20 @@ def _compiled(
     return rows, run_rows
 
 
-def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor) -> None:
+def _decode(encoding: encodings.MatrixEncoding | encodings.MXFP4Stack, parts: _Parts, matrix: Tensor) -> None:
     """Decode a matrix with torch operations: the reference."""
-    if isinstance(encoding, MXFP4Stack):
+    if isinstance(encoding, encodings.MXFP4Stack):
         _decode_mxfp4(parts["codes"], parts["scales"], matrix)
         return
-    if isinstance(encoding, FourBitGroups):
+    if isinstance(encoding, encodings.FourBitGroups):
         _decode_four_bits(encoding, parts, matrix)
         return
-    if isinstance(encoding, NF4Blocks):
+    if isinstance(encoding, encodings.NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
     codes, (rows, columns) = parts["codes"], matrix.shape
     step = max(1, _DECODED_AT_ONCE // max(columns, 1))
-    if isinstance(encoding, GGUFRows):
+    if isinstance(encoding, encodings.GGUFRows):
         order = gguf.row_order(encoding, rows, matrix.device)
         for first in range(0, rows, step):
             weights = gguf.decode_rows(encoding, codes[first : first + step])
@@ -177,7 +163,7 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
     scales = parts["scales"].float()
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        if isinstance(encoding, Int8Rows):
+        if isinstance(encoding, encodings.Int8Rows):
             matrix[first:last] = codes[first:last] * scales[first:last, None] * INT8_UNIT
         else:
             matrix[first:last] = codes[first:last].float() * _scales_of_rows(scales, encoding.block, first, last, columns)
@@ -186,10 +172,10 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
 def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
-    codes, scales = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
+    codes, scales = codes.view(-1, outputs, blocks, encodings.MXFP4_BLOCK // 2), scales.view(-1, outputs, blocks)
     table = torch.tensor(FP4_TABLE, device=codes.device)
     for of_one, packed, powers in zip(matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True):
-        numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(outputs, blocks, MXFP4_BLOCK)
+        numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(outputs, blocks, encodings.MXFP4_BLOCK)
         of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
 
 
@@ -200,7 +186,7 @@ def decoded(spec: ParameterSpec, stored: Tensor) -> Tensor:
     return out
 
 
-def encode(weights: Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, Mapping[str, Tensor]]:
+def encode(weights: Tensor, encoding: encodings.MatrixEncoding) -> tuple[encodings.MatrixEncoding, Mapping[str, Tensor]]:
     """Encode a matrix.
 
     Args:
@@ -211,13 +197,13 @@ def encode(weights: Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, M
     Returns:
         The encoding, and its parts by role.
     """
-    assert not isinstance(encoding, GGUFRows | FourBitGroups), "such matrices are only decoded"
+    assert not isinstance(encoding, encodings.GGUFRows | encodings.FourBitGroups), "such matrices are only decoded"
     exact = weights.float()
-    if isinstance(encoding, Int8Rows):
+    if isinstance(encoding, encodings.Int8Rows):
         scales = exact.abs().amax(dim=1)
         codes = torch.round(exact / torch.where(scales == 0, torch.ones_like(scales), scales)[:, None] * 127.0)
         return encoding, {"codes": codes.clamp_(-127, 127).to(torch.int8), "scales": scales}
-    if isinstance(encoding, Float8Blocks):
+    if isinstance(encoding, encodings.Float8Blocks):
         return encoding, _encode_float8(exact, encoding)
     return _encode_nf4(exact.reshape(-1), encoding)
 
@@ -225,7 +211,7 @@ def encode(weights: Tensor, encoding: MatrixEncoding) -> tuple[MatrixEncoding, M
 class _Parts:
     """Views of the parts of an encoded matrix in its bytes."""
 
-    def __init__(self, parts: Sequence[EncodedPart], stored: Tensor) -> None:
+    def __init__(self, parts: Sequence[encodings.EncodedPart], stored: Tensor) -> None:
         self._parts = {part.role: part for part in parts}
         ends = list(accumulate(part.nbytes for part in parts))
         self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
@@ -250,7 +236,7 @@ class _Groups(NamedTuple):
     order: Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
 
 
-def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
+def _groups(encoding: encodings.FourBitGroups, parts: _Parts) -> _Groups:
     """Unpack a matrix's scales and zeros from its parts."""
     scales, zeros = parts["scales"].float(), parts.get("zeros")
     if encoding.name == "nvfp4":
@@ -268,7 +254,7 @@ def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
     return _Groups(scales.contiguous(), zeros.contiguous(), order)
 
 
-def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
+def _decode_four_bits(encoding: encodings.FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
     codes, groups, (rows, columns) = parts["codes"], _groups(encoding, parts), matrix.shape
     if encoding.name == "nvfp4":
         table = torch.tensor(FP4_TABLE, device=matrix.device)
@@ -290,7 +276,7 @@ def _unpacked(words: Tensor, name: str) -> Tensor:
     return ((words.contiguous()[..., None] >> 4 * places) & 15).view(len(words), -1)
 
 
-def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:
+def _block_scales(encoding: encodings.NF4Blocks, parts: _Parts) -> Tensor:
     """The scale of each block, float32."""
     scales = parts["scales"]
     if encoding.nested_block is None:
@@ -299,7 +285,7 @@ def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:
     return parts["nested table"][scales.int()] * nested + encoding.offset
 
 
-def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: Tensor) -> None:
+def _decode_nf4(encoding: encodings.NF4Blocks, parts: _Parts, out: Tensor) -> None:
     table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
     length = _DECODED_AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
@@ -316,7 +302,7 @@ def _scales_of_rows(scales: Tensor, block: tuple[int, int], first: int, last: in
     return scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
 
 
-def _encode_float8(exact: Tensor, encoding: Float8Blocks) -> Mapping[str, Tensor]:
+def _encode_float8(exact: Tensor, encoding: encodings.Float8Blocks) -> Mapping[str, Tensor]:
     """Scale each block so that its largest magnitude becomes the largest number of the dtype."""
     (rows, columns), (high, wide) = exact.shape, encoding.block
     padded = torch.nn.functional.pad(exact, (0, -columns % wide, 0, -rows % high))
@@ -327,7 +313,7 @@ def _encode_float8(exact: Tensor, encoding: Float8Blocks) -> Mapping[str, Tensor
     return {"codes": codes.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), "scales": scales}
 
 
-def _encode_nf4(exact: Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[str, Tensor]]:
+def _encode_nf4(exact: Tensor, encoding: encodings.NF4Blocks) -> tuple[encodings.NF4Blocks, Mapping[str, Tensor]]:
     """Scale each block so that its largest magnitude is 1, and take the nearest numbers of the table."""
     numel, table = len(exact), torch.tensor(NF4_TABLE)
     blocks = torch.nn.functional.pad(exact, (0, -numel % encoding.block)).view(-1, encoding.block)
