@@ -355,15 +355,20 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     rows = [row for _, row in numbered]
     chosen = options if takes_labels else _completed(path, rows, options)
     if chosen.label_column is not None and options.label_column is None:
-        _require_labels(path, numbered, chosen.label_column)
+        for number, row in numbered:
+            if not str(row.get(chosen.label_column, "")).strip():
+                raise at_row(empty_label(chosen.label_column), path, number)
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
     try:
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
     except DataError as error:
         raise at_row(error, path, 1) from error
     unused = _unused(rows, chosen, first, takes_labels=takes_labels)
-    form = RowFormat.LABELS if takes_labels else RowFormat.of(first)
-    return Survey(chosen, form, _kind(first, labels, takes_labels=takes_labels), labels, unused)
+    if takes_labels:
+        return Survey(chosen, RowFormat.LABELS, "texts with labels", labels, unused)
+    shown = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
+    kind = f"prompts with one of {len(labels)} labels: {shown}" if labels else _format_of(first)[1]
+    return Survey(chosen, RowFormat.of(first), kind, labels, unused)
 
 
 def _unused(
@@ -388,16 +393,20 @@ def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOption
         texts = _texts(rows, except_for=answer)
         if answer not in columns or "prompt" in columns or not texts:
             return options
-        return _with_prompt(options, _longest(rows, texts), label=options.label_column)
+        return _with_prompt(options, rows, texts)
     if answer is None and not set(columns) & set(_KEPT):
-        return replace(
-            options, label_column=_label_of(rows, [name for name in columns if name not in options.prompt_columns])
-        )
+        others = [name for name in columns if name not in options.prompt_columns]
+        return replace(options, label_column=_label_of(rows, others))
     return options
 
 
-def _with_prompt(options: RowOptions, text: str, *, label: str | None) -> RowOptions:
-    """The options with a column as the prompt, in a template that ends with the name of the labels."""
+def _with_prompt(options: RowOptions, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> RowOptions:
+    """The options with the column called text, or else that of the longest texts, as the prompt.
+
+    It is in a template that ends with the name of the labels, if rows have labels.
+    """
+    text = "text" if "text" in texts else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
+    label = options.label_column
     if label is None or not is_column(text) or not is_column(label):
         return replace(options, prompt_column=text)
     return replace(options, prompt_template=f"{{{text}}}\\n{label.capitalize()}:")
@@ -408,34 +417,22 @@ def _texts(rows: Sequence[Mapping[str, Any]], *, except_for: str | None) -> list
     return [name for name in rows[0] if name != except_for and all(isinstance(row.get(name), str) for row in rows)]
 
 
-def _longest(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
-    """The column called text, or else the one with the longest texts."""
-    return "text" if "text" in texts else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
-
-
-def _require_labels(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]], column: str) -> None:
-    """Refuse rows whose label is empty."""
-    for number, row in rows:
-        if not str(row.get(column, "")).strip():
-            raise at_row(empty_label(column), path, number)
-
-
 def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
     """The options with the columns that the rows seem to have."""
     columns = list(rows[0])
     if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
         return options
     if {"prompt", "completion"} <= set(columns):
-        is_label = _is_label(rows, "completion")
-        given = replace(options, label_column="completion") if is_label else options
-        return given if is_label else _with_context(rows, "prompt", given)
+        if _is_label(rows, "completion"):
+            return replace(options, label_column="completion")
+        return _with_context(rows, "prompt", options)
     for prompt, completion in _PAIRS:
         if {prompt, completion} <= set(columns):
             return _with_context(rows, prompt, replace(options, completion_column=completion))
     label = _label_of(rows, columns)
     texts = _texts(rows, except_for=label)
     if label is not None and texts:
-        return replace(_with_prompt(options, _longest(rows, texts), label=label), label_column=label)
+        return _with_prompt(replace(options, label_column=label), rows, texts)
     if set(columns) & _KNOWN:
         return options
     raise DataError(
@@ -481,16 +478,6 @@ def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
         return False
     different = len(set(map(str, values)))
     return 2 <= different <= min(_MOST_LABELS, len(rows) // _LEAST_REPEATS)
-
-
-def _kind(row: Mapping[str, Any], labels: Sequence[str], *, takes_labels: bool) -> str:
-    """What a converted row is, in words."""
-    if takes_labels:
-        return "texts with labels"
-    if labels:
-        shown = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
-        return f"prompts with one of {len(labels)} labels: {shown}"
-    return _format_of(row)[1]
 
 
 def _format_of(row: Mapping[str, Any]) -> tuple[Sequence[str], str]:
