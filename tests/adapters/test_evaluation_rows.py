@@ -34,58 +34,40 @@ def evaluations(options: TrainOptions) -> dict[int, dict[str, float]]:
     return {step: dict(results) for step, results in Journal(options.output / "journal.jsonl").evaluations.items()}
 
 
-def printed_accuracy(options: TrainOptions, step: int, *more: object) -> str:
-    ended = run_here("evaluate", "--run", options.output, "--at", step, "--data", options.evaluation, "--no-base", *more)
-    assert ended.status == 0, ended
-    return ended.out
+JUDGED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {  # rows, and what is measured on them
+    "candidates": (CANDIDATES, {"choice_loss", "accuracy"}),
+    "labels": (LABELS, {"choice_loss", "accuracy"}),
+    "answers": (ANSWERS, {"f1", "exact_match"}),
+}
 
 
-@pytest.mark.parametrize("rows", [CANDIDATES, LABELS], ids=["candidates", "labels"])
-def test_a_run_on_completions_is_evaluated_by_accuracy(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    options = small_run(tmp_path, evaluation=write(tmp_path / "evaluation.jsonl", rows), keep_best=True)
-    finish(options)
-    results = evaluations(options)
-    assert results.keys() == {0, 3}
-    for step, values in results.items():
-        assert values.keys() == {"choice_loss", "accuracy"}, "steps minimise another loss"
-        assert f"accuracy {values['accuracy']:.1%}," in printed_accuracy(options, step)
-
-
-def test_a_run_on_completions_is_evaluated_by_the_answers_it_writes(tmp_path: Path) -> None:
-    options = small_run(tmp_path, evaluation=write(tmp_path / "evaluation.jsonl", ANSWERS), evaluate_every=2)
-    finish(options)
-    results = evaluations(options)
-    assert results.keys() == {0, 2, 3}
-    for step, values in results.items():
-        assert values.keys() == {"f1", "exact_match"}
-        line = printed_accuracy(options, step, "--max-new-tokens", 6)
-        assert f"F1 {values['f1']:.1%}, exact match {values['exact_match']:.1%}" in line
-
-
-@pytest.mark.parametrize(("rows", "best"), [(CANDIDATES, "choice loss"), (ANSWERS, "f1")], ids=["candidates", "answers"])
-def test_what_an_evaluation_measures_has_its_own_name_everywhere(
-    rows: list[dict[str, Any]], best: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("rows", "measured"), JUDGED.values(), ids=JUDGED)
+def test_a_run_on_completions_is_evaluated_on_other_rows(
+    rows: list[dict[str, Any]], measured: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = small_run(tmp_path, evaluation=write(tmp_path / "evaluation.jsonl", rows), keep_best=True)
-    finish(options)
+    plain = small_run(tmp_path)
+    finish(plain)
+    evaluation, judged = write(tmp_path / "evaluation.jsonl", rows), tmp_path / "judged"
+    finish(replace(plain, output=judged, evaluation=evaluation, evaluate_every=2, keep_best=True, samples=1))
+    best = "f1" if "f1" in measured else "choice loss"
     assert f"step 3: evaluation {best} " in capsys.readouterr().err
-    assert "evaluation_loss" not in (options.output / "metrics.jsonl").read_text()
-    assert f"| step | {best} |" in (options.output / "model" / "README.md").read_text()
+    journals = [Journal(path / "journal.jsonl") for path in (plain.output, judged)]
+    assert journals[0].updates == journals[1].updates, "steps take no notice of it"
+    assert journals[1].evaluations.keys() == {0, 2, 3}
+    for step, values in journals[1].evaluations.items():
+        assert values.keys() == measured, "steps minimise another loss"
+        shown = ("F1", "exact match") if best == "f1" else ("accuracy",)
+        expected = ", ".join(f"{name} {values[name.lower().replace(' ', '_')]:.1%}" for name in shown)
+        arguments = ("--at", step, "--data", evaluation, "--no-base", "--max-new-tokens", 6)
+        assert f"{expected}," in run_here("evaluate", "--run", judged, *arguments).out
+    written = [json.loads(line) for line in (judged / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["prompt"], sample["expected"].strip()) for sample in written] == [("the cat", "sat")] * 2
+    assert "evaluation_loss" not in (judged / "metrics.jsonl").read_text()
+    assert f"| step | {best} |" in (judged / "model" / "README.md").read_text()
     pytest.importorskip("matplotlib")
-    report = page([read_run(options.output)])
+    report = page([read_run(judged)])
     assert f"evaluation {best}, first and last" in report
     assert "evaluation loss" not in report
-
-
-def test_evaluating_on_other_rows_changes_no_step(tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    finish(options)
-    steps = Journal(options.output / "journal.jsonl").updates
-    for name, rows in (("candidates", CANDIDATES), ("answers", ANSWERS)):
-        evaluation = write(tmp_path / f"{name}.jsonl", rows)
-        other = replace(options, output=tmp_path / name, evaluation=evaluation, evaluate_every=1, samples=2)
-        finish(other)
-        assert Journal(other.output / "journal.jsonl").updates == steps
 
 
 def test_rows_that_cannot_evaluate_a_run_are_refused(tmp_path: Path) -> None:
@@ -138,13 +120,6 @@ def test_a_resumed_run_adds_the_samples_that_are_missing(tmp_path: Path) -> None
         assert samples(options) == whole
     finish(replace(options, steps=5, schedule_steps=3), resume=True)
     assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
-
-
-@pytest.mark.parametrize("rows", [CANDIDATES, ANSWERS], ids=["candidates", "answers"])
-def test_samples_are_taken_from_the_rows_to_evaluate_on(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    options = small_run(tmp_path, evaluation=write(tmp_path / "evaluation.jsonl", rows), samples=1)
-    finish(options)
-    assert [(sample["prompt"], sample["expected"].strip()) for sample in samples(options)] == [("the cat", "sat")] * 2
 
 
 def test_a_first_order_run_has_samples(tmp_path: Path) -> None:
