@@ -40,7 +40,7 @@ def test_no_forward_sees_more_tokens_than_a_chunk(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     model = open_checkpoint(base, loss_chunk=4)
     seen: list[int] = []
-    model._skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
+    model.skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
     with Engine(model, ZerothOrder(MEZO)) as engine:
         engine.evaluate([make_batch(40, [9, 3])])
     assert seen == [4, 4, 2]  # 8 + 2 labelled tokens; the others' logits are not computed at all

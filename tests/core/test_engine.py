@@ -392,10 +392,10 @@ def test_an_unknown_device_is_refused(base: Path) -> None:
 def test_the_work_buffer_is_allocated_once_and_views_stay(base: Path) -> None:
     model: HFBlockModel = open_checkpoint(base)
     with Engine(model, ZerothOrder(MEZO)) as engine:
-        before = {id(p): p.data_ptr() for p in model._skeleton.parameters()}
+        before = {id(p): p.data_ptr() for p in model.skeleton.parameters()}
         for _ in range(3):
             engine.step(BATCH)
-        assert {id(p): p.data_ptr() for p in model._skeleton.parameters()} == before
+        assert {id(p): p.data_ptr() for p in model.skeleton.parameters()} == before
 
 
 def test_updates_are_replaced_never_edited() -> None:

@@ -20,7 +20,7 @@ def really_held(activations: Any) -> int:
 
 def expected(model: HFBlockModel, forward: Forward, batch: Batch) -> int:
     """What is expected of a batch, while the model refuses to run."""
-    with patch.object(model._skeleton, "forward", side_effect=AssertionError("the model must not run")):
+    with patch.object(model.skeleton, "forward", side_effect=AssertionError("the model must not run")):
         return forward.held_bytes(batch)
 
 

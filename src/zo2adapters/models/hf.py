@@ -122,7 +122,7 @@ class HFBlockModel:
         self.modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
         self._device = torch.device("cpu")  # where the modules' buffers are
-        self._skeleton = skeleton
+        self.skeleton = skeleton  # with stubs for its layers; only the weights that an engine has bound have values
         self._called: Callable[..., Any] = skeleton  # runs HF's forward
         self._recorder = CallRecorder()
         self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
@@ -155,14 +155,6 @@ class HFBlockModel:
     def tokenizer_files(self) -> dict[str, Path | bytes]:
         """The companions that are an adapter's, too: all but the model's config."""
         return {name: file for name, file in self.companions.items() if name != "config.json"}
-
-    @property
-    def skeleton(self) -> PreTrainedModel:
-        """The Hugging Face model with stubs for its layers. ``CalledForward`` calls it.
-
-        Only the weights that an engine has bound at the moment have values.
-        """
-        return self._skeleton
 
     def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
         """The modules that have a parameter, several if it is tied: their paths, the modules, and its name in them."""
@@ -334,7 +326,7 @@ class HFBlockModel:
 
     @property
     def _loss_options(self) -> dict[str, Any]:
-        return {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
+        return {"loss_function": self.skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """View hidden states as (rows, tokens, ...), with all other axes behind."""
@@ -351,7 +343,7 @@ class HFBlockModel:
     @contextlib.contextmanager
     def _unwrapped(self) -> Iterator[None]:
         """A context in which HF's forward is called without an adapter's model around it."""
-        called, self._called = self._called, self._skeleton
+        called, self._called = self._called, self.skeleton
         try:
             yield
         finally:

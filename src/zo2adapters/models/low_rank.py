@@ -120,12 +120,8 @@ class _Patch(ABC):
         shape = self.batch
         is_flattened = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
         if self.streams > 1 and rows.shape[0] != shape.rows and not is_flattened:
-            raise UnsupportedModelError(
-                self.path,
-                found=f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens",
-                expected="the batch's rows in order, for low-rank perturbations",
-                remedy="leave --rank out, or use DensePerturbation(), which takes any layer",
-            )
+            found = f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens"
+            raise _unfit(self.path, found, "the batch's rows in order")
 
 
 class _Linear(_Patch):
@@ -264,9 +260,12 @@ def _make_patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
     if vectors.works():
         return vectors
     names = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters(recurse=False))
-    raise UnsupportedModelError(
-        path,
-        found=f"a {type(module).__name__} with {names}",
-        expected="linear layers, embeddings and norms, for low-rank perturbations",
-        remedy="leave --rank out, or use DensePerturbation(), which takes any layer",
+    raise _unfit(path, f"a {type(module).__name__} with {names}", "linear layers, embeddings and norms")
+
+
+def _unfit(path: str, found: str, expected: str) -> UnsupportedModelError:
+    expected, remedy = (
+        f"{expected}, for low-rank perturbations",
+        "leave --rank out, or use DensePerturbation(), which takes any layer",
     )
+    return UnsupportedModelError(path, found=found, expected=expected, remedy=remedy)

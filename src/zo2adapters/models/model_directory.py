@@ -95,12 +95,7 @@ class ModelDirectory:
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """Read the config, and split off its quantization."""
     if not path.exists():
-        raise CheckpointError(
-            path.parent,
-            found="no config.json",
-            expected="a model directory",
-            remedy="pass the directory that holds config.json",
-        )
+        raise _refused(path.parent, "no config.json", "a model directory, which holds config.json")
     companion_files(path.parent)  # refuses unsafe files before transformers reads them
     refuse_oversized(path)
     try:
@@ -173,12 +168,7 @@ def refuse_oversized(path: Path) -> None:
             if isinstance(value, dict):
                 pending.append((f"{prefix}{name}.", value, sub_configs.get(name)))
             elif name in limits and isinstance(value, (int, float)) and value > limits[name]:
-                raise CheckpointError(
-                    f"{path}: {prefix}{name}",
-                    found=str(value)[:40],
-                    expected=f"at most {limits[name]}",
-                    remedy="get config.json again",
-                )
+                raise _refused(f"{path}: {prefix}{name}", str(value)[:40], f"at most {limits[name]}")
 
 
 def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
@@ -249,5 +239,5 @@ def _read(path: Path) -> bytes:
         raise _refused(path, reason(error), "a readable file") from error
 
 
-def _refused(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(path, found=found, expected=expected, remedy="get the model's files again")
+def _refused(where: Path | str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(where, found=found, expected=expected, remedy="get the model's files again")

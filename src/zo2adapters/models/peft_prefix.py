@@ -146,24 +146,20 @@ class _OtherLayer:
     """Placeholder for the earlier layers in a layer's cache."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UnsupportedModelError(
-            "a layer's attention",
-            found=f"a read of another layer's keys ({name})",
-            expected="layers that each attend to their own keys, for a prefix",
-            remedy="train LoRA, or all weights",
-        )
+        found = f"a read of another layer's keys ({name})"
+        raise _unfit("a layer's attention", found, "layers that each attend to their own keys, for a prefix")
+
+
+def _unfit(where: str, found: str, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(where, found=found, expected=expected, remedy="train LoRA, or all weights")
 
 
 def _with_prefix(call: LayerCall, index: int) -> LayerCall:
     """A layer's arguments with its prefix in place of the cache of all layers."""
     args, kwargs = call
     if not any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-        raise UnsupportedModelError(
-            f"layer {index}",
-            found="a call without a cache of keys and values",
-            expected="layers that are called with a cache, for a prefix",
-            remedy="train LoRA, or all weights",
-        )
+        found = "a call without a cache of keys and values"
+        raise _unfit(f"layer {index}", found, "layers that are called with a cache, for a prefix")
 
     def of_layer(value: Any) -> Any:
         if not isinstance(value, Cache):

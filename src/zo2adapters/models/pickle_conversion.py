@@ -36,7 +36,7 @@ def convert(
     source: Path,
     destination: Path,
     *,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], object] = lambda line: None,
     reader: LimitedProcess | None = None,
 ) -> Path:
     """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process."""
@@ -47,7 +47,6 @@ def convert(
     assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
     weight_map: dict[str, str] = {}
     total_size = 0
-    report = report or _report_nothing
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
     with new_directory(destination) as partial, reading as child:
         write_companions(partial, companions)
@@ -75,10 +74,6 @@ def new_reader() -> LimitedProcess:
     return LimitedProcess(_READER_SCRIPT)
 
 
-def _report_nothing(line: str) -> None:
-    """Report nothing."""
-
-
 def _find_shards(directory: Path) -> dict[str, list[str]]:
     """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
     index_path = directory / INDEX_FILE
@@ -91,19 +86,10 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
     if (directory / SINGLE_FILE).exists():
         require_own_file(directory / SINGLE_FILE, directory)
         return {SINGLE_FILE: []}
+    found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
     if any(directory.glob("*.safetensors")):
-        raise CheckpointError(
-            directory,
-            found="safetensors weights only",
-            expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-            remedy="use this directory as it is; there is nothing to convert",
-        )
-    raise CheckpointError(
-        directory,
-        found="no pickled weights",
-        expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-        remedy="pass a directory that holds a model in the Hugging Face layout",
-    )
+        found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
+    raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
 
 
 def _read_index(path: Path) -> dict[str, list[str]]:

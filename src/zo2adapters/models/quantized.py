@@ -131,12 +131,8 @@ class Quantization:
             entry = self._entry(entries, layer, part.role)
             fits = entry.nbytes == part.nbytes if self.method in ("nf4", "nvfp4") else entry.shape == part.shape
             if not fits or entry.dtype != DTYPE_NAMES[part.dtype]:
-                raise CheckpointError(
-                    f"{entry.path}: {entry.name}",
-                    found=f"{entry.dtype} of shape {list(entry.shape)}",
-                    expected=f"{DTYPE_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer} in {encoding.name}",
-                    remedy="get the checkpoint's files again",
-                )
+                expected = f"{DTYPE_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer} in {encoding.name}"
+                raise _malformed(entry, f"{entry.dtype} of shape {list(entry.shape)}", expected)
             parts.append(entry)
         return EncodedTensor(encoding, shape, tuple(parts))
 
@@ -149,12 +145,8 @@ class Quantization:
             *stack, outputs, blocks, _ = codes.shape
             return MXFP4Stack(), (*stack, blocks * MXFP4_BLOCK, outputs)
         if self.method == "mxfp4" or len(codes.shape) != 2:
-            raise CheckpointError(
-                f"{codes.path}: {codes.name}",
-                found=f"shape {list(codes.shape)}",
-                expected=f"{'stacks of matrices' if self.method == 'mxfp4' else 'a matrix'} in {self.method}",
-                remedy="get the checkpoint's files again",
-            )
+            expected = f"{'stacks of matrices' if self.method == 'mxfp4' else 'a matrix'} in {self.method}"
+            raise _malformed(codes, f"shape {list(codes.shape)}", expected)
         if self.method == "fp8":
             scales = self._entry(entries, layer, "scales").dtype
             return Float8Blocks(self.block, DTYPES[scales if scales in ("BF16", "F8_E8M0") else "F32"]), codes.shape
@@ -162,12 +154,8 @@ class Quantization:
             return self._groups(entries, layer, *codes.shape)
         order = entries.get(f"{layer}{INT8_FORMAT}")
         if order is not None and (order.nbytes != 1 or any(_read(order))):
-            raise CheckpointError(
-                f"{order.path}: {order.name}",
-                found="codes in another layout",
-                expected="0, the layout row by row",
-                remedy="quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint",
-            )
+            remedy = "quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint"
+            raise _malformed(order, "codes in another layout", "0, the layout row by row", remedy)
         return Int8Rows(), codes.shape
 
     def _groups(
@@ -307,9 +295,13 @@ def _read(entry: TensorEntry, most: int = _MAX_STATE_BYTES, dtype: str = "U8") -
     return entry.read()
 
 
-def _malformed(entry: TensorEntry, found: str) -> CheckpointError:
-    expected = "the description of a matrix in the format that config.json names"
-    return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy="get the shard again")
+def _malformed(
+    entry: TensorEntry,
+    found: str,
+    expected: str = "the description of a matrix in the format that config.json names",
+    remedy: str = "get the checkpoint's files again",
+) -> CheckpointError:
+    return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
 
 
 def _group(size: object) -> int | None:
