@@ -8,8 +8,8 @@ Build a model from its config alone: parameters without memory, buffers with tra
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -93,49 +93,30 @@ class Stub(StandIn):
 LayerCall: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and keyword arguments
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """Which call each layer has. No container, so that those who take nested activations apart pass it on as it is."""
-
-    calls: tuple[int, ...]
-
-
 class LayerCalls(NamedTuple):
     """The calls of all layers. Most layers of most models get the very same objects, and share one entry."""
 
     distinct: Sequence[LayerCall]
-    layers: _Layers
+    numbers: array[int]  # of each layer's call; an array, which those who take nested activations apart pass on as it is
 
     @classmethod
     def of(cls, calls: Iterable[LayerCall]) -> LayerCalls:
         """Join the calls of all layers, in order."""
-        distinct: list[LayerCall] = []
-        layers = []
-        for call in calls:
-            same = (number for number, known in enumerate(distinct) if _same_objects(known, call))
-            number = next(same, len(distinct))
-            if number == len(distinct):
-                distinct.append(call)
-            layers.append(number)
-        return cls(distinct, _Layers(tuple(layers)))
+        distinct: dict[tuple[object, ...], LayerCall] = {}  # by the objects' identities
+        keys = []
+        for args, kwargs in calls:
+            keys.append((*map(id, args), *kwargs, *map(id, kwargs.values())))
+            distinct.setdefault(keys[-1], (args, kwargs))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        return cls([*distinct.values()], array("I", [numbers[key] for key in keys]))
 
     def layer(self, index: int) -> LayerCall:
         """The call of one layer."""
-        return self.distinct[self.layers.calls[index]]
+        return self.distinct[self.numbers[index]]
 
     def by_layer(self) -> Iterator[LayerCall]:
         """The calls of all layers, in order."""
-        return (self.distinct[number] for number in self.layers.calls)
-
-
-def _same_objects(one: LayerCall, other: LayerCall) -> bool:
-    (args, kwargs), (other_args, other_kwargs) = one, other
-    return (
-        len(args) == len(other_args)
-        and kwargs.keys() == other_kwargs.keys()
-        and all(a is b for a, b in zip(args, other_args, strict=True))
-        and all(value is other_kwargs[name] for name, value in kwargs.items())
-    )
+        return map(self.layer, range(len(self.numbers)))
 
 
 _FACTORIES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
