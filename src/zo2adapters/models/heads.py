@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-)
+import transformers
+from transformers import PretrainedConfig
 
 from zo2core import Batch
 from zo2core.errors import BatchError, OptionError
@@ -40,12 +33,12 @@ class Head:
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
         is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
-        return AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
+        return transformers.AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
 
 
 def reads_images(config: PretrainedConfig) -> bool:
     """Whether the config's model reads images and text."""
-    return type(config) in AutoModelForImageTextToText._model_mapping
+    return type(config) in transformers.AutoModelForImageTextToText._model_mapping
 
 
 def head_of(name: str) -> Head:
@@ -108,17 +101,17 @@ def _refusal(key: str, found: str, expected: str) -> BatchError:
     return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy="pass the labels of this head")
 
 
-CAUSAL_LM = Head("causal-lm", AutoModelForCausalLM, _token_label_check("vocab_size"))
+CAUSAL_LM = Head("causal-lm", transformers.AutoModelForCausalLM, _token_label_check("vocab_size"))
 HEADS: Mapping[str, Head] = {
     head.name: head
     for head in (
         CAUSAL_LM,
-        Head("masked-lm", AutoModelForMaskedLM, _token_label_check("vocab_size")),
-        Head("sequence-classification", AutoModelForSequenceClassification, _check_row_labels),
-        Head("token-classification", AutoModelForTokenClassification, _token_label_check("num_labels")),
+        Head("masked-lm", transformers.AutoModelForMaskedLM, _token_label_check("vocab_size")),
+        Head("sequence-classification", transformers.AutoModelForSequenceClassification, _check_row_labels),
+        Head("token-classification", transformers.AutoModelForTokenClassification, _token_label_check("num_labels")),
         Head(
             "question-answering",
-            AutoModelForQuestionAnswering,
+            transformers.AutoModelForQuestionAnswering,
             _check_spans,
             targets=("start_positions", "end_positions"),
             count=lambda batch: len(batch["input_ids"]),
