@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zo2core import encodings
+import zo2core.encodings as encodings
 from zo2core.kernels import gguf, native
 from zo2core.types import ParameterSpec
 
