@@ -462,7 +462,7 @@ def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
             {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
             for of_segment in leaves
         ]
-        first = AdapterState(runner, trained, method.factory)
+        first = AdapterState(runner, trained, method)
         taken = AdapterSteps(runner, method, first, leaves, spill)
     kept = run if options.commit_every is None else None
     return OpenedRun(runner, first, taken, None if kept is None else KeptSnapshots(Path(kept), runner, first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from zo2core import (
 )
 from zo2core.planning.memory import HostPlan
 from zo2core.sweep.visitor import EVERY, SAMPLED, UpdateLoss
-from zo2core.types import Evaluation, Update
+from zo2core.types import Evaluation, ParameterSpec, Update
 
 BATCH = make_batch(40, [9, 5])
 NOISES: dict[str, NoiseGenerator | None] = {
@@ -111,11 +112,18 @@ def test_a_run_that_goes_on_looks_at_its_first_step(base: Path, tmp_path: Path) 
     assert [share is not None for share in share_applied] == [True, False, False, True, False, False]
 
 
+def sample(update_loss: UpdateLoss, segment: int, store: Sequence[torch.Tensor]) -> None:
+    specs = [
+        ParameterSpec(str(place), tuple(theta.shape), theta.dtype, place, decays=True) for place, theta in enumerate(store)
+    ]
+    update_loss.sample(segment, store, specs)
+
+
 def test_a_step_without_update_says_nothing_and_the_next_one_is_looked_at() -> None:
     update_loss, store = UpdateLoss(SequentialNoise([])), [torch.ones(100)]
     for step, grad in enumerate((0.0, 1.0, 1.0)):
         update_loss.begin(step)
-        update_loss.sample(0, store)
+        sample(update_loss, 0, store)
         share = update_loss.share_applied(update_of(0.1, grad, step=step))
         assert share == (None, 1.0, None)[step]
 
@@ -127,8 +135,8 @@ def test_the_sample_is_spread_over_every_segment_and_is_small() -> None:
         store = [large if place == still else torch.full((10 * SAMPLED,), 1e-3) for place in range(3)]
         update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
         update_loss.begin(0)
-        update_loss.sample(0, store)
-        update_loss.sample(1, [torch.full((20 * SAMPLED,), 1e-3)])
+        sample(update_loss, 0, store)
+        sample(update_loss, 1, [torch.full((20 * SAMPLED,), 1e-3)])
         assert update_loss.share_applied(update_of(0.1, 1.0)) == pytest.approx(1 - 1 / 6, abs=0.01)
 
 
@@ -137,7 +145,7 @@ def test_each_direction_rounds_on_its_own_and_dtypes_count_together(queries: int
     """Nine tenths of half the distance to the next smaller bfloat16: however many follow each other, each is lost."""
     update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
     update_loss.begin(0)
-    update_loss.sample(0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
+    sample(update_loss, 0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
     share = update_loss.share_applied(update_of(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
     assert share == pytest.approx(0.5, abs=0.01)
 

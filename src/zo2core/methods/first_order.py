@@ -108,11 +108,6 @@ class FirstOrder:
         return self.optimizer if isinstance(self.optimizer, BlockUpdate) else None
 
     @property
-    def factory(self) -> OptimizerFactory | None:
-        """The function that makes the optimizer of an adapter; None if there is none."""
-        return None if isinstance(self.optimizer, BlockUpdate) else self.optimizer
-
-    @property
     def journal_options(self) -> Mapping[str, Any]:
         """The method as JSON values, for the journal."""
         if self.update is None:

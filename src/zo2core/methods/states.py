@@ -27,8 +27,9 @@ from zo2core.optimizer_states import (
     require_optimizer_state,
     unusable_state,
 )
-from zo2core.optimizers import OptimizerFactory, make_optimizer
+from zo2core.optimizers import make_optimizer
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS
+from zo2core.protocols import BlockUpdate
 from zo2core.runner import Runner
 from zo2core.sources import SegmentStore
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
@@ -141,10 +142,11 @@ class AdapterState(TrainedState):
 
     trained: TrainedParameters
 
-    def __init__(self, runner: Runner, trained: TrainedParameters, factory: OptimizerFactory | None) -> None:
+    def __init__(self, runner: Runner, trained: TrainedParameters, method: FirstOrder) -> None:
         super().__init__(runner, trained)
-        self._factory = factory
-        self.optimizer: Any = None if factory is None else make_optimizer(factory, list(trained.parameters.values()))
+        assert not isinstance(method.optimizer, BlockUpdate), "it trains what is in memory"
+        self._factory, parameters = method.optimizer, list(trained.parameters.values())
+        self.optimizer: Any = None if self._factory is None else make_optimizer(self._factory, parameters)
 
     def snapshot(self) -> dict[str, Any]:
         """All on which later steps depend, as copies."""

@@ -71,29 +71,19 @@ class _Weight(NamedTuple):
 class _Activation:
     """A saved tensor that is not a weight, or an empty slot for it. It exists as long as the graph needs it."""
 
-    __slots__ = ("__weakref__", "_tensor", "_version", "kind")
-
     def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
         self.kind = (dtype, shape)
-        self._tensor: torch.Tensor | None = None
-        self._version = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return self._tensor is None
+        self.tensor: torch.Tensor | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # detached, so that the graph does not refer to itself
+        self.tensor = tensor.detach()  # detached, so that the graph does not refer to itself
         self._version = tensor._version
 
-    def empty(self) -> None:
-        self._tensor = None
-
     def read(self) -> torch.Tensor:
-        assert self._tensor is not None, "the forward of a graph runs again before its backward"
+        assert self.tensor is not None, "the forward of a graph runs again before its backward"
         # With hooks autograd does not check this itself.
-        assert self._tensor._version == self._version, "a tensor that backward reads was changed in place"
-        return self._tensor
+        assert self.tensor._version == self._version, "a tensor that backward reads was changed in place"
+        return self.tensor
 
 
 _Saved: TypeAlias = _Weight | _Activation
@@ -144,15 +134,14 @@ class BlockGraph:
 
     def drop(self) -> None:
         """Free the activations that were kept."""
-        for reference in self._activations:
-            activation = reference()
+        for activation in self._alive():
             if activation is not None:
-                activation.empty()
+                activation.tensor = None
 
     def restore(self, forward: Callable[[], object]) -> None:
         """Run the forward again as far as needed to restore the activations, if they were not kept."""
-        activations = [reference() for reference in self._activations]
-        needed = [number for number, saved in enumerate(activations) if saved is not None and saved.is_empty]
+        activations = self._alive()
+        needed = [number for number, saved in enumerate(activations) if saved is not None and saved.tensor is None]
         if not needed:
             return
         locate = self._weight_locator()
@@ -177,6 +166,9 @@ class BlockGraph:
         except _FilledError:
             return
         raise _other_tensors(f"{number} for {needed[-1] + 1}")
+
+    def _alive(self) -> list[_Activation | None]:
+        return [reference() for reference in self._activations]
 
     def _weight_locator(self) -> Callable[[torch.Tensor], _Weight | None]:
         """Return a function that finds the weight in whose memory a tensor lies, by the weights' present addresses."""

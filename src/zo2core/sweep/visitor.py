@@ -92,22 +92,16 @@ class UpdateLoss:
         """Prepare for a step's sweep."""
         self._is_sampling, self._samples = step >= self._next, {}
 
-    def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec] | None = None) -> None:
+    def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec]) -> None:
         """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device."""
         if not self._is_sampling:
             return
-        dtypes = [parameter.dtype for parameter in store]
-        if specs is not None:
-            pairs = [(theta, spec) for theta, spec in zip(store, specs, strict=False) if not spec.frozen]
-            store, dtypes = [theta for theta, _ in pairs], [_kept_dtype(spec) for _, spec in pairs]
-            if any(theta.dtype not in (spec.dtype, dtype) for (theta, spec), dtype in zip(pairs, dtypes, strict=True)):
-                return
-        stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
-        self._samples[index] = [
-            parameter[::stride].to(dtype, copy=True)
-            for parameter, dtype in zip(store, dtypes, strict=False)  # a store of 8-bit weights ends with their scales
-            if dtype.itemsize > 1
-        ]
+        pairs = zip(store, specs, strict=False)  # a store of 8-bit weights ends with their scales
+        weights = [(theta, spec.dtype, _kept_dtype(spec)) for theta, spec in pairs if not spec.frozen]
+        if any(theta.dtype not in dtypes for theta, *dtypes in weights):
+            return
+        stride = max(1, sum(theta.numel() for theta, *_ in weights) // SAMPLED)
+        self._samples[index] = [theta[::stride].to(kept, copy=True) for theta, _, kept in weights if kept.itemsize > 1]
 
     @torch.inference_mode()
     def share_applied(self, update: Update) -> float | None:
