@@ -163,10 +163,10 @@ MOST_LINES = {
     "zo2core/io": 425,
     "zo2core/journal": 491,
     "zo2core/kernels": 1164,
-    "zo2core/methods": 921,
+    "zo2core/methods": 920,
     "zo2core/planning": 607,
     "zo2core/sources": 954,
-    "zo2core/sweep": 2207,
+    "zo2core/sweep": 2190,
 }
 
 

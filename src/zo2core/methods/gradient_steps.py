@@ -213,7 +213,6 @@ class _GradientSteps(Generic[StateT]):
             layouts=runner.model.layouts,
             present=PresentWeights(state.trained, runner.work_buffer),
             leaves=leaves,
-            weights=runner.work_buffer.bound,
             inputs=inputs,
             limit=runner.host_limit,
             streams=device.streams,

@@ -267,9 +267,6 @@ class ActivationFile:
         return ScratchError(self._directory, found=found, expected=expected, remedy=remedy)
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
 class _Piece(NamedTuple):
     """A part of the host's memory, of whole pages."""
 
@@ -357,7 +354,7 @@ class _HostStorage:
     def give_back(self, read: Event | None) -> None:
         """Give the memory back, which a copy to the device may still read."""
         self._memory.give(self._piece._replace(read=read))
-        self._piece, self._nbytes = _Piece(_NOTHING), 0
+        self._nbytes = 0
 
 
 class _Copies:

@@ -87,7 +87,7 @@ class FactorPerturber(Perturber):
         """Return the tensor from which modules read a parameter: its store, or the work buffer, filled for this visit."""
         if can_be_read(spec, theta) and not self._factors.forms(spec):
             return theta.view(spec.shape)
-        weight = self._buffer.parameter_view(index, spec.name)
+        weight = self.buffer.bound[index][spec.name]
         if is_encoded(spec, theta):
             decode(spec, theta, weight, self._worker)
             theta = weight

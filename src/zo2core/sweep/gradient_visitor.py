@@ -279,7 +279,6 @@ class GradientVisits:
     layouts: Sequence[BlockLayout]  # in visiting order
     present: PresentWeights  # loads weights into the work buffer, and accumulates gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
-    weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     inputs: KeptActivations[torch.UntypedStorage]
     limit: int | None  # resident bytes of the process; None: no limit
     streams: Streams
@@ -400,7 +399,7 @@ class GradientVisitor:
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
         forward = partial(self._forward.embed, stream.batch)
-        graph = BlockGraph(self._visits.weights[0], ())
+        graph = BlockGraph(self._visits.present.buffer.bound[0], ())
         with torch.enable_grad(), graph.recorded(keep=False):
             outputs, nesting = flattened(forward())
         if self._first == 0:
@@ -416,7 +415,7 @@ class GradientVisitor:
         keep = index >= self._first and self._room.has_room(number, blocks)
         tensors = [value for value in segment_input.values if isinstance(value, torch.Tensor)]
         forward = partial(self._forward.block, index - 1, activations)
-        graph = BlockGraph(self._visits.weights[index], tensors)
+        graph = BlockGraph(self._visits.present.buffer.bound[index], tensors)
         with torch.enable_grad(), graph.recorded(keep=keep):
             outputs, nesting = flattened(forward())
         self._require_unchanged(index, segment_input, nesting, before)

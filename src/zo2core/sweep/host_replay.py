@@ -25,10 +25,7 @@ class HostReplay:
     def __init__(
         self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
     ) -> None:
-        self._layouts = layouts
-        self._noise = noise
-        self._updates = updates
-        self._update_loss = update_loss
+        self._layouts, self._noise, self._updates, self._update_loss = layouts, noise, updates, update_loss
         # Only the views and the scratch of this work buffer are used: its own pages are never touched.
         self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
         self._threads = max(1, os.cpu_count() or 1)
@@ -56,9 +53,7 @@ class LowBitScheduler:
     """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
 
     def __init__(self, scheduler: Scheduler, source: LowBitSource, replay: HostReplay) -> None:
-        self._scheduler = scheduler
-        self._source = source
-        self._replay = replay
+        self._scheduler, self._source, self._replay = scheduler, source, replay
         self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:

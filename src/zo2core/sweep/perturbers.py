@@ -76,8 +76,8 @@ class TrajectoryPerturber(Perturber):
 
     def _kernels(self, index: int) -> ModuleType | None:
         """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
-        views = self._buffer.segments[index]
-        if self._buffer.is_low_bit[index] or any(view.unrounded is not None for view in views):
+        views = self.buffer.segments[index]
+        if self.buffer.is_low_bit[index] or any(view.unrounded is not None for view in views):
             return None
         found = [triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64]
         return found[0] if found and len(found) == len(views) and all(found) else None
@@ -111,10 +111,10 @@ class CounterPerturber(TrajectoryPerturber):
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
         self._is_prepared = False
-        if self._buffer.transfers_back[index]:
+        if self.buffer.transfers_back[index]:
             self._replay_low_bit(index, stores, version)
             return self._trajectory.version
-        prepares = not self._buffer.is_low_bit[index]
+        prepares = not self.buffer.is_low_bit[index]
         for programs in self._programs(version, prepares=prepares):
             is_last = programs[False].then is not None
             self._run(index, stores, programs, self._copy(self._first) if is_last and self._first is not None else None)
@@ -125,12 +125,12 @@ class CounterPerturber(TrajectoryPerturber):
         """Replay one update at a time, and round to the transfer dtype after each, as a device does."""
         missing = self._trajectory.updates[version : self._trajectory.version]
         if missing:
-            self._buffer.load_low_bit(index, stores)
+            self.buffer.load_low_bit(index, stores)
         if missing and version == 0:  # the base has not been rounded to the transfer dtype
-            self._buffer.round_to_transfer_dtype(index, stores[index])
+            self.buffer.round_to_transfer_dtype(index, stores[index])
         for update in missing:
             self._run(index, stores, self._compiled(update), None)
-            self._buffer.round_to_transfer_dtype(index, stores[index])
+            self.buffer.round_to_transfer_dtype(index, stores[index])
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
@@ -141,9 +141,9 @@ class CounterPerturber(TrajectoryPerturber):
             move = self._move(origin, at)
             self._run(index, None, {False: move, True: move}, move)
         elif at is None or at.shift == 0:
-            self._buffer.load(index, stores)
+            self.buffer.load(index, stores)
         else:
-            self._buffer.load_low_bit(index, stores)
+            self.buffer.load_low_bit(index, stores)
             copy = self._copy(at)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
@@ -186,7 +186,7 @@ class CounterPerturber(TrajectoryPerturber):
                 rounded=None if program.then is None and stores is not None else rounded,
             )
 
-        views = [view for view in self._buffer.segments[index] if view.owner == index or borrowed is not None]
+        views = [view for view in self.buffer.segments[index] if view.owner == index or borrowed is not None]
         if (kernels := self._kernels(index)) is None:
             self._run_all(index, run, views)
             return
@@ -197,7 +197,7 @@ class CounterPerturber(TrajectoryPerturber):
 
     def _run_all(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
         """Run on all ranges of these parameters, on several threads if that saves time."""
-        worker = self._worker if self._buffer.elements[index] >= self._parallel_from else None
+        worker = self._worker if self.buffer.elements[index] >= self._parallel_from else None
         ranges: deque[tuple[ParameterView, int, int]] = deque()
         for view in views:
             numel = view.spec.numel
@@ -281,7 +281,7 @@ class DrawnPerturber(TrajectoryPerturber):
         origin = self._origin(evaluation)
         program = self._move(origin, self._trajectory.evaluations[evaluation])
         if origin is None and not program.instructions:
-            self._buffer.load(index, stores)
+            self.buffer.load(index, stores)
         sources = None if origin is not None else stores
         for instruction in program.instructions:
             assert isinstance(instruction, Perturb)
@@ -303,7 +303,7 @@ class DrawnPerturber(TrajectoryPerturber):
         return self._replays[version]
 
     def _replay_segment(self, index: int, store: Store, programs: Sequence[Programs], replayed: Replayed | None) -> None:
-        views = [view for view in self._buffer.segments[index] if view.owner == index]
+        views = [view for view in self.buffer.segments[index] if view.owner == index]
         kernels = self._kernels(index)
         if kernels is None or any(len(program[False].seeds) != 1 for program in programs):
             for view in views:
@@ -319,7 +319,7 @@ class DrawnPerturber(TrajectoryPerturber):
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: Replayed | None
     ) -> None:
-        spec, buffer = view.spec, self._buffer
+        spec, buffer = view.spec, self.buffer
         scratch, decay_scratch = buffer.scratch(spec.dtype, "replay"), buffer.scratch(spec.dtype, "decay")
         most_seeds = max((len(program.seeds) for program in programs), default=0)
         zs = [buffer.drawing(spec.dtype, f"z {i}") for i in range(most_seeds)]
@@ -340,7 +340,7 @@ class DrawnPerturber(TrajectoryPerturber):
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
         if self._worker is None or self._first is None or self._kernels(index) is not None:
             return False
-        owned = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
+        owned = sum(view.spec.numel for view in self.buffer.segments[index] if view.owner == index)
         if owned < self._parallel_from:
             return False  # there is little to replay; later both threads perturb the borrowed weights
         if any(self._first.seed in program[False].seeds for programs in missing for program in programs):
@@ -351,7 +351,7 @@ class DrawnPerturber(TrajectoryPerturber):
     def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: Replayed) -> bool:
         """On the second thread, draw a direction and perturb each chunk along it as soon as the chunk is replayed."""
         move = Perturb(0, evaluation.shift, self._trajectory.zo_eps)
-        for view in self._buffer.segments[index]:
+        for view in self.buffer.segments[index]:
             theta = stores[view.owner][view.position]
             for start, stop in view.chunks:
                 z = self._noise_memory(view, start, stop, "ahead")
@@ -377,12 +377,12 @@ class DrawnPerturber(TrajectoryPerturber):
     def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
         """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
         if (kernels := self._kernels(index)) is not None:
-            for part, zs in self._drawn_together(self._buffer.segments[index], seed):
+            for part, zs in self._drawn_together(self.buffer.segments[index], seed):
                 for _, group in in_one_launch(part, lambda _: move):
                     thetas, drawn = [_weights(view, sources) for view in group], [zs[view.spec.index] for view in group]
                     kernels.perturb([view.work for view in group], thetas, drawn, move)
             return
-        if not self._buffer.keeps_noise:
+        if not self.buffer.keeps_noise:
             self._perturb_part(index, move, 0, 1, sources, seed)
             return
         if self._drawn != seed:
@@ -391,7 +391,7 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _halve(self, index: int, move: Perturb, sources: Stores | None) -> None:
         """Perturb along kept noise, with every other chunk on a second thread if that saves time."""
-        if self._worker is None or self._buffer.elements[index] < self._parallel_from:
+        if self._worker is None or self.buffer.elements[index] < self._parallel_from:
             self._perturb_part(index, move, 0, 1, sources)
             return
         other = self._worker.submit(self._perturb_part, index, move, 1, 2, sources)
@@ -404,7 +404,7 @@ class DrawnPerturber(TrajectoryPerturber):
         self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None, seed: int | None = None
     ) -> None:
         """Perturb every ``parts``-th chunk of each parameter, along noise that is kept or drawn; chunks do not overlap."""
-        for view in self._buffer.segments[index]:
+        for view in self.buffer.segments[index]:
             for start, stop in view.chunks[part::parts]:
                 z = self._noise_memory(view, start, stop, "move")
                 if seed is not None:
@@ -420,14 +420,14 @@ class DrawnPerturber(TrajectoryPerturber):
             theta[start:stop],
             z,
             move,
-            scratch=self._buffer.scratch(view.spec.dtype, scratch)[: stop - start],
+            scratch=self.buffer.scratch(view.spec.dtype, scratch)[: stop - start],
             rounded=rounded,
         )
 
     # ---- several parameters in one launch
 
     def _kernels(self, index: int) -> ModuleType | None:
-        return None if self._buffer.keeps_noise else super()._kernels(index)
+        return None if self.buffer.keeps_noise else super()._kernels(index)
 
     def _drawn_together(
         self, views: Sequence[ParameterView], seed: int
@@ -442,7 +442,7 @@ class DrawnPerturber(TrajectoryPerturber):
         parts: list[dict[int, torch.Tensor]] = [{}]
         ends: dict[torch.dtype, int] = {}
         for view in views:
-            memory, numel = self._buffer.drawing(view.spec.dtype, "z together"), view.spec.numel
+            memory, numel = self.buffer.drawing(view.spec.dtype, "z together"), view.spec.numel
             if ends.get(view.spec.dtype, 0) + numel > len(memory):
                 parts.append({})
                 ends = {}
@@ -462,7 +462,7 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def _draw(self, index: int, seed: int) -> None:
         """Draw one direction for a segment into the noise buffer, where tied weights keep theirs for other segments."""
-        for view in self._buffer.segments[index]:
+        for view in self.buffer.segments[index]:
             if self._drawn_tied.get(view.spec.name) == seed:
                 continue
             for start, stop in view.chunks:
@@ -478,7 +478,7 @@ class DrawnPerturber(TrajectoryPerturber):
         """Return the memory for a chunk of z: a part of the noise buffer, or scratch that the next chunk overwrites."""
         if view.z is not None:
             return view.z[start:stop]
-        return self._buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
+        return self.buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
 
 
 def _program_of(owned: Programs, view: ParameterView) -> Program:

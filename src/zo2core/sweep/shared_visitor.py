@@ -28,7 +28,8 @@ class RunSegments:
         self._model = model
         self._digests = digests
         self._checked: set[int] = set()
-        _require_same_blocks(model, base)
+        if [layout.kind for layout in model.layouts] != [layout.kind for layout in base.layouts]:
+            raise _other_base(f"{len(model.layouts)} segments", f"the {len(base.layouts)} segments of the shared base")
         positions = [_positions(model, base, index) for index in range(len(base.layouts))]
         own = [
             [spec for spec in layout.parameters if spec.name not in shared]
@@ -106,12 +107,13 @@ class BlockDecoder:
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
         """Return a segment's parameters, of which a block's are decoded."""
-        encoded = _encoded(self._layouts[index])
-        if not encoded:
+        layout = self._layouts[index]
+        encoded = [spec for spec in layout.parameters if spec.encoding is not None]
+        if not encoded or layout.kind is not SegmentKind.BLOCK:  # embedding and head are decoded by each run, if at all
             return store
         views = iter(flat_views([spec.decoded for spec in encoded], self._memory))
         decoded = list(store)
-        for position, spec in enumerate(self._layouts[index].parameters):
+        for position, spec in enumerate(layout.parameters):
             if spec.encoding is not None:
                 decoded[position] = next(views)
                 decode(spec, store[position], decoded[position], self._helper)
@@ -172,11 +174,6 @@ class RunReplay:
         return version
 
 
-def _encoded(layout: BlockLayout) -> list[ParameterSpec]:
-    """The encoded parameters of a block. Embedding and head are decoded by each run, if at all."""
-    return [spec for spec in layout.parameters if spec.encoding is not None and layout.kind is SegmentKind.BLOCK]
-
-
 def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int]:
     """Find the base's parameters in a segment of a run.
 
@@ -202,12 +199,6 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
 def _file(model: BlockModel, spec: ParameterSpec) -> str:
     """The file of a parameter, by one path however the model was named."""
     return os.path.realpath(model.weights.origin(spec.name))
-
-
-def _require_same_blocks(model: BlockModel, base: BlockModel) -> None:
-    found, expected = ([layout.kind for layout in one.layouts] for one in (model, base))
-    if found != expected:
-        raise _other_base(f"{len(found)} segments", f"the {len(expected)} segments of the shared base")
 
 
 def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_file: str) -> None:

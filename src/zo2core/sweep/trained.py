@@ -269,4 +269,4 @@ class PresentWeights(Perturber):
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Load trained weights into the work buffer. See ``Perturber``."""
-        self._buffer.load(index, stores)
+        self.buffer.load(index, stores)

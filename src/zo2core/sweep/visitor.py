@@ -43,7 +43,7 @@ class Perturber(ABC):
     seeds: Collection[int] = ()  # of the directions that this sweep draws
 
     def __init__(self, buffer: WorkBuffer) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
 
     @property
     @abstractmethod
@@ -63,7 +63,7 @@ class Perturber(ABC):
 
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let the forward read a segment's frozen weights. Called once a visit."""
-        self._buffer.load_frozen(index, stores)
+        self.buffer.load_frozen(index, stores)
 
     @abstractmethod
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:

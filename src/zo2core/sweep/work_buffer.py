@@ -135,14 +135,6 @@ class WorkBuffer:
         for index, parameters in enumerate(self.bound):
             bind(index, parameters)
 
-    def parameter_view(self, index: int, name: str) -> torch.Tensor:
-        """Return the shaped view of the work buffer for one of a segment's parameters."""
-        return next(
-            view.work.view(view.spec.shape)
-            for view in (*self.segments[index], *self._frozen[index])
-            if view.spec.name == name
-        )
-
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let a segment's modules read frozen weights, from the store or else decoded or rounded into the buffer."""
         frozen = {}
