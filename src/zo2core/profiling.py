@@ -16,18 +16,19 @@ overlap it.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from zo2core.errors import OutputError, reason
+from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import create_file
 from zo2core.types import Event, Lane, LaneUse
 
@@ -173,15 +174,12 @@ class Trace:
         self._named: set[int] = set()
         self._file: IO[str] | None = None
         self._closed = False
-        try:
-            os.lstat(path)
-            found = "something at this path"
-        except FileNotFoundError:
-            found = "" if os.access(path.parent, os.W_OK) else "a directory that does not exist, or is not writable"
-        except OSError as error:  # a name that is too long, say
-            found = reason(error)
-        if found:
-            raise self._unwritable(found)
+        with self._writing(), suppress(FileNotFoundError):
+            os.lstat(path)  # fails where the name is too long, say
+            raise FileExistsError(errno.EEXIST, "something at this path")
+        with self._writing():
+            if not os.access(path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, "a directory that does not exist, or is not writable")
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Write spans that are done, and the sweep that has ended.
@@ -194,14 +192,12 @@ class Trace:
             events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.started, sweep.done)]
         if not events or self._closed:
             return
-        try:
+        with self._writing():
             if self._file is None:
                 self._file = io.TextIOWrapper(create_file(self._path), encoding="utf-8")
                 self._file.write("[\n" + json.dumps(events.pop(0)))
             self._file.writelines(f",\n{json.dumps(event)}" for event in events)
             self._file.flush()
-        except OSError as error:
-            raise self._unwritable(reason(error)) from error
 
     def close(self) -> None:
         """Complete the file. May be called twice.
@@ -212,11 +208,8 @@ class Trace:
         file, self._file, self._closed = self._file, None, True
         if file is None:
             return
-        try:
-            with file:
-                file.write("\n]\n")
-        except OSError as error:
-            raise self._unwritable(reason(error)) from error
+        with self._writing(), file:
+            file.write("\n]\n")
 
     def __enter__(self) -> Self:
         return self
@@ -238,13 +231,10 @@ class Trace:
             yield {**common, "name": "thread_name", "args": {"name": name}}
             yield {**common, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
-    def _unwritable(self, found: str) -> OutputError:
-        return OutputError(
-            self._path,
-            found=found,
-            expected="a new file in a directory that can be written",
-            remedy="pass another path, or free space",
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        """A context of work on the file."""
+        expected, remedy = "a new file in a directory that can be written", "pass another path, or free space"
+        return system_errors_as(OutputError, self._path, expected=expected, remedy=remedy)
 
 
 class TraceRecorder:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from zo2core.devices import HostDevice
-from zo2core.errors import OptionError, ScratchError, reason
+from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import apply, apply_drawing
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS, WriteBackPolicy
@@ -149,7 +149,8 @@ def write_bytes_per_second(directory: Path) -> float:
     """Bytes a second of durable writes to a directory's disk. A missing directory is not made."""
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
-    try:
+    expected, remedy = "a directory on a disk with free space", "choose another directory or free space"
+    with system_errors_as(ScratchError, directory, expected=expected, remedy=remedy):
         existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
         with contextlib.closing(RangedFile.unnamed(existing)) as file:
             best = math.inf
@@ -158,13 +159,6 @@ def write_bytes_per_second(directory: Path) -> float:
                 file.write(0, data)
                 file.sync()
                 best = min(best, time.perf_counter() - started)
-    except OSError as error:
-        raise ScratchError(
-            directory,
-            found=reason(error),
-            expected="a directory on a disk with free space",
-            remedy="choose another directory or free space",
-        ) from error
     return _BYTES / best
 
 
