@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4735,
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4974,
-    "zo2core": 4438,
+    "zo2core": 4427,
     "zo2core/checkpoint": 784,
     "zo2core/io": 425,
     "zo2core/journal": 491,
