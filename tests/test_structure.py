@@ -164,7 +164,7 @@ MOST_LINES = {
     "zo2core/journal": 491,
     "zo2core/kernels": 1164,
     "zo2core/methods": 920,
-    "zo2core/planning": 607,
+    "zo2core/planning": 601,
     "zo2core/sources": 954,
     "zo2core/sweep": 2190,
 }
