@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,50 +27,31 @@ Make = Callable[[TensorReader, Layouts, Path], BlockSource]
 host_memory = HostDevice().host_memory
 
 
-def scratch_in(folder: Path, layouts: Layouts) -> Scratch:
-    return Scratch(folder / "run", layouts, chain=lambda version: version)
-
-
-def pinned(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SegmentStore(weights, layouts, host_memory)
-
-
-def pinned_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SegmentStore(weights, layouts, host_memory, scratch=scratch_in(folder, layouts), write_back_every=1)
-
-
-def streamed(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SegmentStore(weights, layouts, host_memory, buckets=3)
-
-
-def in_place(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SegmentStore(weights, laid_out_as_on_disk(layouts, weights), host_memory, buckets=3)
-
-
-def in_place_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    layouts = laid_out_as_on_disk(layouts, weights)
-    scratch = scratch_in(folder, layouts)
-    return SegmentStore(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
-
-
-def one_bucket(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    return SegmentStore(weights, layouts, host_memory, buckets=1)
-
-
-def streamed_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
-    scratch = scratch_in(folder, layouts)
-    return SegmentStore(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+def store(
+    weights: TensorReader,
+    layouts: Layouts,
+    folder: Path,
+    buckets: int | None = None,
+    *,
+    as_on_disk: bool = False,
+    written: bool = False,
+) -> BlockSource:
+    layouts = laid_out_as_on_disk(layouts, weights) if as_on_disk else layouts
+    scratch = Scratch(folder / "run", layouts, chain=lambda version: version) if written else None
+    return SegmentStore(
+        weights, layouts, host_memory, buckets=buckets, scratch=scratch, write_back_every=1 if written else None
+    )
 
 
 # To add a source: one row.
 SOURCES: dict[str, Make] = {
-    "pinned": pinned,
-    "pinned, written back": pinned_written,
-    "streamed": streamed,
-    "streamed, one bucket": one_bucket,
-    "streamed, laid out as on disk": in_place,
-    "streamed, laid out as on disk, written back": in_place_written,
-    "streamed, one bucket, written back": streamed_written,
+    "pinned": store,
+    "pinned, written back": partial(store, written=True),
+    "streamed": partial(store, buckets=3),
+    "streamed, one bucket": partial(store, buckets=1),
+    "streamed, laid out as on disk": partial(store, buckets=3, as_on_disk=True),
+    "streamed, laid out as on disk, written back": partial(store, buckets=1, as_on_disk=True, written=True),
+    "streamed, one bucket, written back": partial(store, buckets=1, written=True),
 }
 
 every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
@@ -94,7 +76,7 @@ def test_buckets_hold_the_checkpoints_bytes_at_version_0(make: Make, tmp_path: P
     source.close()
 
 
-@pytest.mark.parametrize("make", [pinned, streamed])
+@pytest.mark.parametrize("make", [store, partial(store, buckets=3)], ids=["pinned", "streamed"])
 def test_reading_a_segment_changes_no_other_one_in_the_eyes_of_autograd(make: Make, tmp_path: Path) -> None:
     """A graph keeps weights of one segment while a thread reads the next one and converts its dtype."""
     weights, layouts = checkpoint(tmp_path)
