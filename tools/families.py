@@ -1,6 +1,8 @@
 """Test the decoder families of the installed transformers: a tiny model of each, against the resident model.
 
     python tools/families.py --output families.json
+    python tools/families.py --lora auto --output first-order-families.json
+    python tools/families.py --lora auto experts --output first-order-families-experts.json
 
 For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; families that cannot be
 built are listed with the reason. A checkpoint with random weights is saved and opened without a declaration, and steps are
@@ -8,7 +10,8 @@ compared with monolithic MeZO on the model that ``from_pretrained`` loads, witho
 bfloat16: every loss has to be equal. The loss with logits in chunks has to be equal up to the order of its sum, as have the
 scores of candidates. Unless generation is refused, the tokens of ``generate`` for one prompt and for two of different
 lengths have to be those of transformers. An exported model has to load with ``from_pretrained`` and give the same loss.
-Prints a table and JSON.
+With ``--lora`` each is trained with LoRA on these targets instead, for three steps of SGD on a padded batch in float32, and
+losses and parameters have to equal peft's on the whole model. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -20,25 +23,29 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from zo2adapters import MonolithicMeZO, open_checkpoint
+from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core import Engine, FirstOrder, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import UnsupportedModelError
 
 MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
+LORA_STEPS, LR = 3, 1e-2
 PROMPTS = [[7, 3, 11, 20], [5, 9]]
 PROMPTED = [PROMPTS[:1], PROMPTS]  # prompts of one length, and of two: the shorter one is padded
 CANDIDATES = [[[4], [6, 8]], [[10, 12, 13], [14]]]
@@ -277,6 +284,71 @@ def try_family(model_type: str) -> dict[str, Any]:
         return {str(dtype).removeprefix("torch."): compare(model, dtype, Path(folder) / str(dtype)) for dtype in DTYPES}
 
 
+def batch() -> dict[str, torch.Tensor]:
+    """A batch of two rows of six tokens, one of them padded on the right."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 6), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def trained_by_peft(
+    whole: Any, config: Any, first: dict[str, torch.Tensor], rows: dict[str, torch.Tensor], *, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train peft's adapter on the whole model from its first values; return losses and parameters."""
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in first
+        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
+        parameter.data = first.get(name, parameter.data).clone()
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
+    optimizer, losses = torch.optim.SGD(trained.values(), lr=LR), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = whole(**rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def train_lora(
+    checkpoint: Path, targets: list[str], resident: Callable[[], Any], steps: int = LORA_STEPS
+) -> tuple[HFBlockModel, dict[str, Any]]:
+    """Train LoRA over a checkpoint's blocks and by peft on the resident model; return the model and what differs."""
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR))) as engine:
+        first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+        losses = [engine.step(batch()).loss for _ in range(steps)]
+        learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+    expected, trained = trained_by_peft(resident(), model.adapter.config, first, batch(), steps=steps)
+    other = [name for name in learned if name not in trained or not torch.equal(learned[name], trained[name])]
+    is_equal = not other and losses == expected
+    return model, {"outcome": "equal" if is_equal else "different", "losses": [losses, expected], "parameters": other[:5]}
+
+
+def try_lora(model_type: str, targets: list[str]) -> dict[str, Any]:
+    """Test one family with LoRA; its ``outcome`` is equal, different, refused, not built, or failed."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            small_model(small_config(model_type)).save_pretrained(directory)
+            whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+            open_checkpoint(Path(directory), adapter=Adapter(config=config, seed=1))
+        except ZO2Error as error:
+            return {"outcome": "refused", "error": str(error)[:300]}
+        except Exception as error:  # transformers or peft may fail on such a tiny model
+            return {"outcome": "not built", "error": f"{type(error).__name__}: {str(error)[:200]}"}
+        try:
+            return train_lora(Path(directory), targets, lambda: whole)[1]
+        except ZO2Error as error:
+            return {"outcome": "refused", "error": str(error)[:300]}
+        except Exception as error:  # a defect, which the table lists
+            return {"outcome": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
 def table(families: Mapping[str, dict[str, Any]]) -> str:
     """Format the results as a table."""
     lines = []
@@ -301,14 +373,23 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--lora", nargs="+", metavar="TARGET", help="train LoRA on these layers")
     parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    families = {model_type: try_family(model_type) for model_type in options.families}
-    measured = {"transformers": transformers.__version__, "counts": counts(families), "families": families}
-    print(table(families))
-    print(measured["counts"])
+    if options.lora:
+        torch.set_num_threads(1)
+        families = {model_type: try_lora(model_type, options.lora) for model_type in options.families}
+        counted = dict(Counter(family["outcome"] for family in families.values()))
+        for name, found in families.items():
+            print(f"{name:28s} {found['outcome']:10s} {found.get('error', '')[:120]}")
+    else:
+        families = {model_type: try_family(model_type) for model_type in options.families}
+        counted = counts(families)
+        print(table(families))
+    measured = {"transformers": transformers.__version__, "lora": options.lora, "counts": counted, "families": families}
+    print(counted)
     if options.output is None:
         print(json.dumps(measured, indent=1))
     else:

@@ -13,20 +13,17 @@ import argparse
 import json
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from coded_checkpoints import save_four_bits, save_gpt_oss
-from families import small_config, small_model
-from first_order_families import LR, batch, trained_by_peft
+from families import small_config, small_model, train_lora
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import Adapter, open_checkpoint
+from zo2adapters import open_checkpoint
 from zo2adapters.models.quantizer import METHODS, quantize
-from zo2core import Engine, FirstOrder, ZO2Error
+from zo2core import Engine, ZO2Error
 
 FORMATS = ["bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"]
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
@@ -54,20 +51,14 @@ def outcome(family: str, form: str, folder: Path) -> str:
     checkpoint = written(family, form, folder)
     if checkpoint is None:
         return ""
-    config = peft.LoraConfig(r=2, target_modules=["auto"], init_lora_weights=False)
     try:
         with Engine(open_checkpoint(checkpoint)) as replayer:
             replayer.export(folder / "decoded")
-        model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
-        with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR))) as engine:
-            first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
-            losses = [engine.step(batch()).loss for _ in range(STEPS)]
-            learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+        resident: Any = AutoModelForCausalLM.from_pretrained
+        model, found = train_lora(checkpoint, ["auto"], lambda: resident(folder / "decoded", dtype="auto"), STEPS)
     except ZO2Error as error:
         return f"refused: {type(error).__name__}, found {error.found}"
-    whole: Any = AutoModelForCausalLM.from_pretrained(folder / "decoded", dtype="auto")
-    expected, trained = trained_by_peft(whole, model.adapter.config, first, batch(), steps=STEPS)
-    if losses != expected or not all(torch.equal(value, trained[name]) for name, value in learned.items()):
+    if found["outcome"] != "equal":
         return "different"
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     coded = [spec for spec in specs if spec.encoding is not None]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from coded_checkpoints import FORMATS, random_matrix, save_four_bits
-from first_order_families import batch
+from families import batch
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import each_choice

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import done, refusal, write_rows
-from families import small_config, small_model
-from first_order_families import batch
+from families import batch, small_config, small_model
 from models import save_tokenizer
 from peft_models import monolithic, values_of
 from profiles import each_choice, short_first

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from coded_checkpoints import save_gpt_oss
-from families import small_config, small_model
-from first_order_families import batch
+from families import batch, small_config, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import each_choice

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import small_config, small_model
-from first_order_families import LR, trained_by_peft
+from families import LR, small_config, small_model, trained_by_peft
 from profiles import each_choice
 from transformers import AutoModelForCausalLM
 

@@ -84,7 +84,7 @@ def assert_equal(engine: Engine, resident: Resident) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
-@examples(short=4, long=33)
+@examples(short=3, long=33)
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -104,7 +104,7 @@ def assert_equal_runs(engine: Engine, whole: WholeModel, loop: Any, case: str, m
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
-@examples(short=4, long=33)
+@examples(short=3, long=33)
 @given(
     data=st.data(),
     model_type=st.sampled_from(sorted(CONFIGS)),

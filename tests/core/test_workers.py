@@ -136,7 +136,7 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
 # --- the bits of one worker
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     name=st.sampled_from(sorted(ESTIMATORS)),
     size=st.sampled_from([2, 3, 4]),
@@ -179,7 +179,7 @@ def test_by_directions_every_bit_is_that_of_one_worker(
     assert updates_of(folder / "0") == updates_of(folder / "alone")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
 def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, precision: str) -> None:
@@ -202,7 +202,7 @@ def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, p
     assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
 def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buckets: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import families
 import formats
 import pytest
 
@@ -17,5 +18,5 @@ def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path:
 
 
 def test_steps_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {}))
+    monkeypatch.setattr(families, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {}))
     assert formats.outcome("llama", "bfloat16", tmp_path) == "different"
