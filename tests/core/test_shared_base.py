@@ -236,7 +236,7 @@ def test_a_run_that_fails_ends_alone_and_by_name(four: tuple[SharedBase, dict[st
         result = results[engines[name]]
         assert not isinstance(result, Exception)
         assert result.loss == losses[0]
-        assert_equal(parameters(engines[name]), learned)
+        assert_equal(weights(engines[name]), learned)
     again = shared.step({engines["per-row"]: batch_of(0, 0)})  # the step was not taken, and can be
     assert not isinstance(again[engines["per-row"]], Exception)
     assert engines["per-row"].version == 1
@@ -252,7 +252,7 @@ def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
     assert isinstance(results[broken], ArithmeticError)
     assert [name for name, engine in engines.items() if isinstance(results[engine], Exception)] == ["exact"]
     assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
-    assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
+    assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
 
 
 def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
@@ -265,7 +265,7 @@ def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
     with patch.object(broken._runner.update_loss, "sample", side_effect=ArithmeticError("broken")):
         assert isinstance(shared.step({broken: batch_of(0, 1)})[broken], ArithmeticError)
     assert not isinstance(shared.step({broken: batch_of(0, 1)})[broken], Exception)
-    assert_equal(parameters(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
+    assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
 
 
 def test_functions_run_one_at_a_time_and_in_order(four: tuple[SharedBase, dict[str, Any]]) -> None:
