@@ -18,7 +18,7 @@ from zo2core import StepResult
 
 STEPS = 6
 SNAPSHOTS = (2, 3, 5)  # steps after which the live run is copied
-EXAMPLES = {"short": 24, "long": 10_000}
+EXAMPLES = {"short": 14, "long": 10_000}
 
 
 class Runs(NamedTuple):

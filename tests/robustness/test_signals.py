@@ -96,7 +96,7 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     assert kept_of(run) == whole
 
 
-@pytest.mark.parametrize("count", [2, 50])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=LONG), 50])
 def test_many_signals_are_as_good_as_one(
     prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int
 ) -> None:
