@@ -8,7 +8,8 @@ with the weights first, then one product with all thin columns, including the bi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,16 @@ class _Patch(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the module's output with perturbed parameters."""
 
+    @contextmanager
+    def _parameters(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """A context in which the module has these parameters."""
+        parameters, original = self.module._parameters, dict(self.module._parameters)
+        parameters.update({leaf: nn.Parameter(value, requires_grad=False) for leaf, value in values.items()})
+        try:
+            yield
+        finally:
+            parameters.update(original)
+
     def _join(self) -> torch.Tensor | None:
         return None
 
@@ -179,45 +190,33 @@ class _Vectors(_Patch):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, original = self.module, dict(self.module._parameters)
         self._require_row_order(x)
         by_stream = x.reshape(self.streams, x.shape[0] // self.streams, *x.shape[1:])
-        try:
-            for leaf in self.perturbations:
-                values = self._values(leaf)
-                assert values is not None
-                module._parameters[leaf] = nn.Parameter(
-                    values.view(self.streams, *[1] * (x.dim() - 1), -1), requires_grad=False
-                )
+        shape = self.streams, *[1] * (x.dim() - 1), -1
+        values = {leaf: values.view(shape) for leaf in self.perturbations if (values := self._values(leaf)) is not None}
+        with self._parameters(values):
             return self.original(by_stream).view(x.shape)
-        finally:
-            module._parameters.update(original)
 
     def works(self) -> bool:
         """Whether the module's forward computes right with vectors of this shape, tried on random numbers."""
-        module, original = self.module, dict(self.module._parameters)
-        generator = torch.Generator().manual_seed(0)
-        sizes = {leaf: parameter.shape for leaf, parameter in original.items() if parameter is not None}
+        sizes = {leaf: parameter.shape for leaf, parameter in self.module._parameters.items() if parameter is not None}
         if any(len(size) != 1 for size in sizes.values()) or len({*sizes.values()}) != 1:
             return False
-        size = next(iter(sizes.values()))[0]
+        size, generator = next(iter(sizes.values()))[0], torch.Generator().manual_seed(0)
         values = {leaf: torch.randn(_PROBE_STREAMS, size, generator=generator) for leaf in sizes}
         x = torch.randn(_PROBE_STREAMS * _PROBE_ROWS, 2, size, generator=generator)
         try:
             self.batch.rows = len(x)
             self.set_perturbations(dict(values), _PROBE_STREAMS)
-            stacked = self.forward(x)
-            alone = []
+            stacked, alone = self.forward(x), []
             for stream, rows in enumerate(torch.split(x, _PROBE_ROWS)):
-                for leaf in sizes:
-                    module._parameters[leaf] = nn.Parameter(values[leaf][stream], requires_grad=False)
-                alone.append(self.original(rows))
+                with self._parameters({leaf: value[stream] for leaf, value in values.items()}):
+                    alone.append(self.original(rows))
             return torch.equal(stacked, torch.cat(alone))
         except (RuntimeError, TypeError, AttributeError):
             return False
         finally:
-            self.perturbations = {}
-            module._parameters.update(original)
+            self.reset()
 
 
 class _Embedding(_Patch):
@@ -226,17 +225,13 @@ class _Embedding(_Patch):
     def _join(self) -> torch.Tensor:
         """The factors of all streams side by side in one table."""
         sums = self._factors().left
-        return nn.Parameter(sums.transpose(0, 1).reshape(sums.shape[1], -1), requires_grad=False)
+        return sums.transpose(0, 1).reshape(sums.shape[1], -1)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""
-        module, (factors, shared) = self.module, self._factors()
-        out, weight = self.original(*args, **kwargs), module._parameters["weight"]
-        try:
-            module._parameters["weight"] = self.joined
+        (factors, shared), out = self._factors(), self.original(*args, **kwargs)
+        with self._parameters({"weight": self.joined}):
             thin = self.original(*args, **kwargs)
-        finally:
-            module._parameters["weight"] = weight
         if out.shape[0] == 1 and self.streams > 1:  # positions, until now shared by all rows
             out, thin = (value.expand(self.batch.rows, *value.shape[1:]).clone() for value in (out, thin))
         streams = torch.arange(self.streams, device=out.device)

@@ -90,10 +90,7 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
     for layout in model.layouts:
         for spec in layout.parameters:
             if spec.encoding is not None:
-                found, remedy = (
-                    f"{spec.name} in {spec.encoding.name}",
-                    "use it as it is, or quantise the original",
-                )
+                found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or quantise the original"
                 raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
             parts = model.saved_form.parts_of(spec)
             is_stack = len(spec.shape) == 3 and (len(parts) > 1 or _is_of_experts(model, spec.name))
