@@ -163,10 +163,8 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         require_own_file(directory / shard, directory)
-        for name, entry in parse_header(directory / shard).items():
-            if weight_map.get(name, shard) != shard:
-                continue  # a copy; the index names the shard that counts
-            entries[name] = entry
+        found = parse_header(directory / shard)  # maybe with copies of tensors; the index names the shard that counts
+        entries |= {name: entry for name, entry in found.items() if weight_map.get(name, shard) == shard}
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(

@@ -55,9 +55,9 @@ class RecordFile:
         self._settled = False  # the file's name and the records of earlier processes are durable
         self.loaded: list[Record] = []  # records of the file when it was opened
         self.torn = b""  # bytes after the last whole record then
-        raw = self._read()
-        if raw is not None:
-            self._load(raw)
+        with contextlib.suppress(FileNotFoundError), open_regular(self._path) as file:
+            self._identity = _identity(os.fstat(file.fileno()))
+            self._load(file.read())
 
     def lock(self) -> None:
         """Open the file for writing, if it exists; no other process can until ``close``."""
@@ -137,16 +137,6 @@ class RecordFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             close_locked(descriptor)
-
-    def _read(self) -> bytes | None:
-        """The file's bytes; None if it does not exist."""
-        try:
-            file = open_regular(self._path)
-        except FileNotFoundError:
-            return None
-        with file:
-            self._identity = _identity(os.fstat(file.fileno()))
-            return file.read()
 
     def _load(self, raw: bytes) -> None:
         self._size = len(raw)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -181,37 +181,30 @@ def _changed(layout: BlockLayout, digest: str, expected: str, weights: TensorRea
     )
 
 
+@dataclass(frozen=True, eq=False)
 class Loading:
     """Reads of a segment that are in flight."""
 
-    def __init__(
-        self,
-        futures: Sequence[Future[None]],
-        version: int,
-        check: Callable[[], bool] = lambda: True,
-        *,
-        has_states: bool = True,
-    ) -> None:
-        self._futures = futures
-        self._check = check
-        self.version = version
-        self.has_states = has_states
+    futures: Sequence[Future[None]]
+    version: int  # of the bytes
+    check: Callable[[], bool] = lambda: True  # once all are read: False if the bytes do not match their record
+    has_states: bool = True
 
     def done(self) -> bool:
         """Whether all reads have ended."""
-        return all(future.done() for future in self._futures)
+        return all(future.done() for future in self.futures)
 
     def failure(self) -> BaseException | None:
         """Wait for all reads to end, so that none writes into the memory later; returns the first failure."""
-        wait(self._futures)
-        return next((future.exception() for future in self._futures if future.exception() is not None), None)
+        wait(self.futures)
+        return next((future.exception() for future in self.futures if future.exception() is not None), None)
 
     def wait(self) -> bool:
         """Wait for all reads to end, and report the first failure; returns False if the bytes do not match their record."""
         failure = self.failure()
         if failure is not None:
             raise failure
-        return self._check()
+        return self.check()
 
 
 class SegmentLoader:
