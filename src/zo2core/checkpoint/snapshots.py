@@ -61,11 +61,8 @@ class Snapshots:
     @property
     def steps(self) -> list[int]:
         """The steps that have a file, ascending. Files are checked when they are read."""
-        try:
-            names = [path.name for path in self._directory.iterdir()]
-        except OSError:
-            return []
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
+        found = (_NAME.fullmatch(path.name) for path in self._directory.glob("snapshot-*"))
+        return sorted(int(match[1]) for match in found if match is not None)
 
     def write(self, snapshot: Snapshot, *, keep: Collection[int] = ()) -> None:
         """Write a snapshot durably, and remove older ones except the one before it, which serves as a fallback."""

@@ -6,7 +6,7 @@
 
 enum { CHUNK = 1024 }; /* weights, worked on while they are in the first cache; a multiple of all blocks */
 
-/* By the order of the names in native.py. */
+/* By the order of the names in encodings.py. */
 enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0, IQ1_S,
        IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S };
 
