@@ -159,13 +159,13 @@ MOST_LINES = {
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4974,
     "zo2core": 4427,
-    "zo2core/checkpoint": 784,
-    "zo2core/io": 425,
+    "zo2core/checkpoint": 779,
+    "zo2core/io": 417,
     "zo2core/journal": 491,
     "zo2core/kernels": 1164,
     "zo2core/methods": 920,
     "zo2core/planning": 601,
-    "zo2core/sources": 954,
+    "zo2core/sources": 947,
     "zo2core/sweep": 2190,
 }
 
