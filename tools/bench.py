@@ -1,8 +1,8 @@
 """Run a benchmark: both sides in one process, in turn, with medians and ranges.
 
     python tools/bench.py                       lists the benchmarks
-    python tools/bench.py step --tokens 256
-    python tools/bench.py step --help
+    python tools/bench.py compare opt-125m --tokens 256
+    python tools/bench.py compare --help
 
 Prints a table and JSON, or writes the JSON to ``--output``.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from measuring import machine, table
 
-FOLDERS = ("benches", "paper", "real_task")
+FOLDERS = ("benches", "paper")
 
 
 def benchmarks() -> dict[str, str]:

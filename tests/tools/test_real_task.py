@@ -154,7 +154,7 @@ def trained(task: Path, folder: Path, name: str, steps: int, *more: object) -> N
     call("run", task, "--output", folder, "--variants", name, *sizes)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Path, tmp_path: Path) -> None:
