@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 
@@ -12,7 +13,7 @@ from zo2core.factors import FactorStore
 from zo2core.journal import Journal
 from zo2core.perturbation import Perturbation
 from zo2core.planning.run_spec import RunSpec
-from zo2core.profiling import TraceRecorder
+from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sources.loader import BaseDigests
 from zo2core.sources.slot_file import Generations
@@ -23,7 +24,7 @@ from zo2core.sweep.microbatch import grouped
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
 from zo2core.sweep.visitor import Groups, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Batch, BlockLayout, ParameterSpec, require_tensors
+from zo2core.types import Batch, BlockLayout, Commit, ParameterSpec, StepResult, Update, require_tensors
 from zo2core.workers import Workers
 
 
@@ -139,6 +140,17 @@ class Runner:
             finally:
                 self.noise.retain(visitor.seeds)
                 self.recorder.flush()
+
+    def step_result(self, record: Update | Commit, started: float) -> StepResult:
+        """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
+        sweep = Sweep.of_step(record.step, started, time.perf_counter())
+        lanes, seconds = self.recorder.ended(sweep), sweep.done - started
+        if isinstance(record, Commit):
+            loss, norm = record.loss, record.grad_norm
+            return StepResult(record.step, loss, (loss,), (), (), record.lr, seconds, lanes, grad_norm=norm)
+        losses, grads, seeds = record.losses, record.projected_grads, record.seeds
+        share = self.update_loss.share_applied(record)
+        return StepResult(record.step, losses[0], losses, grads, seeds, record.lr, seconds, lanes, share)
 
     def offload_kept(self, step: int) -> None:
         """Offload blocks that stay on the device, if they are due to be written back, before a step."""

@@ -550,15 +550,6 @@ class StepResult(NamedTuple):
     share_applied: float | None = None  # share of sampled weights that the update changes; None: it was not measured
     grad_norm: float | None = None  # 2-norm of all gradients together, before clipping; None for a zeroth-order step
 
-    @classmethod
-    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], share_applied: float | None) -> StepResult:
-        """Return the result of a step with this update."""
-        loss, *_ = update.losses
-        grads, seeds = update.projected_grads, update.seeds
-        return cls(
-            update.step, loss, update.losses, grads, seeds, update.lr, seconds, lanes=lanes, share_applied=share_applied
-        )
-
     @property
     def bytes_moved(self) -> int:
         """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""

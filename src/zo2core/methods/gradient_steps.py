@@ -21,7 +21,6 @@ from torch import nn
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError, WorkerError
 from zo2core.methods.first_order import FirstOrder
 from zo2core.methods.states import AdapterState, GenerationState, StoredState
-from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective, Store, UpdateInputs
 from zo2core.runner import Runner
 from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
@@ -249,14 +248,6 @@ class _GradientSteps(Generic[StateT]):
             )
             start += len(group)
 
-    def _result(self, commit: Commit, started: float) -> StepResult:
-        """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
-        sweep = Sweep.of_step(commit.step, started, time.perf_counter())
-        lanes, seconds = self._runner.recorder.ended(sweep), sweep.done - started
-        return StepResult(
-            commit.step, commit.loss, (commit.loss,), (), (), commit.lr, seconds, lanes=lanes, grad_norm=commit.grad_norm
-        )
-
 
 class AdapterSteps(_GradientSteps[AdapterState]):
     """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
@@ -283,7 +274,7 @@ class AdapterSteps(_GradientSteps[AdapterState]):
         finally:
             state.trained.clear_gradients()
         state.version += 1
-        return self._result(commit, started)
+        return self._runner.step_result(commit, started)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
         """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
@@ -420,7 +411,7 @@ class FusedSteps(_GradientSteps[StoredState]):
             raise
         state.scale.update(overflowed=work.overflowed)
         state.version += 1
-        return self._result(commit, started)
+        return self._runner.step_result(commit, started)
 
     def _sweep(
         self,

@@ -16,7 +16,6 @@ from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.methods.states import JournalState
 from zo2core.perturbation import Perturbation
-from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, NoiseGenerator, Objective, ZOEstimator
 from zo2core.runner import Runner
 from zo2core.sweep.microbatch import (
@@ -225,10 +224,7 @@ class ZerothOrderSteps:
         update = self._estimator.update(open_step.step, evaluations, gathered, open_step.lr, past).validated()
         self._state.commit(update)
         self._open_step = None
-        sweep = Sweep.of_step(open_step.step, open_step.started, time.perf_counter())
-        return StepResult.of(
-            update, sweep.done - open_step.started, runner.recorder.ended(sweep), runner.update_loss.share_applied(update)
-        )
+        return runner.step_result(update, open_step.started)
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:
