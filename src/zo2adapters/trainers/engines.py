@@ -257,30 +257,18 @@ def replayer(
     workers: Workers | None,
     *,
     journal: Journal | None = None,
+    at: AtSnapshot | None = None,
     shared: SharedBase | None = None,
 ) -> Engine:
     """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed."""
     return Engine(
         model,
+        at,
         journal=journal,
         micro_batch_size=options.batching.micro_batch_size,
         device=local_device(options.storage.device, workers),
         memory=memory_policy(options, activations, shared=shared),
         workers=workers,
-        shared=shared,
-    )
-
-
-def snapshot_replayer(
-    options: TrainOptions, engine: Any, model: HFBlockModel, activations: int, step: int, shared: SharedBase | None
-) -> Engine:
-    """Open the parameters of a step's snapshot for evaluation. The run's engine must be closed."""
-    return Engine(
-        model,
-        AtSnapshot(step, parameters_at(engine.snapshots, step)),
-        micro_batch_size=options.batching.micro_batch_size,
-        device=local_device(options.storage.device, None),
-        memory=memory_policy(options, min(activations, engine.activation_bytes), shared=shared),
         shared=shared,
     )
 

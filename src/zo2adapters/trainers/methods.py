@@ -14,12 +14,12 @@ from zo2adapters.trainers.engines import (
     Opening,
     memory_policy,
     open_engine,
+    parameters_at,
     replayer,
     request_of_run,
     require_shareable,
     reserved_bytes,
     snapshot_bytes,
-    snapshot_replayer,
     step_memory,
     stored_layouts,
     written_bytes,
@@ -27,7 +27,7 @@ from zo2adapters.trainers.engines import (
 from zo2adapters.trainers.metrics import best_step, criteria_of
 from zo2adapters.trainers.options import Resources, TrainedState, TrainOptions
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2core import BlockLayout, DevicePlan, Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
+from zo2core import AtSnapshot, BlockLayout, DevicePlan, Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
 from zo2core.checkpoint import Snapshots
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.estimators import ESTIMATORS
@@ -420,7 +420,8 @@ class GradientRun(RunMethod):
         """The parameters of the step's snapshot. See the contract."""
         if self._streams:
             raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
-        return snapshot_replayer(self.options, engine, model, activations, step, self.shared)
+        at, most = AtSnapshot(step, parameters_at(engine.snapshots, step)), min(activations, engine.activation_bytes)
+        return replayer(self.options, model, most, None, at=at, shared=self.shared)
 
     def how_to_continue(self, engine: Any) -> str:
         """From which snapshot or commit. See the contract."""

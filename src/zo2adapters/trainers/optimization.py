@@ -121,8 +121,8 @@ class StepSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Directions:
-    """Options of the random directions of a step, which decide how much memory and time it takes."""
+class Optimization(StepSize):
+    """How a step moves the weights."""
 
     estimator: EstimatorName = EstimatorName.MEZO
     """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of each of several --queries
@@ -150,6 +150,16 @@ class Directions:
     per_row: bool = False
     """Use a separate direction for each row of a batch, at no more forward passes. With --queries the rows are divided among
     so many directions. With --rank all rows run as one batch."""
+    decay: Decay = Decay.CONSTANT
+    """Shape of the learning rate's decay after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+    clip_grad: float | None = None
+    """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
+    clip_median: float | None = None
+    """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute values."""
+    guard: bool = True
+    """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
@@ -187,22 +197,6 @@ class Directions:
         if self.rank is None:
             return DensePerturbation()
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimization(StepSize, Directions):
-    """How a step moves the weights."""
-
-    decay: Decay = Decay.CONSTANT
-    """Shape of the learning rate's decay after the warm-up."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
-    clip_grad: float | None = None
-    """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
-    clip_median: float | None = None
-    """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute values."""
-    guard: bool = True
-    """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
     def require_consistent(self) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low rank."""

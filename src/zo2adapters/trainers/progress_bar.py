@@ -106,7 +106,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         self._evaluations = evaluations
         self._evaluated = 0.0  # seconds of all evaluations so far
         self._longest = 0.0  # seconds of the longest evaluation; the one before the first step also reads the weights
-        super().__init__(bar_format=_FORMAT, **options)
+        super().__init__(bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **options)
 
     def count_evaluation(self, seconds: float, *, left: int) -> None:
         """Exclude an evaluation from the time of the steps."""

@@ -82,34 +82,25 @@ def provenance(
 def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
     """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
-    for option, path in (
-        ("objective", function_file(options.objective)),
-        ("architecture", options.model_options.architecture),
-    ):
-        digest = saved.get(f"{option} sha256")
-        if path is not None and saved and file_sha256(path) != digest:
-            raise OptionError(
-                option,
-                found=f"{path}, with sha256 {file_sha256(path)[:12]}",
-                expected=f"sha256 {str(digest)[:12]}, as in the run's journal",
-                remedy="pass the file that the run began with, or start a new run",
-            )
-    given, recorded = [name.file and file_sha256(name.file) for name in options.rewards.names], saved.get("rewards")
-    if saved and recorded is not None and given != [digest for *_, digest in recorded]:
-        raise OptionError(
-            "reward",
-            found="functions in files with other digests",
-            expected="the files as they were, by the run's journal",
-            remedy="pass the files that the run began with, or start a new run",
-        )
+    if not saved:
+        return
+    objective, rewards = function_file(options.objective), saved.get("rewards")
+    for option, path in (("objective", objective), ("architecture", options.model_options.architecture)):
+        digest, now = str(saved.get(f"{option} sha256")), None if path is None else file_sha256(path)
+        if now is not None and now != digest:
+            raise _changed(option, f"{path}, with sha256 {now[:12]}", f"sha256 {digest[:12]}, as", "file")
+    if rewards is not None:
+        given = [name.file and file_sha256(name.file) for name in options.rewards.names]
+        if given != [digest for *_, digest in rewards]:
+            raise _changed("reward", "functions in files with other digests", "the files as they were,", "files")
     function = options.objective.rpartition(":")[2]
-    if function_file(options.objective) is not None and saved and function != saved.get("objective"):
-        raise OptionError(
-            "objective",
-            found=f"the function {function}",
-            expected=f"{saved.get('objective')}, as in the run's journal",
-            remedy="pass the function that the run began with, or start a new run",
-        )
+    if objective is not None and function != saved.get("objective"):
+        raise _changed("objective", f"the function {function}", f"{saved.get('objective')}, as", "function")
+
+
+def _changed(option: str, found: str, expected: str, what: str) -> OptionError:
+    remedy = f"pass the {what} that the run began with, or start a new run"
+    return OptionError(option, found=found, expected=f"{expected} in the run's journal", remedy=remedy)
 
 
 def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:

@@ -299,10 +299,7 @@ class Trainer:
                 leave=self._label is None,
                 total=options.steps,
                 initial=engine.version,
-                unit="step",
                 disable=self._quiet,
-                file=sys.stderr,
-                dynamic_ncols=True,
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._shared is not None),
         ):
