@@ -100,15 +100,6 @@ class _Opened(NamedTuple):
     precision: str  # reason for its precision
 
 
-class _Lengths(NamedTuple):
-    """Tokens of the rows' sequences."""
-
-    limit: int  # longest row to keep
-    longest: int
-    median: int
-    cut: int  # sequences that are longer than the limit
-
-
 def initial_recipe(request: TrainOptions) -> InitialRecipe:
     """Choose the options of a run for a model and its data. Nothing is trained; the probes take some seconds."""
     surveyed = survey(request.data, request.rows, takes_labels=request.takes_labels)
@@ -126,7 +117,6 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
         *_method_choices(opened, options, plan),
         *_rate_choices(options, rates, schedule, plan),
         *_batch_choices(options, lengths, inputs, plan),
-        *_memory_choices(options, plan),
         *_evaluation_choices(options, inputs, plan, surveyed),
         Choice("seed", options.seed, "The order of rows and the first values of what is trained."),
     ]
@@ -193,7 +183,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_lengths(opened: _Opened) -> tuple[TrainOptions, _Lengths, int]:
+def _with_lengths(opened: _Opened) -> tuple[TrainOptions, str, int]:
     """Choose the length of the longest row from all rows, and return the number of rows, too."""
     options, model = opened.options, opened.model
     most = min(_LONGEST_ROW, model.longest_row or _LONGEST_ROW)
@@ -210,11 +200,13 @@ def _with_lengths(opened: _Opened) -> tuple[TrainOptions, _Lengths, int]:
     limit = min(max(_ROUNDED_TO * math.ceil(chosen / _ROUNDED_TO), 2), most)
     is_cut = tokens[-1] > limit or data.dropped or data.truncated
     too_long = "drop" if is_cut and data.format in (RowFormat.CANDIDATES, RowFormat.PREFERENCES) else options.rows.too_long
-    lengths = _Lengths(limit, tokens[-1], tokens[len(tokens) // 2], sum(length > limit for length in tokens) + data.dropped)
+    longer = sum(length > limit for length in tokens) + data.dropped
+    cut = f"{longer} longer ones are shortened or left out." if longer else "No row is longer."
+    reason = f"The median row has {tokens[len(tokens) // 2]} tokens, the longest {tokens[-1]}. {cut}"
     options = replace(
         options, rows=replace(options.rows, too_long=too_long), batching=replace(options.batching, sequence_length=limit)
     )
-    return options, lengths, len(data)
+    return options, reason, len(data)
 
 
 def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
@@ -332,7 +324,7 @@ def _rate_choices(options: TrainOptions, rates: Sequence[float], schedule: Sched
         yield Choice("decay", options.optimization.decay.value, "The rate falls towards 0, so that the last steps settle.")
 
 
-def _batch_choices(options: TrainOptions, lengths: _Lengths, inputs: RunInputs, plan: RunPlan) -> Iterator[Choice]:
+def _batch_choices(options: TrainOptions, lengths: str, inputs: RunInputs, plan: RunPlan) -> Iterator[Choice]:
     rows, batch_size = len(inputs.data), options.batching.batch_size
     epochs = options.steps * batch_size / rows
     yield Choice(
@@ -345,14 +337,9 @@ def _batch_choices(options: TrainOptions, lengths: _Lengths, inputs: RunInputs, 
     if options.batching.micro_batch_size is not None:
         reason = "So many rows run at a time, so that activations leave room for blocks. It changes no result but rounding."
         yield Choice("micro_batch_size", options.batching.micro_batch_size, reason)
-    cut = "No row is longer." if not lengths.cut else f"{lengths.cut} longer ones are shortened or left out."
-    words = f"The median row has {lengths.median} tokens, the longest {lengths.longest}. {cut}"
-    yield Choice("sequence_length", lengths.limit, words)
+    yield Choice("sequence_length", options.batching.sequence_length, lengths)
     if options.rows.too_long != "auto":
         yield Choice("too_long", options.rows.too_long)
-
-
-def _memory_choices(options: TrainOptions, plan: RunPlan) -> Iterator[Choice]:
     host = plan.host_plan
     limit = "are free" if options.storage.memory == "auto" else "are allowed"
     needed = f"{shown_bytes(host.budget)} {limit}, and the run takes about {shown_bytes(host.nbytes)}."
