@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,6 @@ from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import Rows
 from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.options import Batching, TrainOptions
-from zo2adapters.trainers.worker_options import settled_alike
 from zo2core import Workers
 from zo2core.ranges import counted
 
@@ -55,7 +55,6 @@ class RowShapes(NamedTuple):
     evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
     evaluation_batches: int  # batches of one evaluation
     micro_rows: int | None  # rows that run at a time; None: all of a batch
-    new_tokens: int | None = None  # tokens that are generated for each row of a step; None: steps generate nothing
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
@@ -93,7 +92,7 @@ class RunInputs:
     def read(cls, options: TrainOptions, workers: Workers | None = None) -> Self:
         """Open the model, and read and tokenise the rows."""
         directory = resolve_directory(options.model)
-        model, options = settled_alike(options, workers, lambda options: options.opened(directory))
+        model, options = _settled_alike(options, workers, directory)
         tokenizer = load_tokenizer(directory)
         if not is_dated(tokenizer):
             options = replace(options, rows=replace(options.rows, rendered_at=None))
@@ -165,7 +164,7 @@ class RunInputs:
             batches = file_batches(evaluated, batching.batch_size)
             mean = _mean_shape(([row.sequences for row in rows] for rows in batches), pack=batching.pack)
             count = len(batches)
-        return RowShapes(self.largest, step, mean, count, batching.micro_batch_size, options.rewards.new_tokens)
+        return RowShapes(self.largest, step, mean, count, batching.micro_batch_size)
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
@@ -185,6 +184,22 @@ class RunInputs:
                 f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same ones more than once"
             )
         return lines
+
+
+def _settled_alike(options: TrainOptions, workers: Workers | None, directory: Path) -> tuple[HFBlockModel, TrainOptions]:
+    """Open the model, with the first worker's choices of what depends on the machine."""
+    if workers is not None and workers.rank > 0:
+        [dtype, loss_chunk, start], *_ = workers.all_gather(None)
+        model_options = replace(options.model_options, dtype=dtype)
+        options = replace(options, rows=replace(options.rows, rendered_at=start))
+        options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
+    elif options.rows.rendered_at is None:
+        options = replace(options, rows=replace(options.rows, rendered_at=datetime.now().isoformat()))
+    model = options.opened(directory)
+    options = options.settled(model)
+    if workers is not None and workers.rank == 0:
+        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk, options.rows.rendered_at])
+    return model, options
 
 
 def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:

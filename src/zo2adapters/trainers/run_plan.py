@@ -487,7 +487,7 @@ def _evaluation_seconds(
     if shapes.evaluation is None:
         return 0.0
     rows, tokens = shapes.evaluation.rows, math.ceil(shapes.evaluation.tokens)
-    running = rows if shapes.micro_rows is None else min(rows, shapes.micro_rows)
+    running = min(rows, shapes.micro_rows or rows)
     held = expected_held_bytes(model.config, running, tokens) * -(-rows // running)
     left = activations - forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
     sweeps = -(-shapes.evaluation_batches // max(1, left // held))
@@ -499,7 +499,7 @@ def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimiz
     """Bytes of activations between two segments that do not fit in device memory."""
     config, stacked = model.config, optimization.stacked
     rows, tokens = shapes.longest.rows, round(shapes.longest.tokens)
-    running = rows if shapes.micro_rows is None else min(rows, shapes.micro_rows)
+    running = min(rows, shapes.micro_rows or rows)
     held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
     streams = -(-optimization.evaluations // stacked) * -(-rows // running)
     forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
@@ -520,7 +520,7 @@ def plan_of_options(options: TrainOptions, *, has_rows: bool, runs: int | None =
         options, model, shapes = inputs.options, inputs.model, inputs.shapes()
     else:
         model, batching = options.opened(resolve_directory(options.model)), options.batching
-        shapes = RowShapes.of_length(batching, batching.length_for(model))._replace(new_tokens=options.rewards.new_tokens)
+        shapes = RowShapes.of_length(batching, batching.length_for(model))
     with closing(model.weights):
         return plan_run(options, model, shapes, runs=runs)
 

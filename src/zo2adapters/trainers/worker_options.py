@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,7 @@ from zo2core.errors import OptionError
 _SHARE = 0.9  # share of the free memory that the workers of a host use together
 
 if TYPE_CHECKING:
-    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.trainers.options import Storage, TrainOptions
+    from zo2adapters.trainers.options import Storage
     from zo2core import Workers
 
 
@@ -120,21 +118,3 @@ def device_kinds(device: str, workers: Workers | None) -> str:
     """Kinds of the devices of all workers."""
     kind = device.partition(":")[0]
     return kind if workers is None else "+".join(sorted({*workers.all_gather(kind)}))
-
-
-def settled_alike(
-    options: TrainOptions, workers: Workers | None, opened: Callable[[TrainOptions], HFBlockModel]
-) -> tuple[HFBlockModel, TrainOptions]:
-    """Open the model, with the first worker's choices of what depends on the machine."""
-    if workers is not None and workers.rank > 0:
-        [dtype, loss_chunk, start], *_ = workers.all_gather(None)
-        model_options = replace(options.model_options, dtype=dtype)
-        options = replace(options, rows=replace(options.rows, rendered_at=start))
-        options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
-    elif options.rows.rendered_at is None:
-        options = replace(options, rows=replace(options.rows, rendered_at=datetime.now().isoformat()))
-    model = opened(options)
-    options = options.settled(model)
-    if workers is not None and workers.rank == 0:
-        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk, options.rows.rendered_at])
-    return model, options
