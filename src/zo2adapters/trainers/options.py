@@ -131,30 +131,15 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """The rows that a run is evaluated on, and when."""
+class RunOptions:
+    """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
     """File to evaluate on, before the first step and after the last one."""
     eval_split: float | None = None
-    """Share of the training rows, such as 0.1, that is evaluated on instead of trained on, if there is no --evaluation."""
+    """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.evaluation is not None or self.eval_split is not None
-
-    def evaluations(self, steps: int) -> int:
-        """Number of evaluations of a run of so many steps."""
-        return evaluations_due(steps, self.evaluate_every) if self.evaluates else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(EvaluationOptions):
-    """Optional settings of a fine-tuning run."""
-
     samples: int = 0
     """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
     these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a pass over the
@@ -187,6 +172,15 @@ class RunOptions(EvaluationOptions):
         """These options, for a run of this model on these rows in this directory."""
         given = {option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)}
         return TrainOptions(model=model, data=data, output=output, **given)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.evaluation is not None or self.eval_split is not None
+
+    def evaluations(self, steps: int) -> int:
+        """Number of evaluations of a run of so many steps."""
+        return evaluations_due(steps, self.evaluate_every) if self.evaluates else 0
 
     @property
     def takes_labels(self) -> bool:
