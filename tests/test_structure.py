@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4725,
     "zo2adapters/tasks": 2926,
-    "zo2adapters/trainers": 4974,
+    "zo2adapters/trainers": 4933,
     "zo2core": 4430,
     "zo2core/checkpoint": 779,
     "zo2core/io": 417,
