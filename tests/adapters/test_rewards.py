@@ -174,13 +174,10 @@ def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], valu
 
 
 def test_rewards_are_added_by_their_weights(functions: Path) -> None:
-    judge = rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)  # a third of a year
-    try:
+    with closing(rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)) as judge:  # a third of a year
         each = judge.of(completions("cat cat", "no", weight=3))
         assert each == [[6.08, 0.08], [-0.07, -0.02]]
         assert judge.total(each) == [6.08 / 2 - 0.14, 0.08 / 2 - 0.04]
-    finally:
-        judge.close()
 
 
 @pytest.mark.few(4)
@@ -204,16 +201,14 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
 )
 def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
     # Code in C ends at the limit of a whole request, which nothing else has to wait for.
-    judge = rewards(f"{functions}:{function}", seconds=0.3, start_seconds=1 if function == "computes" else 600)
+    start = 1 if function == "computes" else 600
     rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
     line = 4 if function in ("infinite", "huge", "text") else 5
-    try:
+    with closing(rewards(f"{functions}:{function}", seconds=0.3, start_seconds=start)) as judge:
         with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line} of --data: found .*{why}"):
             judge.of(rows)
         if line == 5 and function != "divides":
             assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
-    finally:
-        judge.close()
 
 
 def test_a_weight_that_makes_a_reward_too_large_is_told(functions: Path) -> None:
@@ -225,20 +220,17 @@ def test_a_weight_that_makes_a_reward_too_large_is_told(functions: Path) -> None
 
 
 def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
-    judge = rewards(f"{functions}:number")
     found = {
         "1": "nan, for the completion",
         "2": "NoneType 'None'",
         "3": "str '0.5'",
         "4": "list '[1]', which is not a number",
     }
-    try:
+    with closing(rewards(f"{functions}:number")) as judge:
         assert judge.of(completions("0")) == [[0.5]]
         for text, why in found.items():
             with pytest.raises(DataError, match=f"line 2 of --evaluation: found {re.escape(why)}"):
                 judge.of(completions("0", text), option="evaluation")
-    finally:
-        judge.close()
 
 
 def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(

@@ -162,9 +162,9 @@ class Merge(WritesDirectory):
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
         from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
+        from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
         from zo2adapters.trainers.progress_bar import export_bar, progress_bar
-        from zo2adapters.trainers.provenance import file_sha256
 
         adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
+from zo2adapters.tasks.row_source import file_sha256
 from zo2adapters.trainers.options import TrainOptions
-from zo2core.errors import DataError, OptionError, reason
-from zo2core.io.durable import open_regular
+from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
     from zo2core.checkpoint import GGUFFile
@@ -132,15 +132,6 @@ def tokenizer_sha256(base: Path) -> str:
         if (base / name).exists():
             digest.update(f"{name} {file_sha256(base / name)}\n".encode())
     return digest.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
 
 
 def _tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
