@@ -52,22 +52,21 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    state = _load(path)
+    stored = _stored_sizes(path)
+    state = _load(path, mmap=stored is not None)  # older files cannot be mapped
     for name, value in state.items():
         _check(f"{path}: {name[:200]}" if isinstance(name, str) else str(path), name, value)
-    _check_storages(path, state.values())
+    if stored is not None:
+        _check_storages(path, stored, state.values())
     storages: set[int] = set()
     # A tensor that the index assigns to another shard is a copy, and is left out.
     assigned_here = {name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard}
     return {name: _unshared(tensor, storages) for name, tensor in assigned_here.items()}
 
 
-def _load(path: Path) -> Mapping[Any, Any]:
-    is_archive = _is_archive(path)
-    if is_archive:
-        _check_archive(path)
+def _load(path: Path, *, mmap: bool) -> Mapping[Any, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)  # older files cannot be mapped
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         # The error in the context is the reader's own; torch's text around it tells how to load the file unsafely.
         raise _RefusedError(
@@ -89,16 +88,18 @@ def _load(path: Path) -> Mapping[Any, Any]:
     return state
 
 
-def _is_archive(path: Path) -> bool:
+def _stored_sizes(path: Path) -> list[int] | None:
+    """The sizes of an archive's storages; None: the file is a bare pickle.
+
+    Archives with compressed entries or wrong checksums are refused, which ``torch.load(mmap=True)`` does not check.
+    """
     with path.open("rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse an archive with compressed entries or wrong checksums, which ``torch.load(mmap=True)`` does not check."""
+        if file.read(len(_ZIP)) != _ZIP:
+            return None
     try:
         with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise _RefusedError(path, "compressed entries", "uncompressed entries, as torch writes them")
             damaged = archive.testzip()
     except _DAMAGED as error:
@@ -106,14 +107,11 @@ def _check_archive(path: Path) -> None:
         raise _RefusedError(path, found, "a file that torch.save wrote") from error
     if damaged is not None:
         raise _RefusedError(f"{path}: {damaged[:200]}", "a damaged file", "bytes with the archive's checksum")
+    return sorted(entry.file_size for entry in entries if _STORAGE.match(entry.filename))
 
 
-def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
+def _check_storages(path: Path, stored: list[int], tensors: Iterable[torch.Tensor]) -> None:
     """Refuse an archive whose storages have other sizes than the pickle says: torch would read beyond them."""
-    if not _is_archive(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        stored = sorted(entry.file_size for entry in archive.infolist() if _STORAGE.match(entry.filename))
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     named = sorted(storages.values())
     if [size for size in stored if size] != [size for size in named if size]:
