@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/commands": 3061,
     "zo2adapters/edge": 479,
     "zo2adapters/frameworks": 991,
-    "zo2adapters/models": 4725,
+    "zo2adapters/models": 4722,
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4933,
     "zo2core": 4430,
