@@ -45,7 +45,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
     parser.add_argument("--output", type=Path, help="file for the JSON")
     module.add_options(parser)
-    options = parser.parse_args()
+    # What is no option of the benchmark, such as "--whole", is a value: the quoted options of a side or a run.
+    options_of_it = parser._option_string_actions
+    words = (
+        f" {word}" if word.startswith("--") and word.partition("=")[0] not in options_of_it else word
+        for word in sys.argv[1:]
+    )
+    options = parser.parse_args(list(words))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     measured = module.run(options)

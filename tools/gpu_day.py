@@ -264,7 +264,7 @@ def compare(model: str, *sides: str, tokens: int = 2048, made: str = "") -> Call
         if place.tiny or made:
             name = str(place.folder / "base")
         given = ["--tokens", str(length), "--steps", str(STEPS), "--output", str(output)]
-        called(bench, "compare", name, *given, "--sides", *(f" {side}" for side in chosen))
+        called(bench, "compare", name, *given, "--sides", *chosen)
         return {"compared": json.loads(output.read_text())}
 
     return run

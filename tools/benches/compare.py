@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
     """Measure one shape of batches."""
-    chosen = {text or "default": side_parser().parse_args(shlex.split(text)) for text in options.sides}
+    chosen = {text.strip() or "default": side_parser().parse_args(shlex.split(text)) for text in options.sides}
     made = {name: Measured(options, side, rows, tokens) for name, side in chosen.items()}
     with ExitStack() as opened:
         steps = {name: opened.enter_context(side.opened()) for name, side in made.items()}
