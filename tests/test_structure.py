@@ -163,7 +163,7 @@ MOST_LINES = {
     "zo2core/io": 417,
     "zo2core/journal": 491,
     "zo2core/kernels": 1164,
-    "zo2core/methods": 920,
+    "zo2core/methods": 907,
     "zo2core/planning": 601,
     "zo2core/sources": 947,
     "zo2core/sweep": 2190,

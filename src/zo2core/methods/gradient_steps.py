@@ -33,6 +33,7 @@ from zo2core.sweep.microbatch import (
     rows_to_shard,
     shard_of_rows,
     split_batches,
+    with_objective,
 )
 from zo2core.sweep.trained import Complete, PresentWeights, StoredParameters, TrainedParameters, Update
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
@@ -221,10 +222,9 @@ class _GradientSteps(Generic[StateT]):
     def _divided(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> tuple[Forward, StepRows, Sequence[Batch]]:
         """Return a step's forward, its micro-batches, and these on the device."""
         runner = self._runner
-        is_model_loss = forward is None and not isinstance(runner.model, Objective)
-        forward = runner.model if forward is None else forward
-        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, None if is_model_loss else forward)
-        return forward, rows, list(runner.prepared(rows.batches, forward))
+        chosen, objective = with_objective(forward, runner.model)
+        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, objective)
+        return chosen, rows, list(runner.prepared(rows.batches, chosen))
 
     def _visitors(
         self, forward: Forward, rows: StepRows, batches: Sequence[Batch], *, together: bool, loss_scale: float = 1.0

@@ -290,7 +290,7 @@ class GenerationState(StoredState):
         self._every = commit_every if self.update.turn is None else self.update.turn
         self.version = self._generations.step
         self.scale.load_values(self._generations.values)
-        trained.begin_at({segment: self._generations.version(segment) for segment in range(len(runner.layouts))})
+        trained.versions = {segment: self._generations.version(segment) for segment in range(len(runner.layouts))}
         self._source.pin(self._kept())
 
     @property

@@ -16,7 +16,7 @@ from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.methods.states import JournalState
 from zo2core.perturbation import Perturbation
-from zo2core.protocols import Forward, NoiseGenerator, Objective, ZOEstimator
+from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
 from zo2core.runner import Runner
 from zo2core.sweep.microbatch import (
     MicroBatches,
@@ -27,6 +27,7 @@ from zo2core.sweep.microbatch import (
     rows_of_group,
     rows_to_shard,
     split_batches,
+    with_objective,
 )
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
@@ -116,18 +117,17 @@ class ZerothOrderSteps:
         """Take a step on a batch. See ``Engine.step``."""
         open_step = self._begin(seed)
         try:
-            batches, model = batches_of(batch), self._runner.model
-            is_model_loss = forward is None and not isinstance(model, Objective)
+            batches, (run, objective) = batches_of(batch), with_objective(forward, self._runner.model)
             groups = dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations)
-            if not is_model_loss and any(groups):
+            if objective is not None and any(groups):
                 raise OptionError(
                     "forward",
                     found="an objective, with a direction for each group of rows",
                     expected="the model's own loss",
                     remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
                 )
-            open_step = self._planned(open_step, batches, shards_rows=is_model_loss and not any(groups))
-            return self._take(*self._evaluated(open_step, batches, list(groups), forward, is_model_loss=is_model_loss))
+            open_step = self._planned(open_step, batches, shards_rows=objective is None and not any(groups))
+            return self._take(*self._evaluated(open_step, batches, list(groups), run, objective))
         finally:
             self._open_step = None
 
@@ -169,9 +169,8 @@ class ZerothOrderSteps:
         open_step: OpenStep,
         batches: Sequence[Batch],
         groups: Sequence[RowGroup | None],
-        forward: Forward | None,
-        *,
-        is_model_loss: bool,
+        forward: Forward,
+        objective: Forward | None,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
         """Compute this worker's losses in one sweep."""
         runner, shard, indices = self._runner, open_step.shard, open_step.indices
@@ -185,18 +184,17 @@ class ZerothOrderSteps:
                 return open_step, losses_as_tensors([0.0] * len(indices))
         micro_batches: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
-        run = runner.model if forward is None else forward
         for group in groups:
             rows = batches if group is None else [rows_of_group(batch, group) for batch in batches]
-            micro_batches[group] = split_batches(rows, runner.micro_batch_size, None if is_model_loss else run)
-            prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
+            micro_batches[group] = split_batches(rows, runner.micro_batch_size, objective)
+            prepared[group] = list(runner.prepared(micro_batches[group].batches, forward))
         # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
         first = 0 if self._estimator.perturb_in_place else indices.start
         swept = [
             (at, prepared[at.rows] if index in indices else ())
             for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
         ]
-        outputs = runner.sweep(self._state.version, swept, run)
+        outputs = runner.sweep(self._state.version, swept, forward)
         local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
         return open_step, [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
 

@@ -477,10 +477,9 @@ class GradientVisitor:
                 continue
             if name not in self._tied:
                 self._trained.add_gradient(name, gradient)
-            elif (key := (name, number)) in self._tied_sums:
-                self._tied_sums[key] = self._tied_sums[key] + gradient
-            else:
-                self._tied_sums[key] = gradient
+                continue
+            before = self._tied_sums.get((name, number))
+            self._tied_sums[name, number] = gradient if before is None else before + gradient
 
     def _add_tied_gradients(self) -> None:
         """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain loop does."""

@@ -153,6 +153,12 @@ class MicroBatches(NamedTuple):
         return float(self.loss(outputs))
 
 
+def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Forward | None]:
+    """Return a step's forward, by default the model, and what says how its losses join; None: they are the model's own."""
+    chosen = model if forward is None else forward
+    return chosen, None if forward is None and not isinstance(model, Objective) else chosen
+
+
 def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """Return the batches of a step: one, or several that count as one."""
     if not isinstance(batch, Iterable):
@@ -168,7 +174,7 @@ def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
 
 
 def split_batches(batches: Sequence[Batch], rows: int | None, forward: Forward | None) -> MicroBatches:
-    """Split a step's batches into micro-batches of at most ``rows`` rows."""
+    """Split a step's batches into micro-batches of at most ``rows`` rows, given what says how their losses join."""
     if forward is None:
         micro_batches = [micro_batch for batch in batches for micro_batch in split_rows(batch, rows)]
         if len(micro_batches) == 1:

@@ -124,7 +124,7 @@ class StoredParameters:
         self._owned = {one.spec.name: one for one in _owned(layouts)}
         for one in self._owned.values():
             _require_trainable(one.spec)
-        self._versions: dict[int, int] = {}  # that segments have to have; 0 if there is none
+        self.versions: dict[int, int] = {}  # that segments have to have, as on disk; 0 if there is none
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # those whose gradients have memory of their own
         self._completed: dict[str, torch.Tensor] = {}  # gradients of the segment that is updated next
@@ -162,10 +162,6 @@ class StoredParameters:
         """Set what the next sweep does with the gradients of segments: it updates them, or only checks gradients."""
         self.updated, self._complete, self._update, self._next = updated, complete, update, version
 
-    def begin_at(self, versions: Mapping[int, int]) -> None:
-        """Expect the versions that segments have on disk."""
-        self._versions = dict(versions)
-
     def begin_sweep(self) -> None:
         """Forget the gradients of a sweep that failed."""
         self.clear_gradients()
@@ -174,12 +170,12 @@ class StoredParameters:
         """Return the version: a store always holds the present weights, unless others are loaded."""
         if self._loading is not None and self.names_of(index):
             self.set_values(index, store, self._loading)
-            self._versions[index] = version = version + 1
-        elif version != self._versions.get(index, 0):
+            self.versions[index] = version = version + 1
+        elif version != self.versions.get(index, 0):
             raise ClosedError(
                 self._layouts[index].name,
                 found=f"weights of version {version}: an update was interrupted, or written bytes are damaged",
-                expected=f"version {self._versions.get(index, 0)}",
+                expected=f"version {self.versions.get(index, 0)}",
                 remedy="open the run again, which resumes from what was saved whole; if this is repeated, begin it anew",
             )
         return version
@@ -219,7 +215,7 @@ class StoredParameters:
         if index in self.updated and self._update is not None:
             weights = {name: self._shaped(name, store) for name in self.names_of(index)}
             self._update(index, weights, gradients, store)
-            self._versions[index] = version = version + 1 if self._next is None else self._next
+            self.versions[index] = version = version + 1 if self._next is None else self._next
         return version
 
     def clear_gradients(self) -> None:
