@@ -8,7 +8,6 @@ forwards.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,12 +109,10 @@ class UpdateLoss:
         if not samples or not update.lr or not any(update.projected_grads):
             return None
         self._next, self._is_sampling = update.step + EVERY, False
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for copies in samples.values():
-            for copy in copies:
-                by_dtype[copy.dtype].append(copy.cpu())
-        changed = sum(self._changed(torch.cat(copies), update) for copies in by_dtype.values())
-        return changed / sum(copy.numel() for copies in by_dtype.values() for copy in copies)
+        copies = [copy.cpu() for of_segment in samples.values() for copy in of_segment]
+        by_dtype = [[copy for copy in copies if copy.dtype is dtype] for dtype in {copy.dtype for copy in copies}]
+        changed = sum(self._changed(torch.cat(of_dtype), update) for of_dtype in by_dtype)
+        return changed / sum(map(torch.numel, copies))
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
@@ -123,17 +120,14 @@ class UpdateLoss:
         for direction, grad in enumerate(update.projected_grads):
             z = torch.empty_like(before)
             fill(z, self._distribution, direction, 0)
-            apply(after, _step(grad, update.lr), [z], scratch=memory[0], decay_scratch=memory[1])
+            step = Program((0,), (Descend(0, grad, update.lr, 0.0),))
+            apply(after, step, [z], scratch=memory[0], decay_scratch=memory[1])
         return int((after != before).sum())
 
 
 def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
     """The dtype in which a parameter is kept from step to step."""
     return spec.transfer_dtype if spec.transfer_dtype is not None and spec.transfer_back else spec.dtype
-
-
-def _step(grad: float, lr: float) -> Program:
-    return Program((0,), (Descend(0, grad, lr, 0.0),))
 
 
 @dataclass(frozen=True, kw_only=True)
