@@ -86,6 +86,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, command_class))
         return 0
     name, *rest = arguments or [""]
+    if name == "train" and "--plan" in rest:
+        name, rest = "plan", [argument for argument in rest if argument != "--plan"]
     if name in {"-V", "--version"}:
         print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
         return 0

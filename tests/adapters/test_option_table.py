@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import make_place, refusal, run_here
+from command_lines import done, make_place, refusal, run_here
 
 from zo2adapters.commands.options import option_fields, parse_command
 from zo2adapters.commands.train import Train
@@ -273,7 +273,6 @@ def test_a_recipe_of_an_earlier_version_is_read_with_settings_that_had_keys_of_t
         (("--adam-beta1", "0.8"), "did you mean --method betas=VALUE"),
         (("--eval-split", "0.1"), "did you mean --evaluation SHARE"),
         (("--text-column", "a"), "did you mean --columns text=VALUE"),
-        (("--plan",), "did you mean zo2 plan"),
         (("--columns", "txt=a"), "'txt=a' as --columns; expected text=VALUE or prompt=VALUE"),
         (("--estimator", "mezo:exact=perhaps"), "expected exact, or exact=false"),
         (("--method", "adamw:betas=0.8"), "1 values after betas of --method; expected 2 values"),
@@ -285,6 +284,15 @@ def test_what_is_now_a_setting_is_named_as_one(written: tuple[str, ...], told: s
     with pytest.raises(OptionError) as refused:
         parse_command("train", Train, written)
     assert told in str(refused.value)
+
+
+def test_train_prints_its_plan_as_the_command_plan_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options, files = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 2, "--json"), sorted(Path().iterdir())
+    by_option, by_command = (done(*command, *options) for command in (("train", "--plan"), ("plan",)))
+    assert json.loads(by_option.out).keys() == json.loads(by_command.out).keys()
+    assert sorted(Path().iterdir()) == files
 
 
 RUN = ("train", "--model", "base", "--data", "rows.jsonl", "--output", "all", "--runs", "runs.yaml", "--batch-size", 2)

@@ -418,9 +418,7 @@ def unknown_option(where: str, found: str, name: str, known: Sequence[str], comm
         if option in known:
             written.setdefault(setting, f"{written[option]}{' ' if is_flag else ': '}{f'{key}=VALUE' if key else 'SHARE'}")
     nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
-    if name == "--plan":  # of zo2 train, in earlier versions
-        expected, remedy = f"an option of {command}; did you mean zo2 plan", "write zo2 plan"
-    elif nearest is None:
+    if nearest is None:
         names = ", ".join(written[option] for option in known)
         listed, every = ("", "-all") if len(known) > _MOST_LISTED else (f": {names}", "")
         expected, remedy = f"an option of {command}{listed}", f"see {command} --help{every}"

@@ -379,7 +379,7 @@ def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Train):
-    """Print what a run would take in memory, disk and time, without loading the model.
+    """Print what a run would take in memory, disk and time, without loading the model, as zo2 train --plan does.
 
     All options are those of zo2 train. --data and --output may be left out: rows are then as long as --sequence-length.
     --device-memory plans for a GPU, which need not be in this machine, and --runs 3 for three equal runs.
