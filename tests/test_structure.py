@@ -151,8 +151,8 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # Most lines of code of each room, without blanks, comments and docstrings. A room that becomes smaller takes its number
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
-    "zo2adapters": 405,
-    "zo2adapters/commands": 3061,
+    "zo2adapters": 407,
+    "zo2adapters/commands": 3059,
     "zo2adapters/edge": 479,
     "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4722,
