@@ -192,6 +192,8 @@ class Full:
         return first_order(open_checkpoint(base), cls.UPDATES[name](), **rate, run=run)
 
 
+DEEP = "nested too deep"  # stands for a value that json cannot write
+
 FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "an infinite step": lambda header, contents: contents.update(step=float("inf")),
     "a state that is a list": lambda header, contents: contents.update(state=[]),
@@ -204,6 +206,7 @@ FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "offsets beyond the end": lambda header, contents: header["moment"].update(data_offsets=[0, 1 << 40]),
     "one offset": lambda header, contents: header["moment"].update(data_offsets=[0]),
     "tensors that are a text": lambda header, contents: header.update(moment="bytes"),
+    "a state nested too deep": lambda header, contents: contents.update(state=DEEP),
 }
 
 
@@ -216,7 +219,8 @@ def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any,
     header = json.loads(raw[8:end])
     contents = json.loads(header["__metadata__"]["zo2"])
     forge(header, contents)
-    header["__metadata__"] = {"sha256": "0" * 64, "zo2": json.dumps(contents)}
+    deep = "[" * 100_000 + "]" * 100_000
+    header["__metadata__"] = {"sha256": "0" * 64, "zo2": json.dumps(contents).replace(json.dumps(DEEP), deep)}
     forged = json.dumps(header, separators=(",", ":")).encode()
     whole = len(forged).to_bytes(8, "little") + forged + raw[end:]
     sealed = whole.replace(b"0" * 64, hashlib.sha256(whole).hexdigest().encode(), 1)

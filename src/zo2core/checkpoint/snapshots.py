@@ -185,7 +185,7 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
         if not isinstance(state, dict):
             raise TypeError(f"a {type(state).__name__} as state")
         return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
 
 
