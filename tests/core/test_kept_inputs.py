@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -22,7 +24,7 @@ from waits import FOR_INPUTS, SLOW
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy
 from zo2core.errors import MemoryBudgetError, ScratchError
-from zo2core.io.direct_file import PAGE
+from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine
 from zo2core.planning.run_spec import RunRequest, RunSpec, plan
@@ -152,6 +154,27 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         file.clear()
         (tmp_path / "missing").mkdir()
         file.send(FIRST, storages).result()
+
+
+def test_a_failed_write_frees_the_space_of_all_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: RangedFile, offset: int, data: memoryview) -> None:
+        if offset == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(file, offset, data)
+
+    def open_files() -> list[str]:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(str(tmp_path))]
+
+    written = RangedFile.write
+    monkeypatch.setattr(RangedFile, "write", write)
+    with closing(ActivationFile(tmp_path, Timeline())) as file:
+        first, second = (file.send(use, [torch.zeros(5).untyped_storage()]) for use in (FIRST, SECOND))
+        second.result()
+        with pytest.raises(ScratchError, match="No space left"):
+            first.result()
+        file.clear()
+        assert open_files() == []
 
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)

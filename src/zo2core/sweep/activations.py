@@ -190,6 +190,7 @@ class ActivationFile:
         self._staging = memoryview(anonymous_memory(_STAGING))  # pages take memory once they are touched
         self._ranges: dict[Use, list[_Range]] = {}
         self._end = 0
+        self._has_failed = False  # a write: the disk may be full
 
     def send(self, use: Use, storages: Sequence[Storage]) -> Future[None]:
         """Write storages behind the caller, and free them. See the contract."""
@@ -205,10 +206,12 @@ class ActivationFile:
         return self._submit(use, self._ranges.pop(use), write=False)
 
     def clear(self) -> None:
-        """Forget everything, once the present transfer is over."""
+        """Forget everything, once the present transfer is over. After a failed write, free the file's space on the disk."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
+        if self._has_failed:
+            self._close_file()
         self._ranges.clear()
         self._end = 0
 
@@ -222,6 +225,7 @@ class ActivationFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+        self._has_failed = False
 
     def _submit(self, use: Use, ranges: Sequence[_Range], *, write: bool) -> Future[None]:
         if self._thread is None:
@@ -242,7 +246,7 @@ class ActivationFile:
                         self._file.write(offset + start, self._staging[: whole_pages(count)])
                     storage.resize_(0)
         except OSError as error:
-            self._close_file()  # frees its space on the disk
+            self._has_failed = True  # the file is closed once the writes that follow have ended
             raise self._failure(
                 error,
                 f"a disk with {shown_bytes(self._end)} of free space, or more memory",
