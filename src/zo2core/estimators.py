@@ -291,6 +291,8 @@ _SCORES: dict[Fitness, Callable[[Sequence[float]], list[float]]] = {Fitness.SCAL
 class FZOO(_Estimator):
     """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
 
+    This is FZOO (arXiv 2506.09034): one-sided evaluations, scaled by the spread of their losses.
+
     l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1
     to l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma is proportional to the slope, all steps have about the same
     length: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. The note 'Text and

@@ -180,7 +180,7 @@ class Guarded(EstimatorWrapper):
     A step whose losses lie far outside their past range, or whose update is larger than the weights, is *not applied*, and
     a warning says so. Its record has the losses, but projected gradients of 0, no weight decay and no in-place
     perturbations, so that replaying it changes no weight. All other updates are the wrapped estimator's, bit for bit.
-    This module has the numbers.
+    The functions ``outlier`` and ``drift`` say how far is too far.
 
     The run ends with a ``DivergenceError`` if too many of the last ten steps were not applied, or if the run has become
     permanently worse by the measure of ``drift``. The error names the best step so far, from which to branch.

@@ -28,7 +28,8 @@ from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec, widened
 class LOMO(BlockUpdate):
     """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
 
-    16-bit weights are converted to float32 and rounded once, as in the authors' program.
+    This is LOMO (arXiv 2306.09782, Algorithm 1): descent without a state, fused into the backward pass. 16-bit weights are
+    converted to float32 and rounded once, as in the authors' program.
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
@@ -63,7 +64,8 @@ class AdaLOMO(BlockUpdate):
     For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
     ``1 - t ** decay_rate`` at the 1-based step t. The update ``u = g / sqrt(r c / mean(r))`` is divided by
     ``max(1, rms(u) / clip_threshold)``, and ``theta <- (1 - a * weight_decay) * theta - a * u`` with
-    ``a = lr * max(eps[1], rms(theta))``. Vectors keep the second moment of each element. All arithmetic is float32.
+    ``a = lr * max(eps[1], rms(theta))``. Vectors keep the second moment of each element. All arithmetic is float32. This is
+    AdaLomo (arXiv 2310.10195, Algorithm 1).
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
@@ -352,8 +354,9 @@ def _value(state: _State, states: Mapping[str, torch.Tensor]) -> Any:
 class BAdam(BlockUpdate):
     """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
 
-    A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The optimizer
-    changes the copy, which is rounded into the weights after each step.
+    This is block coordinate descent as in BAdam (arXiv 2404.02827, Algorithm 1), with the optimizer's state of one segment
+    at a time. A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The
+    optimizer changes the copy, which is rounded into the weights after each step.
 
     Args:
         factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The rate of each step
@@ -429,10 +432,11 @@ def _master(name: str) -> str:
 class Delayed(BlockUpdate):
     """Another optimizer, whose update of a step reaches the weights in the next step.
 
-    The gradients of step t are computed with weights that have the updates of steps 0 to t - 2. So this is another run than
-    that of the optimizer alone. The update is computed by a thread of the host, in a copy of the weights, between a
-    segment's backward pass and that of the next step. Where a device computes forward and backward, the host works beside
-    it. After a step, the weights lack the step's own update.
+    This is the delayed update of ZeRO-Offload (arXiv 2101.06840, section 5.2). The gradients of step t are computed with
+    weights that have the updates of steps 0 to t - 2. So this is another run than that of the optimizer alone. The update is
+    computed by a thread of the host, in a copy of the weights, between a segment's backward pass and that of the next step.
+    Where a device computes forward and backward, the host works beside it. After a step, the weights lack the step's own
+    update.
 
     Args:
         update: The optimizer. It changes all segments at each step.

@@ -32,18 +32,24 @@ class Journal:
         path: File to continue, or to create with the first record. None keeps the journal in memory. One object at a time
             writes a file, from ``lock`` or its first record until ``close``; others may read it meanwhile.
 
+    Attributes:
+        name: The path, or "journal" for a journal in memory; for errors.
+        header: Identity of the run; None before ``begin``.
+        base_digests: Hexadecimal digest of each segment's bytes in the base, by segment name, as far as noted. Only read it.
+        evaluations: Results of evaluations, by number of updates in the weights and then by name. Only read them.
+        torn: Whether the file ended with an incomplete record, which was dropped. A crash during a write leaves one, and
+            damage to the last record looks the same; ``require_version`` detects it.
+
     Raises:
         JournalError: if the file exists and cannot be read, is not a journal, or is damaged before its last record.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.name = "journal" if path is None else str(path)  # for errors
-        self.header: records.Header | None = None  # identity of the run; None before ``begin``
-        # Digest of each segment's bytes in the base, in hexadecimal digits, by segment name, as far as noted.
+        self.name = "journal" if path is None else str(path)
+        self.header: records.Header | None = None
         self.base_digests: dict[str, str] = {}
-        # Results of evaluations by number of updates in the weights and then by name.
         self.evaluations: dict[int, Mapping[str, float]] = {}
-        self.torn = False  # the file ended with an incomplete record, which was dropped; see ``require_version``
+        self.torn = False
         self._steps: list[Update] | list[Commit] = []
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._started_at: int | None = None  # version when this object wrote the header; None: it did not

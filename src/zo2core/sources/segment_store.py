@@ -420,9 +420,7 @@ class SegmentStore:
         try:
             first = load() if ahead is None else ahead
             self._read_ahead()
-            if (
-                ahead is not None and ahead.failure() is not None
-            ):  # reads that started before the segment was needed are repeated once
+            if ahead is not None and ahead.failure() is not None:  # reads ahead that failed are repeated once
                 first = load()
             if not first.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed
                 first = load()
