@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from zo2core.checkpoint import parse_header
 from zo2core.errors import CheckpointError, ClosedError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.protocols import BlockSource, TensorReader
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.loader import Loading, laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch
 
 Layouts = tuple[BlockLayout, ...]
@@ -239,6 +240,17 @@ def test_a_closed_source_says_so_and_closes_twice(make: Make, tmp_path: Path) ->
     source.close()
     with pytest.raises(ClosedError):
         source.acquire(0)
+
+
+def test_reads_that_closing_cancelled_are_waited_for_and_not_taken_for_whole() -> None:
+    read, cancelled = Future[None](), Future[None]()
+    read.set_result(None)
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    loading = Loading([read, cancelled], 0)
+    assert isinstance(loading.failure(), CancelledError)
+    with pytest.raises(CancelledError):
+        loading.wait()
 
 
 def test_pinned_source_allocates_one_arena_of_the_models_size(tmp_path: Path) -> None:

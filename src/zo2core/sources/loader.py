@@ -197,7 +197,8 @@ class Loading:
     def failure(self) -> BaseException | None:
         """Wait for all reads to end, so that none writes into the memory later; returns the first failure."""
         wait(self.futures)
-        return next((future.exception() for future in self.futures if future.exception() is not None), None)
+        failures = (CancelledError() if future.cancelled() else future.exception() for future in self.futures)
+        return next((failure for failure in failures if failure is not None), None)
 
     def wait(self) -> bool:
         """Wait for all reads to end, and report the first failure; returns False if the bytes do not match their record."""
