@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.commands.export import Export
 from zo2adapters.models.export import _quoted, export_gguf
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
 from zo2adapters.models.model_directory import end_token_ids
@@ -227,6 +228,9 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
     assert "--gguf-type" in refusal(*command, "--gguf-type", "F16")
     assert "--as-adapter" in refusal(*command, "--format", "gguf", "--as-adapter")
     assert "--output-dtype" in refusal(*command, "--format", "gguf", "--output-dtype", "float16")
+    with pytest.raises(OptionError, match="gguf_type: found F16"):  # also where the command is called from Python
+        Export(run_directory=tmp_path / "rank", output=tmp_path / "more", gguf_type="F16").run()
+    assert not (tmp_path / "more").exists()
 
 
 def test_further_ends_are_written_and_read_back(tmp_path: Path) -> None:

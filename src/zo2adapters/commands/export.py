@@ -109,6 +109,11 @@ class Export(WritesDirectory):
                 expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
             raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy=remedy)
 
+    def run(self) -> None:
+        """Replay the run and write the model, also where the library is called."""
+        self.check()
+        super().run()
+
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_adapter, merging_bytes
         from zo2adapters.trainers.progress_bar import export_bar

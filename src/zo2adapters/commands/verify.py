@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from zo2adapters.commands.options import Command
 from zo2adapters.trainers.model_options import AdapterOptions, ModelOptions
@@ -12,9 +12,6 @@ from zo2adapters.trainers.optimization import StepSize, require_method
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, counted, require_whole
-
-if TYPE_CHECKING:
-    pass  # a command line is read without transformers
 
 
 @dataclass(frozen=True, kw_only=True)
