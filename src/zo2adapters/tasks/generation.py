@@ -91,7 +91,7 @@ def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
             "top_p",
             found=f"{top_p} with a temperature of 0, which takes the likeliest token",
             expected="a temperature above 0",
-            remedy="pass --temperature 1, or leave --top-p out",
+            remedy="set `temperature` to 1, or leave `top_p` out",
         )
     return None
 
