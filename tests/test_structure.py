@@ -152,7 +152,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 407,
-    "zo2adapters/commands": 3059,
+    "zo2adapters/commands": 3068,
     "zo2adapters/edge": 479,
     "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4722,

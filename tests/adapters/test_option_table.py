@@ -12,7 +12,7 @@ import pytest
 from command_lines import done, make_place, refusal, run_here
 
 from zo2adapters.commands.options import option_fields, parse_command
-from zo2adapters.commands.train import Train
+from zo2adapters.commands.train import Train, arguments_of_recipe
 from zo2adapters.trainers import option_table
 from zo2adapters.trainers.optimization import Noise
 from zo2adapters.trainers.option_table import (
@@ -266,6 +266,24 @@ def test_a_recipe_of_an_earlier_version_is_read_with_settings_that_had_keys_of_t
         Train.with_recipe(["recipe.yaml"])
 
 
+def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_keys() -> None:
+    given = {"model": "base", "method": "badam", "stream_blocks": True, "betas": [0.8, 0.9], "eval_split": 0.25, "rank": 2}
+    later = {"stream_blocks": False, "betas": None, "evaluation": "rows.jsonl", "eval_split": None, "period": 7}
+    arguments = [*arguments_of_recipe(given), *arguments_of_recipe(later)]
+    command: Train = parse_command("train", Train, arguments)
+    method = command.first_order
+    assert (method.method, method.stream_blocks, method.betas) == ("badam", False, None)
+    assert (command.evaluation, command.eval_split) == (Path("rows.jsonl"), None)
+    assert (command.optimization.rank, command.optimization.period) == (2, 7)
+
+
+def test_settings_without_the_value_that_they_belong_to_are_refused_by_its_option() -> None:
+    with pytest.raises(OptionError, match="found 5; expected --rank with a value, too"):
+        require(period=5)
+    with pytest.raises(OptionError, match=r"found 5; expected --evaluation\. What to do"):
+        require(evaluate_every=5)
+
+
 @pytest.mark.parametrize(
     ("written", "told"),
     [
@@ -275,8 +293,11 @@ def test_a_recipe_of_an_earlier_version_is_read_with_settings_that_had_keys_of_t
         (("--text-column", "a"), "did you mean --columns text=VALUE"),
         (("--columns", "txt=a"), "'txt=a' as --columns; expected text=VALUE or prompt=VALUE"),
         (("--estimator", "mezo:exact=perhaps"), "expected exact, or exact=false"),
-        (("--method", "adamw:betas=0.8"), "1 values after betas of --method; expected 2 values"),
-        (("--method", "adamw:beta=0.8"), "'adamw:beta=0.8' as --method; expected one of"),
+        (("--exact-mezo",), "did you mean --estimator exact. What to do: write --estimator exact,"),
+        (("--rank", "8:perod=5"), "the setting perod of --rank; expected one of period, stack; did you mean period"),
+        (("--memory", "6GB:activation=1GB"), "the setting activation of --memory; expected one of activations"),
+        (("--method", "adamw:betas=0.8"), "1 value after betas of --method; expected 2 values"),
+        (("--method", "adamw:beta=0.8"), "momentum; did you mean betas"),
     ],
     ids=" ".join,
 )

@@ -25,8 +25,9 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, SETTINGS, by_option, flag, section_of, setting_text
+from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, flag, section_of, setting_text
 from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
+from zo2core.ranges import counted
 
 _DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -163,7 +164,8 @@ class OptionField(NamedTuple):
     def kind(self) -> str:
         """The kind of its value, such as ``INT`` or ``auto|FLOAT``."""
         if self.items:
-            return " ".join("..." if item is Ellipsis else _KINDS[item] for item in self.items)
+            between = " " if self.flag.startswith("--") else ","  # of the items of a setting
+            return between.join("..." if item is Ellipsis else _KINDS[item] for item in self.items)
         return "|".join([*self.named, *(_KINDS[kind] for kind in self.kinds if kind in _KINDS)])
 
 
@@ -219,7 +221,6 @@ def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
 def parse_options(name: str, options: Any, arguments: Sequence[str], *, default: Any = None) -> Any:
     """Fill in a command's options. Those that are not given are a default's, where there is one."""
     listed, see = option_fields(options), f"see zo2 {name} --help"
-    known = [option.name for option in listed if not option.is_positional]
     try:
         parsed, stray = _parser(listed, see).parse_known_args([_with_hyphens(argument) for argument in arguments])
     except argparse.ArgumentError as error:
@@ -232,10 +233,10 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
     for word in stray:
         called = word.partition("=")[0]
         if called.startswith("--"):
-            raise unknown_option(_WHERE, f"the unknown option {called[:80]}", called, known, f"zo2 {name}")
+            raise unknown_option(_WHERE, f"the unknown option {called[:80]}", called, listed, f"zo2 {name}")
     if stray:
         expected, remedy = f"options of zo2 {name}, which begin with --", see
-        if "run" in known and (Path(stray[0]) / "journal.jsonl").is_file():
+        if "run" in option_names(options) and (Path(stray[0]) / "journal.jsonl").is_file():
             expected, remedy = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
         raise OptionError(_WHERE, found=f"the word {stray[0][:80]} without an option", expected=expected, remedy=remedy)
     values = vars(parsed)
@@ -288,7 +289,11 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
         return {option.field: _converted(option, see, text), **defaults}
     switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
-    found = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL)
+    found, see = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL), f"{see}-all"
+    if found is None and (unknown := re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)):
+        near = nearest_name(unknown[1], option.settings)
+        expected = f"one of {', '.join(option.settings)}" + ("" if near is None else f"; did you mean {near}")
+        raise OptionError(_WHERE, found=f"the setting {unknown[1]:.80} of {option.flag}", expected=expected, remedy=see)
     if found is None and option.type is NoneType:
         expected = " or ".join(f"{key}=VALUE" for key in option.settings)
         raise OptionError(_WHERE, found=f"{text!r:.80} as {option.flag}", expected=expected, remedy=see)
@@ -302,10 +307,10 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
                 told = f"{part!r:.80} in {option.flag}"
                 raise OptionError(_WHERE, found=told, expected=f"{key}, or {key}=false", remedy=see)
             values[setting.field] = value.lower() != "false"
-        elif setting.items:
+        elif setting.items and value != "None":
             items = value.split(",")
             if len(items) != len(setting.items):
-                told, expected = f"{len(items)} values after {setting.flag}", f"{len(setting.items)} values"
+                told, expected = f"{counted(len(items), 'value')} after {setting.flag}", f"{len(setting.items)} values"
                 raise OptionError(_WHERE, found=told, expected=expected, remedy=see)
             values[setting.field] = tuple(_converted(setting, see, item) for item in items)
         else:
@@ -351,17 +356,22 @@ def _filled(options: Any, values: Mapping[str, Any]) -> Any:
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
     """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
-    listed, arguments, seen = {option.name: option for option in option_fields(options)}, list[str](), set[str]()
-    known = option_names(options)
-    for key, value in _with_settings(_flat(values, where)):
-        name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
-        if name not in known:
-            raise unknown_option(where, found, name, known, "zo2 train")
-        if name in seen:
-            raise OptionError(where, found=f"{found} twice", expected="each option once", remedy="remove one of the two")
-        seen.add(name)
-        value = setting_text(None, value) if listed[name].settings and isinstance(value, Mapping) else value
-        called, is_list = name.replace("_", "-"), isinstance(value, (list, tuple))
+    listed = {option.name: option for option in option_fields(options)}
+    arguments, seen = list[str](), set[str]()
+    for name, key, value in _settings_last(_flat(values, where)):
+        found = f"the key {str(key)[:80]}"
+        option, setting = SETTING_OF.get(name, (name, ""))
+        if option not in listed:
+            raise unknown_option(where, found, name, listed.values(), "zo2 train")
+        if (name if setting else option) in seen:
+            found = f"the key {option} twice"
+            raise OptionError(where, found=found, expected="each option once", remedy="remove one of the two")
+        seen.add(name if setting else option)
+        if setting:
+            value = setting_text(None, {setting: value})
+        elif listed[option].settings and isinstance(value, Mapping):
+            value = setting_text(None, value)
+        called, is_list = option.replace("_", "-"), isinstance(value, (list, tuple))
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
         if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
@@ -380,20 +390,15 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     return arguments
 
 
-def _with_settings(values: Iterable[tuple[Any, object]]) -> Iterator[tuple[Any, object]]:
-    """Keys and values of a recipe. Settings with keys of their own, as earlier versions wrote them, join their options."""
-    settings, others = dict[str, object](), list[tuple[Any, object]]()
-    for key, value in values:
-        name = str(key).replace("-", "_")
-        if name in SETTING_OF:
-            settings[name] = value
-        else:
-            others.append((key, value))
-    joined = by_option(settings)
-    for key, value in others:
-        has_settings = key in joined and "" not in SETTINGS[key] and value is not None
-        yield key, f"{value}:{joined.pop(key)}" if has_settings else value
-    yield from joined.items()
+def _settings_last(values: Iterable[tuple[Any, object]]) -> list[tuple[str, Any, object]]:
+    """Names, keys and values of a recipe. Settings with keys of their own, as in earlier versions, follow their options."""
+    listed = [(str(key).replace("-", "_"), key, value) for key, value in values]
+    given = {name: value for name, _, value in listed}
+    # Of a file and a share of rows to evaluate on, a recipe may say that it is not the other one.
+    if given.keys() >= {"evaluation", "eval_split"} and None in (given["evaluation"], given["eval_split"]):
+        without = "eval_split" if given["eval_split"] is None else "evaluation"
+        listed = [item for item in listed if item[0] != without]
+    return sorted(listed, key=lambda item: item[0] in SETTING_OF)
 
 
 def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
@@ -410,18 +415,20 @@ def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, objec
             yield name, of_section
 
 
-def unknown_option(where: str, found: str, name: str, known: Sequence[str], command: str) -> OptionError:
+def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionField], command: str) -> OptionError:
     """The error about an unknown option, which names the nearest option, or all of them; as flags if ``name`` is one."""
     is_flag = name.startswith("--")
-    written = {option: flag(option) if is_flag else option for option in known}
-    for setting, (option, key) in SETTING_OF.items():
-        if option in known:
-            written.setdefault(setting, f"{written[option]}{' ' if is_flag else ': '}{f'{key}=VALUE' if key else 'SHARE'}")
+    known = [option for option in listed if not option.is_positional]
+    written = {option.name: flag(option.name) if is_flag else option.name for option in known}
+    names = ", ".join(written.values())
+    for option in known:
+        for key, setting in option.settings.items():
+            value = key if setting.type is bool else f"{key}=VALUE" if key else "SHARE"
+            written.setdefault(setting.field, f"{written[option.name]}{' ' if is_flag else ': '}{value}")
     nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
     if nearest is None:
-        names = ", ".join(written[option] for option in known)
-        listed, every = ("", "-all") if len(known) > _MOST_LISTED else (f": {names}", "")
-        expected, remedy = f"an option of {command}{listed}", f"see {command} --help{every}"
+        every, text = ("-all", "") if len(known) > _MOST_LISTED else ("", f": {names}")
+        expected, remedy = f"an option of {command}{text}", f"see {command} --help{every}"
     else:
         expected = f"an option of {command}; did you mean {written[nearest]}"
         remedy = f"write {written[nearest]}, or leave it out"

@@ -228,8 +228,11 @@ def require_valid(options: object) -> None:
             raise OptionError(name, found=found, expected=expected, remedy="leave one of the two out")
     for name, others in NEEDED:
         if name in given and not given.keys() & set(others):
-            needed = " or ".join(map(flag, others))
-            raise OptionError(name, found=given[name], expected=needed, remedy="pass it, or leave this out")
+            needed = " or ".join(dict.fromkeys(map(flag, others)))
+            remedy = "pass it, or leave this out"
+            if SETTING_OF.get(name, ("",))[0] in others:
+                needed, remedy = f"{needed} with a value, too", "write it before a colon, or leave this out"
+            raise OptionError(name, found=given[name], expected=needed, remedy=remedy)
     if "method" in values:
         beside = "without --method" if method is None else f"with --method {method}"
         for name, value in given.items():
