@@ -166,7 +166,7 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
 @pytest.mark.parametrize("what", ["copy", "resize", "host_memory"])
 def test_a_failed_allocation_or_copy_loses_no_memory(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = Sweeps(Case())
-    owner = {"copy": sweeps.streams, "resize": sweeps.memory._kept._elsewhere, "host_memory": sweeps.device}[what]
+    owner = {"copy": sweeps.streams, "resize": sweeps.memory._kept._target, "host_memory": sweeps.device}[what]
     work, calls = getattr(owner, what), 0
 
     def failing(*arguments: Any) -> Any:

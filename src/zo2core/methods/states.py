@@ -51,9 +51,9 @@ class AtSnapshot:
 
 
 class State:
-    """Where what a run trains is. Refuses what a place does not do."""
+    """The state of a run, which its steps change. A kind of state refuses the operations that it does not support."""
 
-    refusal: ClassVar[tuple[str, str, str]]  # found, expected and remedy
+    refusal: ClassVar[tuple[str, str, str]]  # found, expected and remedy of the error for such an operation
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of the trained parameters."""
@@ -68,7 +68,7 @@ class State:
         self.refuse("load_state_dict")
 
     def refuse(self, asked: str) -> NoReturn:
-        """Refuse what this place cannot do."""
+        """Raise an error for an operation that this kind of state does not support."""
         found, expected, remedy = self.refusal
         raise OptionError(asked, found=found, expected=expected, remedy=remedy)
 

@@ -31,7 +31,7 @@ from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Device, Streams, Transfer, Wait
 from zo2core.types import Event, Lane, shown_bytes
 
-AHEAD = 2  # of one stream, that leave, and that come back, at a time: transfers overlap with compute
+AHEAD = 2  # streams whose activations leave, or come back, at a time, so that transfers overlap with compute
 IN_TRANSIT = AHEAD + 1  # streams on a device that offloads them: one is read, one leaves, and one comes
 
 
@@ -71,8 +71,8 @@ class Transit(Protocol):
         """Complete the move: the memory is free, or its bytes are there."""
 
 
-class Elsewhere(Protocol[StorageT]):
-    """Where activations are that have no room in the memory that is used first."""
+class OffloadTarget(Protocol[StorageT]):
+    """Memory or a file that holds activations for which the first memory has no room."""
 
     def send(self, use: Use, storages: list[StorageT]) -> Transit:
         """Start moving bytes out of storages, and free these. The list gets those into which they come back."""
@@ -88,14 +88,14 @@ class Elsewhere(Protocol[StorageT]):
 
 
 class KeptActivations(Generic[StorageT]):
-    """The activations of one sweep at a time, of which as much as has room is in memory.
+    """The activations of one sweep at a time: in memory up to ``room`` bytes, the others in an ``OffloadTarget``.
 
     Uses have their order: the first of those that are away comes back next, and the last of those in memory leaves.
     """
 
-    def __init__(self, elsewhere: Elsewhere[StorageT]) -> None:
+    def __init__(self, target: OffloadTarget[StorageT]) -> None:
         self.room = 0  # bytes
-        self._elsewhere = elsewhere
+        self._target = target
         self._nbytes = 0  # in memory, with what is on its way
         self._sizes: dict[Use, int] = {}  # bytes of all
         self._present: dict[Use, list[StorageT]] = {}
@@ -116,7 +116,7 @@ class KeptActivations(Generic[StorageT]):
         while self._present and staying > self.room - AHEAD * nbytes:
             last = max(self._present)
             staying -= self._sizes[last]
-            self._leaving[last] = self._elsewhere.send(last, self._present.pop(last))
+            self._leaving[last] = self._target.send(last, self._present.pop(last))
         while self._leaving and self._nbytes > self.room:
             self._end_departure()
 
@@ -138,7 +138,7 @@ class KeptActivations(Generic[StorageT]):
                 break
             self._away.remove(coming)
             self._nbytes = nbytes
-            self._coming[coming] = self._elsewhere.bring(coming)
+            self._coming[coming] = self._target.bring(coming)
         if use in self._coming:
             self._coming.pop(use).result()
         self._present.pop(use, None)
@@ -146,14 +146,14 @@ class KeptActivations(Generic[StorageT]):
 
     def clear(self) -> None:
         """Forget everything, however the sweep ended."""
-        self._elsewhere.clear()
+        self._target.clear()
         for uses in (self._sizes, self._present, self._leaving, self._away, self._coming):
             uses.clear()
         self._nbytes = 0
 
     def close(self) -> None:
         """Give back all memory and files. May be called twice."""
-        self._elsewhere.close()
+        self._target.close()
 
     def _end_departure(self) -> int:
         """Wait until what began to leave first has left; returns the bytes that it had."""
