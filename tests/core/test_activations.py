@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 from time import sleep
 from typing import Any, NamedTuple
 
@@ -99,6 +100,29 @@ def sweep_twice(case: Case, without: Sequence[Wait] = ()) -> list[str]:
     sweeps.run()
     sweeps.run()
     return sweeps.end()
+
+
+def test_streams_of_several_storages_take_the_host_memory_that_is_planned() -> None:
+    count, pages = 3, (1, 9, 3)
+    device, planned = ThreadedDevice(ThreadedStreams(lambda *_: 0.0)), count * sum(pages) * PAGE
+    memory, take, allocated = StreamActivations(device, 0, planned), device.host_memory, []
+
+    def counted(nbytes: int) -> torch.Tensor:
+        allocated.append(nbytes)
+        return take(nbytes)
+
+    device.host_memory = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        memory.begin(count)
+        for stream in range(count):
+            memory.add(stream, tuple(torch.full((number * PAGE,), stream, dtype=torch.uint8) for number in pages), lambda: 0)
+        for segment, stream in product(range(1, SEGMENTS), range(count)):
+            found = memory.take(segment, stream)
+            assert all(bool((tensor == stream).all()) for tensor in found)
+            if segment + 1 < SEGMENTS:
+                memory.put(segment + 1, stream, tuple(tensor.clone() for tensor in found))
+    device.close()
+    assert allocated == [planned]
 
 
 @pytest.mark.few(2)

@@ -279,11 +279,15 @@ class _Piece(NamedTuple):
 
 
 class _HostMemory:
-    """Page-locked memory that activations have in turn. It is kept for later sweeps."""
+    """Page-locked memory that activations have in turn. It is kept for later sweeps.
 
-    def __init__(self, device: Device, planned: int) -> None:
+    It grows within what is planned as it is needed, or is taken ``at_once`` where all of the plan is needed: parts of memory
+    that was taken in several goes can be too small for what comes next.
+    """
+
+    def __init__(self, device: Device, planned: int, *, at_once: bool) -> None:
         self._device = device
-        self._planned = planned
+        self._planned, self._at_once = planned, at_once
         self._lock = Lock()  # the thread that writes and reads the file frees and takes memory, too
         self._all: list[torch.Tensor] = []
         self._free: list[_Piece] = []
@@ -295,7 +299,8 @@ class _HostMemory:
             fitting = [number for number, piece in enumerate(self._free) if len(piece.memory) >= nbytes]
             if not fitting:
                 total = sum(map(len, self._all))
-                self._all.append(self._device.host_memory(max(nbytes, min(total, self._planned - total))))
+                left = self._planned - total
+                self._all.append(self._device.host_memory(max(nbytes, left if self._at_once else min(total, left))))
                 fitting = [len(self._free)]
                 self._free.append(_Piece(self._all[-1]))
             memory, read = self._free.pop(min(fitting, key=lambda number: len(self._free[number].memory)))
@@ -398,7 +403,7 @@ class ActivationOffload:
         self, device: Device, timeline: Timeline, file: ActivationFile | None, planned: int, *, forgets: bool = False
     ) -> None:
         self._device, self._timeline, self._forgets = device, timeline, forgets
-        self._memory = _HostMemory(device, planned)
+        self._memory = _HostMemory(device, planned, at_once=file is None)
         self._on_host: KeptActivations[_HostStorage] | None = None
         if file is not None:
             self._on_host = KeptActivations(file)
