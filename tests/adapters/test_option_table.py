@@ -277,6 +277,14 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
     assert (command.optimization.rank, command.optimization.period) == (2, 7)
 
 
+def test_another_size_keeps_settings_and_another_method_does_not() -> None:
+    earlier = ["--memory", "2GiB:activations=50MB", "--rank", "8:period=7", "--method", "adamw:betas=0.8,0.9"]
+    command: Train = parse_command("train", Train, [*earlier, "--memory", "3GiB", "--rank", "4", "--method", "sgd"])
+    assert (command.storage.memory, command.storage.activation_memory) == ("3GiB", "50MB")
+    assert (command.optimization.rank, command.optimization.period) == (4, 7)
+    assert (command.first_order.method, command.first_order.betas) == ("sgd", None)
+
+
 def test_settings_without_the_value_that_they_belong_to_are_refused_by_its_option() -> None:
     with pytest.raises(OptionError, match="found 5; expected --rank with a value, too"):
         require(period=5)

@@ -35,6 +35,7 @@ _NUMBERS = {int: "a whole number", float: "a number"}
 _WHERE = "command line"
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _MOST_LISTED = 20  # options that a message lists
+_SIZES = ("memory", "rank")  # options whose settings stay as they are when another value is given
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 # Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
@@ -281,8 +282,9 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
 
 
 def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, Any]:
-    """The values of an option and of its settings, by field. A value alone leaves all settings at their defaults."""
-    defaults = {setting.field: setting.default for setting in option.settings.values()}
+    """The values of an option and of its settings, by field. Another method, but no other size, drops earlier settings."""
+    is_kept = option.name in _SIZES
+    defaults = {} if is_kept else {setting.field: setting.default for setting in option.settings.values()}
     if "" in option.settings:
         with contextlib.suppress(ValueError):
             return {option.field: None, option.settings[""].field: float(text)}
