@@ -79,9 +79,9 @@ class Train(RunOptions, Command):
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
     workers on the same host use DIR.worker-1 and so on."""
     resume: Path | None = None
-    """Directory of a run to continue, with the same result as without the interruption. Options that do not change it
-    (memory, --trace, ...) may be given again, and more --steps if --decay is constant; otherwise a new run with --adapter
-    RUN/model goes on from this one's adapter. --model, --data and the like name moved files."""
+    """Directory of a run to continue; the result is that of an uninterrupted one. Options that do not change it (memory,
+    --trace, ...) may be given, and more --steps if --decay is constant; else a new run with --adapter RUN/model goes on
+    from its adapter. --model and --data name moved files."""
     from_step: int | None = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
     may have other --steps, --lr and the like. This is how steps are undone."""

@@ -135,8 +135,8 @@ class RunOptions:
     """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
-    """File to evaluate on, before the first step and after the last one; or the share of the training rows, such as 0.1,
-    that is evaluated on instead of trained on."""
+    """File to evaluate on, before the first step and after the last one; or a share of the training rows to hold out,
+    such as 0.1."""
     eval_split: float | None = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
     evaluate_every: int | None = None
