@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4722,
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4933,
-    "zo2core": 4430,
+    "zo2core": 4431,
     "zo2core/checkpoint": 779,
     "zo2core/io": 417,
     "zo2core/journal": 491,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from statistics import median
@@ -74,7 +75,7 @@ def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Estimator:
+class _Estimator(ABC):
     """The numbers that all estimators have, and the record of a step; a subclass computes the projected gradients."""
 
     name: ClassVar[str]
@@ -104,9 +105,9 @@ class _Estimator:
         described = (repr(lr) if is_dataclass(lr) else "a function") if callable(lr) else float(lr)
         return {"name": self.name, "lr": described, "zo_eps": self.zo_eps, "weight_decay": self.weight_decay}
 
+    @abstractmethod
     def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
         """Compute the projected gradient of each direction from the losses of all evaluations."""
-        raise NotImplementedError
 
     def update(
         self,
@@ -341,7 +342,7 @@ class FZOO(_Estimator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimatorWrapper:
+class EstimatorWrapper(ABC):
     """An estimator with the evaluations and updates of another one."""
 
     estimator: ZOEstimator
@@ -375,9 +376,9 @@ class EstimatorWrapper:
         """See the wrapped estimator."""
         return self.estimator.evaluations(step, rng)
 
+    @abstractmethod
     def changed(self, update: Update, past: Sequence[Update]) -> Update:
         """Change the wrapped estimator's update of a step, given the run's updates before it."""
-        raise NotImplementedError
 
     def update(
         self,

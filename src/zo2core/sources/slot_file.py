@@ -26,6 +26,7 @@ Write-ahead: the generation of step v is committed only once the journal's recor
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -64,13 +65,8 @@ class Written(NamedTuple):
         return {"segment": segment, "slot": self.slot, "version": self.version, "chain": self.chain, "xxh3": self.xxh3}
 
 
-class SlotFile:
-    """Segments on disk at later versions than the base. Its files are locked until ``close``.
-
-    A subclass has ``write(segment, data, version)`` and the manifest: its ``_header``, what of the records of an earlier
-    process ``_load`` takes, where they are plausible, and ``_live``, the records that count. Bytes are checked when they are
-    first read: ``_mismatched`` treats a segment that does not match its record, and returns False if its bytes are dropped.
-    """
+class SlotFile(ABC):
+    """Segments on disk at later versions than the base. Its files are locked until ``close``."""
 
     def __init__(
         self,
@@ -104,21 +100,25 @@ class SlotFile:
             self._data.close()
             raise
 
+    @abstractmethod
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
         """Write a segment."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _header(self) -> Record:
-        raise NotImplementedError
+        """The manifest's first record."""
 
+    @abstractmethod
     def _load(self, records: Sequence[Record], where: str) -> None:
-        raise NotImplementedError
+        """Take the records of an earlier process where they are plausible; bytes are checked when they are first read."""
 
+    @abstractmethod
     def _live(self) -> Sequence[Record]:
-        raise NotImplementedError
+        """The records that count."""
 
+    @abstractmethod
     def _mismatched(self, segment: int) -> bool:
-        raise NotImplementedError
+        """Treat a segment that does not match its record; returns False if its bytes are dropped."""
 
     def version(self, segment: int) -> int:
         """Version of a segment's written bytes; 0 if there are none."""
