@@ -21,7 +21,7 @@ from waits import FOR_ACTIVATIONS, nothing, slow
 from zo2core import HostDevice
 from zo2core.io.direct_file import PAGE
 from zo2core.profiling import Timeline
-from zo2core.protocols import Wait
+from zo2core.protocols import Transfer, Wait
 from zo2core.sweep.activations import IN_TRANSIT, StreamActivations, storage_bytes
 from zo2core.types import Lane
 
@@ -182,6 +182,23 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     sweeps.memory.take(segments, 0)  # and its forward fails
     sweeps.run()
     sweeps.run()
+    assert sweeps.end() == []
+
+
+def test_a_sweep_begins_once_the_copies_of_a_failed_one_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps, transfers = Sweeps(Case(upload=slow, offload=slow)), list[Transfer]()
+    copy = sweeps.streams.copy
+
+    def noted(*arguments: Any) -> Transfer:
+        transfers.append(copy(*arguments))
+        return transfers[-1]
+
+    monkeypatch.setattr(sweeps.streams, "copy", noted)
+    sweeps.run(2)
+    sweeps.memory.take(2, 0)  # and its forward fails, while others leave and come
+    assert not all(transfer.done.passed for transfer in transfers)
+    sweeps.memory.begin(3)
+    assert all(transfer.done.passed for transfer in transfers)
     assert sweeps.end() == []
 
 
