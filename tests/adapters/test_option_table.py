@@ -315,6 +315,52 @@ def test_what_is_now_a_setting_is_named_as_one(written: tuple[str, ...], told: s
     assert told in str(refused.value)
 
 
+SETTINGS_GIVEN: dict[str, dict[str, Any]] = {
+    "--columns text=a,prompt=b,completion=c,label=d,messages=e": {
+        "text_column": "a",
+        "prompt_column": "b",
+        "completion_column": "c",
+        "label_column": "d",
+        "messages_column": "e",
+    },
+    "--train-on all:rendered_at=2026-01-02": {"train_on": "all", "rendered_at": "2026-01-02"},
+    "--precision mixed:transfer=float8": {"precision": "mixed", "transfer_dtype": "float8"},
+    "--objective dpo:beta=0.3": {"objective": "dpo", "beta": 0.3},
+    "--method adamw:betas=0.8,0.9,state_bits=8": {"method": "adamw", "betas": (0.8, 0.9), "state_bits": 8},
+    "--method adamw:delayed_update": {"method": "adamw", "delayed_update": True},
+    "--method lomo:stream_blocks,loss_scaling": {"method": "lomo", "stream_blocks": True, "loss_scaling": True},
+    "--method sgd:momentum=0.5": {"method": "sgd", "momentum": 0.5},
+    "--method badam:switch_every=7": {"method": "badam", "switch_every": 7},
+    "--clip norm=1,value=2": {"max_grad_norm": 1.0, "max_grad_value": 2.0},
+    "--clip projected=3,median=4": {"clip_grad": 3.0, "clip_median": 4.0},
+    "--estimator es:exact,fitness=ranks": {
+        "estimator": EstimatorName.ES,
+        "exact_mezo": True,
+        "fitness": Fitness.RANKS,
+    },
+    "--rank 4:period=5,stack=6": {"rank": 4, "period": 5, "stack": 6},
+    "--reward-options max_new_tokens=6,temperature=0.5,top_p=0.7,seconds=8,memory=2GiB,max_drift=0.2": {
+        "max_new_tokens": 6,
+        "temperature": 0.5,
+        "top_p": 0.7,
+        "reward_seconds": 8.0,
+        "reward_memory": "2GiB",
+        "max_drift": 0.2,
+    },
+    "--memory 2GiB:activations=1GiB": {"memory": "2GiB", "activation_memory": "1GiB"},
+    "--evaluation 0.25": {"eval_split": 0.25},
+}
+
+
+def test_each_setting_is_what_it_is_called() -> None:
+    for written, expected in SETTINGS_GIVEN.items():
+        command = parse_command("train", Train, written.split())
+        assert {name: value for name, value, default in option_table.leaves(command) if value != default} == expected, (
+            written
+        )
+    assert SETTING_OF.keys() <= {name for expected in SETTINGS_GIVEN.values() for name in expected}
+
+
 def test_train_prints_its_plan_as_the_command_plan_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_place(tmp_path)
     monkeypatch.chdir(tmp_path)
