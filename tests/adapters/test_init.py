@@ -211,6 +211,26 @@ def test_little_memory_makes_micro_batches(here: Path, monkeypatch: pytest.Monke
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
+@pytest.mark.parametrize(("share", "separates"), [(0.8, True), (0.95, True), (0.8, False)])
+def test_rows_are_packed_where_this_is_expected_to_be_faster(
+    share: float, separates: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(inputs: RunInputs) -> RunPlan:
+        return replace(plan_of(inputs), forward_seconds=share if inputs.options.batching.pack else 1.0, update_seconds=0.0)
+
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.plan_of", plan)
+    if not separates:
+        monkeypatch.setattr("zo2adapters.models.batches._separates", lambda mask, sequence_ids: False)
+    write_rows(here / "uneven.jsonl", [{"text": f"the cat{' sat' * (i % 10)}"} for i in range(ROWS)])
+    values, is_packed = written("uneven.jsonl"), share < 0.9 and separates
+    assert values.get("pack") == (True if is_packed else None)
+    assert ("of the tokens would be padding" in Path("recipe.yaml").read_text()) == is_packed
+    if is_packed:
+        done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
+    Path("recipe.yaml").unlink()
+    assert "pack" not in written("pairs.jsonl"), "its rows have one length"
+
+
 def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int | None] = []
 

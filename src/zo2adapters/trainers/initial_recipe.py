@@ -15,7 +15,7 @@ import yaml
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable
+from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -23,12 +23,12 @@ from zo2adapters.trainers.methods import method_of, storage
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.option_table import by_option, setting_text
 from zo2adapters.trainers.options import Batching, TrainOptions
-from zo2adapters.trainers.probes import hands_over_tensors
+from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, method_words, plan_of
 from zo2adapters.trainers.tuning import Schedule, schedule_of
 from zo2core import ZO2Error
-from zo2core.errors import MemoryBudgetError, MissingPackageError
+from zo2core.errors import MemoryBudgetError, MissingPackageError, UnsupportedModelError
 from zo2core.planning.memory import free_memory
 from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
@@ -45,6 +45,8 @@ _LONGEST_ROW = 4096  # tokens; longer rows are cut before lengths are measured
 _UNCUT = 256  # tokens of rows that are too short to be worth cutting
 _TYPICAL = 0.99  # share of the rows that are not cut
 _ROUNDED_TO = 16  # tokens
+_PADDED = 0.25  # least share of padding for which packed rows are tried: their mask hides more
+_FASTER = 0.9  # most share of the padded rows' seconds
 _FEWEST_ROWS = 20  # least rows of a file from which rows are held out to evaluate on
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 500  # share, and rows
 _EVALUATING, _MOST_EVALUATIONS = 0.1, 4  # share of the steps' time, and number after the one before the first step
@@ -107,7 +109,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     opened = _opened(replace(request, rows=surveyed.options, objective=objective), surveyed.format)
     options, lengths, rows = _with_lengths(opened)
     inputs = RunInputs.read(_with_held_out_rows(options, rows))
-    inputs, plan = _fitting(inputs)
+    inputs, plan = _packed(*_fitting(inputs))
     batching = inputs.options.batching
     options = _with_steps(replace(opened.options, eval_split=inputs.options.eval_split, batching=batching), inputs, plan)
     rates, schedule = schedule_of(options)
@@ -257,6 +259,29 @@ def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
         return inputs, plan
 
 
+def _packed(inputs: RunInputs, plan: RunPlan) -> tuple[RunInputs, RunPlan]:
+    """Concatenate the rows of a batch if that is expected to be faster than to pad them."""
+    is_packable = inputs.data.format is RowFormat.TEXT and names_model_loss(inputs.options.objective)
+    if is_packable and inputs.options.batching.micro_batch_size is None and _padding(inputs) >= _PADDED:
+        packed = _joined(inputs, pack=True)
+        with contextlib.suppress(UnsupportedModelError, MemoryBudgetError):
+            require_packable(inputs.model)
+            faster = plan_of(packed)
+            if faster.seconds <= _FASTER * plan.seconds:
+                return packed, faster
+    return inputs, plan
+
+
+def _joined(inputs: RunInputs, *, pack: bool) -> RunInputs:
+    return replace(inputs, options=replace(inputs.options, batching=replace(inputs.options.batching, pack=pack)))
+
+
+def _padding(inputs: RunInputs) -> float:
+    """The share of padding among the tokens of padded batches."""
+    packed, padded = (_joined(inputs, pack=pack).shapes().step for pack in (True, False))
+    return 1 - packed.rows * packed.tokens / (padded.rows * padded.tokens)
+
+
 def _with_steps(options: TrainOptions, inputs: RunInputs, plan: RunPlan) -> TrainOptions:
     """Choose how many steps are taken, and how often to evaluate."""
     steps, rank = options.steps, inputs.options.optimization.rank
@@ -337,6 +362,9 @@ def _batch_choices(options: TrainOptions, lengths: str, inputs: RunInputs, plan:
     if options.batching.micro_batch_size is not None:
         reason = "So many rows run at a time, so that activations leave room for blocks. It changes no result but rounding."
         yield Choice("micro_batch_size", options.batching.micro_batch_size, reason)
+    if options.batching.pack:
+        reason = f"Rows of a batch are joined: if they were padded, {_padding(inputs):.0%} of the tokens would be padding."
+        yield Choice("pack", options.batching.pack, reason)
     yield Choice("sequence_length", options.batching.sequence_length, lengths)
     if options.rows.too_long != "auto":
         yield Choice("too_long", options.rows.too_long)

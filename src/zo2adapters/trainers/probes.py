@@ -132,6 +132,13 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
     return False
 
 
+def require_packable(model: HFBlockModel) -> None:
+    """Refuse a model whose attention would not keep packed rows apart."""
+    _bind(model)
+    ids, positions = torch.ones(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+    model.prepared({"input_ids": ids, "labels": ids, "position_ids": positions})
+
+
 def release_probe(model: HFBlockModel) -> None:
     """Free the memory that probes have bound, before an engine allocates its own."""
     for index in (0, 1, len(model.layouts) - 1):
