@@ -13,9 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
+from typing import Any, TypeAlias
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
@@ -25,27 +23,18 @@ from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
 from zo2core.methods.first_order import (
     TRAINED_COPIES,
+    AtSnapshot,
     FirstOrder,
     require_trainable,
     trained_bytes,
 )
-from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
-from zo2core.methods.states import (
-    AdapterState,
-    AtSnapshot,
-    GenerationState,
-    JournalState,
-    KeptSnapshots,
-    StoredState,
-    TrainedState,
-)
+from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps, FusedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
 from zo2core.perturbation import (
     DensePerturbation,
     LowRankPerturbation,
     Perturbation,
-    StackedModel,
     choose_perturbation,
     require_perturbation,
 )
@@ -59,10 +48,9 @@ from zo2core.protocols import (
     CounterNoise,
     Device,
     DifferentiableModel,
-    Forward,
     Scheduler,
 )
-from zo2core.runner import Runner
+from zo2core.runner import JournalSteps, Runner, Steps, TrainedSteps
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
@@ -71,15 +59,13 @@ from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import SoleUse
-from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber
-from zo2core.sweep.trained import PresentWeights, StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import Groups, Perturber, UpdateLoss, Visits
+from zo2core.sweep.trained import StoredParameters, TrainedParameters
+from zo2core.sweep.visitor import UpdateLoss, Visits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
-from zo2core.updates import Trajectory, seeds_of
+from zo2core.updates import seeds_of
 from zo2core.workers import Workers, require_agreement, sync_journals
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
@@ -110,16 +96,7 @@ class RunOptions:
     timeline: Timeline | None = None
 
 
-class OpenedRun(NamedTuple):
-    """A run that was built, and how it goes on."""
-
-    runner: Runner
-    state: JournalState | TrainedState
-    steps: ZerothOrderSteps | AdapterSteps | FusedSteps | None = None  # None: no steps are taken
-    snapshots: KeptSnapshots | None = None  # of first-order steps that are kept; None: there are none
-
-
-def build(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
+def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runner, Steps]:
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
     _require_consistent(model, method, options)
     with ExitStack() as opened:
@@ -146,12 +123,21 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
             allocate=None if options.shared is None else options.shared.work_memory,
         )
         runner.trained = _trained(runner, method)
-        runner.visits = _visits(runner)
+        if runner.device.torch_device.type == "cpu":
+            runner.helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
+        runner.visits = Visits(
+            layouts=model.layouts,
+            perturber=runner.perturber,
+            activations=runner.activations,
+            streams=runner.device.streams,
+            timeline=runner.recorder.timeline,
+            update_loss=runner.update_loss if runner.factors is None else None,
+        )
         runner.work_buffer.bind(model.bind)
         opened.callback(runner.recorder.flush)
-        run = _steps(runner, method, options)
+        steps = _steps(runner, method, options)
         runner.opened = opened.pop_all()
-        return run
+        return runner, steps
 
 
 def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
@@ -404,68 +390,28 @@ def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParame
     return TrainedParameters(runner.model.layouts, runner.model.weights, runner.device.torch_device)
 
 
-def _visits(runner: Runner) -> Visits:
-    """Choose how the visitors of sweeps are made, by where what is trained is."""
-    model, estimator, trained, noise = runner.model, runner.estimator, runner.trained, runner.noise
-    factors, buffer, worker = runner.factors, runner.work_buffer, None
-    if runner.device.torch_device.type == "cpu":
-        worker = runner.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
-    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, runner.perturb_in_place)
-
-    def perturber(version: int, groups: Groups, forward: Forward) -> Perturber:
-        if trained is not None:
-            trained.begin_sweep()
-            return PresentWeights(trained, buffer)
-        evaluations = [evaluation for evaluation, _ in groups]
-        trajectory = Trajectory(runner.journal.updates, version, evaluations, zo_eps, in_place)
-        if factors is not None:
-            assert isinstance(model, StackedModel), "other models were refused"
-            return FactorPerturber(model, factors, buffer, worker, trajectory, groups, forward)
-        if isinstance(noise, CounterNoise):
-            return CounterPerturber(noise, buffer, worker, trajectory)
-        return DrawnPerturber(noise, buffer, worker, trajectory)
-
-    return Visits(
-        layouts=model.layouts,
-        perturber=perturber,
-        activations=runner.activations,
-        streams=runner.device.streams,
-        timeline=runner.recorder.timeline,
-        update_loss=runner.update_loss if factors is None else None,
-    )
-
-
-def _steps(runner: Runner, method: Method, options: RunOptions) -> OpenedRun:
-    """Choose state and steps, and go on from what a run has kept."""
-    model, trained, run = runner.model, runner.trained, options.run
+def _steps(runner: Runner, method: Method, options: RunOptions) -> Steps:
+    """Choose the kind of steps, and go on from what a run has kept."""
     if isinstance(method, ZerothOrder):
-        journal = JournalState(runner)
-        steps = None if method.estimator is None else ZerothOrderSteps(runner, method.seed, journal)
-        return OpenedRun(runner, journal, steps)
+        return JournalSteps(runner) if runner.estimator is None else ZerothOrderSteps(runner, runner.estimator, method.seed)
+    trained, run = runner.trained, options.run
     assert trained is not None, "it was built"
     if isinstance(method, AtSnapshot):
-        state = TrainedState(runner, trained, version=method.step)
+        steps = TrainedSteps(runner, trained)
+        steps.version = method.step
         if method.parameters is not None:
-            state.load(method.parameters)
-        return OpenedRun(runner, state)
-    assert isinstance(model, DifferentiableModel), "it was required"
+            steps.load(method.parameters)
+        return steps
     spill = Path(next((path for path in (options.spill, run) if path is not None), tempfile.gettempdir()))
-    leaves: list[Mapping[str, torch.Tensor]] = [model.leaves(index) for index in range(len(model.layouts))]
-    first: AdapterState | StoredState
-    taken: AdapterSteps | FusedSteps
-    if isinstance(trained, StoredParameters):
-        every = options.commit_every
-        first = StoredState(runner, trained, method) if every is None else GenerationState(runner, trained, method, every)
-        taken = FusedSteps(runner, method, first, leaves, spill)
+    if isinstance(trained, TrainedParameters):
+        steps = AdapterSteps(runner, trained, method, spill)
+    elif options.commit_every is None:
+        steps = FusedSteps(runner, trained, method, spill)
     else:
-        leaves = [
-            {name: leaf.requires_grad_() for name, leaf in of_segment.items() if name in trained.parameters}
-            for of_segment in leaves
-        ]
-        first = AdapterState(runner, trained, method)
-        taken = AdapterSteps(runner, method, first, leaves, spill)
-    kept = run if options.commit_every is None else None
-    return OpenedRun(runner, first, taken, None if kept is None else KeptSnapshots(Path(kept), runner, first))
+        return CommittedSteps(runner, trained, method, spill, options.commit_every)
+    if run is not None:
+        steps.resume(Path(run))
+    return steps
 
 
 def _header(runner: Runner, method: Method, options: RunOptions) -> Mapping[str, Any]:

@@ -19,8 +19,7 @@ from zo2core.errors import OptionError
 from zo2core.factors import Learned
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
-from zo2core.methods.gradient_steps import AdapterSteps
-from zo2core.methods.states import AdapterState, GenerationState, KeptSnapshots
+from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
@@ -32,7 +31,6 @@ from zo2core.protocols import (
     Objective,
     Scheduler,
 )
-from zo2core.runner import counted
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate, evaluate_objective
 from zo2core.sweep.visitor import Groups
@@ -134,7 +132,7 @@ class Engine:
             scheduler=scheduler,
             timeline=timeline,
         )
-        self._runner, self._state, self._steps, self._snapshots = build(model, method, options)
+        self._runner, self._steps = build(model, method, options)
 
     @property
     def workers(self) -> Workers:
@@ -147,7 +145,7 @@ class Engine:
 
         It is less than the journal has while first-order steps after a snapshot are repeated.
         """
-        return self._state.version
+        return self._steps.version
 
     @property
     def journal(self) -> Journal:
@@ -179,22 +177,22 @@ class Engine:
     @property
     def optimizer(self) -> Any:
         """The optimizer of an adapter, for learning rate schedules. The engine calls its ``step``."""
-        return _required(self._state, AdapterState, "optimizer").optimizer
+        return _required(self._steps, AdapterSteps, "optimizer").optimizer
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """An adapter's parameters by name, in registration order, on the device. Only change them in place."""
-        return MappingProxyType(_required(self._state, AdapterState, "parameters").trained.parameters)
+        return MappingProxyType(_required(self._steps, AdapterSteps, "parameters").trained.parameters)
 
     @property
     def snapshots(self) -> Snapshots:
         """The snapshots of a first-order run that is kept."""
-        return self._kept("snapshots").files
+        return self._steps.require_snapshots("snapshots")
 
     @property
     def committed(self) -> int:
         """The step of the last commit of segments on disk, from which the run resumes."""
-        return _required(self._state, GenerationState, "committed").committed
+        return _required(self._steps, CommittedSteps, "committed").committed
 
     def watch(self, visited: Callable[[int, int], object] | None) -> None:
         """Have a function called after each visit of a sweep, such as one that draws a progress bar.
@@ -238,19 +236,7 @@ class Engine:
             OutputError: if the trace cannot be written; the step was taken.
         """
         self._runner.use.require_open()
-        if isinstance(self._steps, ZerothOrderSteps):
-            return self._steps.step(batch, forward, seed=seed)
-        if self._steps is None or seed is not None:
-            raise OptionError(
-                "step",
-                found="an engine without a method" if self._steps is None else "a seed of a first-order step",
-                expected="ZerothOrder or FirstOrder" if self._steps is None else "a zeroth-order step, which has directions",
-                remedy="pass a method to the engine" if self._steps is None else "leave it out",
-            )
-        result = self._steps.step(batch, forward)
-        if isinstance(self._state, GenerationState):
-            self._state.end_step()
-        return result
+        return self._steps.step(batch, forward, seed=seed)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
         """Add the gradients of a batch's loss to ``grad`` of an adapter's parameters, as ``loss.backward()`` does.
@@ -268,13 +254,7 @@ class Engine:
             ZO2Error: as for ``step``, except that a loss that is not finite is returned. All gradients are cleared then.
         """
         self._runner.use.require_open()
-        trained = _required(self._state, AdapterState, "gradients").trained
-        assert isinstance(self._steps, AdapterSteps), "they belong to an adapter's state"
-        try:
-            return self._steps.gradients(batch, forward)
-        except BaseException:
-            trained.clear_gradients()
-            raise
+        return _required(self._steps, AdapterSteps, "gradients").gradients(batch, forward)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
         """Start a zeroth-order step whose losses the caller computes, by ``forwards_at``, and passes to ``tell``.
@@ -445,11 +425,11 @@ class Engine:
         if isinstance(model, CustomExport):
             exported, layouts = model.exported_parameters, enumerate(model.layouts)
             segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
-            with closing(counted(self._present(segments), progress)) as tensors:
+            with closing(self._present(segments, progress)) as tensors:
                 model.write(directory, tensors, files)
             return
         specs, form = [spec.decoded for layout in model.layouts for spec in layout.parameters], saved_form(model)
-        with closing(counted(self.parameters_now(), progress)) as tensors:  # releases its bucket even if the write fails
+        with closing(self._present(range(len(model.layouts)), progress)) as tensors:
             companions = {**model.companions, **files}
             write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=form)
 
@@ -464,7 +444,7 @@ class Engine:
             OptionError: if the state of the run is elsewhere, or belongs to its weights.
         """
         self._runner.use.require_open()
-        self._state.load(parameters)
+        self._steps.load(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later first-order steps depend: parameters, the optimizer's state, number of steps.
@@ -476,7 +456,7 @@ class Engine:
             OptionError: if the state is the journal, or is committed on disk.
         """
         self._runner.use.require_open()
-        return self._state.snapshot()
+        return self._steps.snapshot()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a state that ``state_dict`` returned.
@@ -488,7 +468,7 @@ class Engine:
             CheckpointError: if it is of another model or optimizer; nothing is changed then.
         """
         self._runner.use.require_open()
-        self._state.restore(state)
+        self._steps.restore(state)
 
     def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
         """Write a snapshot of the present first-order step durably, and delete all older ones but the newest of them.
@@ -502,7 +482,7 @@ class Engine:
             WorkerError: if another worker has other parameters.
         """
         self._runner.use.require_open()
-        self._kept("take_snapshot").take(keep)
+        self._steps.take_snapshot(keep)
 
     def commit(self) -> None:
         """Commit the present step of a run with ``commit_every`` durably. Optimizers with turns commit at their ends only.
@@ -511,7 +491,7 @@ class Engine:
             ScratchError: if it cannot be written; the engine is closed then.
         """
         self._runner.use.require_open()
-        _required(self._state, GenerationState, "commit").commit_generation()
+        _required(self._steps, CommittedSteps, "commit").commit()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
         """Record the results of an evaluation of the present weights in the journal, after the base's digests.
@@ -535,7 +515,10 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _present(
+        self, segments: Iterable[int], progress: Callable[[int], object] | None = None
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the present parameters of segments, and report the bytes of each once the next is asked for."""
         factors = self._runner.factors
         require_whole_model(self._runner.model)
         with closing(self._runner.parameters_at(self.version, segments)) as visited:
@@ -543,22 +526,18 @@ class Engine:
                 weights = view if spec.encoding is None else decoded(spec, view)
                 present = weights if factors is None or spec.frozen else factors.present(spec, weights)
                 yield spec.name, present.view(spec.shape)
+                if progress is not None:
+                    progress(present.nbytes)
 
     def _zeroth_order(self, asked: str) -> ZerothOrderSteps:
         self._runner.use.require_open()
         return _required(self._steps, ZerothOrderSteps, asked)
 
-    def _kept(self, asked: str) -> KeptSnapshots:
-        if isinstance(self._state, GenerationState):
-            self._state.refuse(asked)
-        return _required(self._snapshots, KeptSnapshots, asked)
-
 
 _NEEDED: Mapping[type, tuple[str, str]] = {  # what an engine lacks without such a part, and the method that has it
     ZerothOrderSteps: ("zeroth-order steps", "ZerothOrder(estimator)"),
-    AdapterState: ("first-order steps of an adapter", "FirstOrder with a function that makes an optimizer"),
-    KeptSnapshots: ("snapshots", "FirstOrder(...) with run=..., and without commit_every"),
-    GenerationState: ("segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"),
+    AdapterSteps: ("first-order steps of an adapter", "FirstOrder with a function that makes an optimizer"),
+    CommittedSteps: ("segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"),
 }
 
 

@@ -1,31 +1,53 @@
-"""The runner: the parts of one run, and the sweeps that methods make over its segments."""
+"""The runner: the parts of one run, and the sweeps that methods make over its segments.
+
+Steps change a state, which is in memory, on disk, or in the journal. ``load`` sets values of it, ``snapshot`` returns all on
+which later steps depend, and ``restore`` continues from that. A kind of steps that cannot do one of these refuses it.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.errors import JournalError, OptionError
 from zo2core.factors import FactorStore
 from zo2core.journal import Journal
-from zo2core.perturbation import Perturbation
+from zo2core.optimizer_states import form_of, require_finite, unusable_state
+from zo2core.perturbation import Perturbation, StackedModel
 from zo2core.planning.run_spec import RunSpec
 from zo2core.profiling import Sweep, TraceRecorder
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    CounterNoise,
+    Device,
+    Forward,
+    NoiseGenerator,
+    Scheduler,
+    ZOEstimator,
+)
 from zo2core.sources.loader import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.gradient_visitor import GradientVisitor
 from zo2core.sweep.microbatch import grouped
-from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import Groups, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
+from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber
+from zo2core.sweep.trained import PresentWeights, StoredParameters, TrainedParameters
+from zo2core.sweep.visitor import Groups, Perturber, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, BlockLayout, Commit, ParameterSpec, StepResult, Update, require_tensors
-from zo2core.workers import Workers
+from zo2core.updates import Trajectory
+from zo2core.workers import Workers, sync_snapshots
 
 
 class Runner:
@@ -52,6 +74,7 @@ class Runner:
     activation_bytes: int  # for activations in the memory in which forwards run
     spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
     work_buffer: WorkBuffer
+    helper: ThreadPoolExecutor | None = None  # a second thread that perturbs, on the CPU
     visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
     trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are the journal's
 
@@ -125,6 +148,23 @@ class Runner:
             self.noise.retain(visitor.seeds)
         return visitor.outputs
 
+    def perturber(self, version: int, groups: Groups, forward: Forward) -> Perturber:
+        """Make what brings weights to a version and perturbs them in one sweep, by where what is trained is."""
+        model, noise, buffer = self.model, self.noise, self.work_buffer
+        if self.trained is not None:
+            self.trained.begin_sweep()
+            return PresentWeights(self.trained, buffer)
+        zo_eps = 1.0 if self.estimator is None else self.estimator.zo_eps
+        in_place = self.estimator is None or self.perturb_in_place
+        evaluations = [evaluation for evaluation, _ in groups]
+        trajectory = Trajectory(self.journal.updates, version, evaluations, zo_eps, in_place)
+        if self.factors is not None:
+            assert isinstance(model, StackedModel), "other models were refused"
+            return FactorPerturber(model, self.factors, buffer, self.helper, trajectory, groups, forward)
+        if isinstance(noise, CounterNoise):
+            return CounterPerturber(noise, buffer, self.helper, trajectory)
+        return DrawnPerturber(noise, buffer, self.helper, trajectory)
+
     def parameters_at(
         self, version: int, segments: Iterable[int]
     ) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
@@ -140,6 +180,11 @@ class Runner:
             finally:
                 self.noise.retain(visitor.seeds)
                 self.recorder.flush()
+
+    def append(self, record: Update | Commit) -> None:
+        """Append a step's record to the journal, after the base's digests."""
+        self.base_digests.note(self.journal)
+        self.journal.append(record)
 
     def step_result(self, record: Update | Commit, started: float) -> StepResult:
         """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
@@ -165,12 +210,117 @@ class Runner:
         self.opened.close()
 
 
-def counted(
-    tensors: Generator[tuple[str, torch.Tensor], None, None], progress: Callable[[int], object] | None
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield the same tensors, and report the bytes of each once the next is asked for."""
-    with closing(tensors):
-        for name, tensor in tensors:
-            yield name, tensor
-            if progress is not None:
-                progress(tensor.nbytes)
+class Steps:
+    """Takes the steps of a run, and has the state that they change."""
+
+    refusal: ClassVar[tuple[str, str, str]]  # found, expected and remedy of the error for what its state does not support
+    snapshots: Snapshots | None = None  # of first-order steps that are kept
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def version(self) -> int:
+        """Number of steps taken."""
+        return len(self._runner.journal.updates)
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
+        """Take a step. See ``Engine.step``."""
+        raise OptionError(
+            "step",
+            found="an engine without a method",
+            expected="ZerothOrder or FirstOrder",
+            remedy="pass a method to the engine",
+        )
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of the trained parameters."""
+        self.refuse("load_parameters")
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend."""
+        self.refuse("state_dict")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        self.refuse("load_state_dict")
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Raise an error for an operation that this kind of state does not support."""
+        found, expected, remedy = self.refusal
+        raise OptionError(asked, found=found, expected=expected, remedy=remedy)
+
+    def require_snapshots(self, asked: str) -> Snapshots:
+        """The snapshots of a run that is kept."""
+        if self.snapshots is None:
+            expected = "FirstOrder(...) with run=..., and without commit_every"
+            remedy = "pass it to the engine"
+            raise OptionError(asked, found="an engine without snapshots", expected=expected, remedy=remedy)
+        return self.snapshots
+
+    def take_snapshot(self, keep: Collection[int]) -> None:
+        """Write a snapshot of the present step durably, and delete all older ones but the newest of them."""
+        snapshots, workers = self.require_snapshots("take_snapshot"), self._runner.workers
+        state = self.snapshot()
+        workers.require_same("trained parameters", workers.digest([state["parameters"]]))
+        snapshots.write(Snapshot(self.version, state), keep=keep)
+
+
+class JournalSteps(Steps):
+    """The steps of a journal, which are replayed."""
+
+    refusal = (
+        "a run whose state is its journal",
+        "a run of first-order steps",
+        "copy the journal; for other weights, begin a run of a checkpoint with them",
+    )
+
+
+class TrainedSteps(Steps):
+    """First-order steps, and the parameters that they train. A step that was lost with its process is repeated."""
+
+    refusal = ("an engine that takes no steps", "FirstOrder(optimizer)", "pass a method to the engine")
+    version = 0
+
+    def __init__(self, runner: Runner, trained: TrainedParameters | StoredParameters) -> None:
+        super().__init__(runner)
+        self.trained = trained
+
+    def resume(self, directory: Path) -> None:
+        """Keep snapshots in the directory of a run, and continue from the newest."""
+        journal = self._runner.journal
+        self.snapshots = Snapshots(directory, journal.chain, journal.require_version)
+        self.snapshots.clear_partial()
+        newest = sync_snapshots(self.snapshots, self._runner.workers)
+        if newest is not None:
+            self.restore(newest.state)
+
+    def record(self, commit: Commit) -> None:
+        """Record a step in the journal, or compare a repeated step with its record."""
+        runner, journal = self._runner, self._runner.journal
+        if not runner.is_kept:
+            return
+        if commit.step == journal.version:
+            runner.append(commit)
+        elif (recorded := journal.commits[commit.step]) != commit:
+            raise JournalError(
+                f"{journal.name}, step {commit.step}",
+                found=f"loss {commit.loss!r}, gradient norm {commit.grad_norm!r} and lr {commit.lr!r} in the repeated step",
+                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
+                remedy="resume with the same machine, torch, transformers and number of threads",
+            )
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of the trained parameters."""
+        self.require(parameters)
+        self.trained.load(parameters, lambda: self._runner.sweep(0, [], self._runner.model))
+
+    def require(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values of other parameters than the trained ones, and values that are not finite."""
+        if not isinstance(parameters, Mapping):
+            raise unusable_state(f"a {type(parameters).__name__} as parameters")
+        forms = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.trained.forms.items()}
+        if {name: form_of(value) for name, value in parameters.items()} != forms:
+            raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
+        for name, value in parameters.items():
+            require_finite(name, value)

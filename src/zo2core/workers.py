@@ -29,20 +29,7 @@ from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.ranges import counted
-from zo2core.types import Batch, BlockLayout, Evaluation, require_tensors
-
-
-class Shard(NamedTuple):
-    """A worker's part of a step."""
-
-    split: Split
-    evaluations: range  # indices of the worker's evaluations in the step
-    part: int  # index of the worker's part of the rows
-
-    def rows(self, count: int) -> slice:
-        """The worker's rows of a batch of ``count`` rows: parts differ by one row at most."""
-        parts = self.split.parts
-        return slice(self.part * count // parts, (self.part + 1) * count // parts)
+from zo2core.types import Batch, BlockLayout, require_tensors
 
 
 class Split(NamedTuple):
@@ -54,13 +41,15 @@ class Split(NamedTuple):
     groups: int
     parts: int
 
-    def shard(self, rank: int, evaluations: int) -> Shard:
-        """The shard of the worker of this rank, in a step of so many evaluations."""
-        group, part = divmod(rank, self.parts)
-        return Shard(self, range(group * evaluations // self.groups, (group + 1) * evaluations // self.groups), part)
+    def evaluations(self, rank: int, count: int) -> range:
+        """Indices of a worker's evaluations in a step of so many."""
+        group = rank // self.parts
+        return range(group * count // self.groups, (group + 1) * count // self.groups)
 
-
-ALONE = Split(1, 1)  # of a single worker
+    def rows(self, rank: int, count: int) -> slice:
+        """A worker's rows of a batch of ``count`` rows: parts differ by one row at most."""
+        part = rank % self.parts
+        return slice(part * count // self.parts, (part + 1) * count // self.parts)
 
 
 def require_split(name: str) -> None:
@@ -113,7 +102,7 @@ def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[
     """The losses of a step, 0-d, on the CPU."""
     parts: list[list[tuple[float, int]]] = [[] for _ in range(evaluations)]
     for rank, report in enumerate(reports):
-        shard = split.shard(rank, evaluations).evaluations
+        shard = split.evaluations(rank, evaluations)
         if report.context != reports[0].context:
             raise mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
         if len(report.losses) != len(shard):
@@ -140,6 +129,13 @@ def mismatch(rank: int, found: str, expected: str) -> WorkerError:
     return WorkerError(
         f"worker {rank}", found=found, expected=expected, remedy="start all workers with the same command, model and rows"
     )
+
+
+def require_equal(digests: Sequence[object], what: str) -> None:
+    """Refuse to go on where a worker's data differ from those of rank 0."""
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise mismatch(rank, f"other {what} than worker 0's", "the same")
 
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others
@@ -268,10 +264,7 @@ class Workers:
         Raises:
             WorkerError: naming a worker whose digest differs from rank 0's.
         """
-        digests = self.all_gather(digest, what)
-        for rank, value in enumerate(digests):
-            if value != digests[0]:
-                raise mismatch(rank, f"other {what} than worker 0's", "the same")
+        require_equal(self.all_gather(digest, what), what)
 
     def in_order(self, values: Sequence[T]) -> list[T]:
         """Gather the results of items that were sharded round-robin, in the order of the items, which all workers agree on.
@@ -285,19 +278,17 @@ class Workers:
         gathered = self.all_gather(list(values))
         return [gathered[index % self.size][index // self.size] for index in range(sum(map(len, gathered)))]
 
-    def shard(self, evaluations: Sequence[Evaluation], rows: int | None) -> Shard:
-        """Choose this worker's part of a step.
+    def split_of(self, evaluations: int, rows: int | None) -> Split:
+        """Choose how the workers share a step.
 
         Args:
-            evaluations: Evaluations of the step.
+            evaluations: Number of evaluations.
             rows: Rows of the batch; None where they cannot be sharded.
 
         Raises:
             OptionError: if some worker would have nothing to compute.
         """
-        count = len(evaluations)
-        split = ALONE if self.size == 1 else choose_split(self.split, self.size, count, rows)
-        return split.shard(self.rank, count)
+        return Split(1, 1) if self.size == 1 else choose_split(self.split, self.size, evaluations, rows)
 
     def digest(self, batches: Sequence[Batch]) -> int:
         """A digest of batches (names, shapes, dtypes, bytes), to compare among workers; 0 for a single worker.
@@ -317,35 +308,26 @@ class Workers:
         return digest.intdigest()
 
     def gathered(
-        self,
-        shard: Shard,
-        evaluations: Sequence[Evaluation],
-        losses: Sequence[torch.Tensor],
-        *,
-        tokens: int,
-        journal: int,
-        batch: int | None,
+        self, split: Split, evaluations: int, losses: Sequence[torch.Tensor], *, tokens: int, context: object
     ) -> list[torch.Tensor]:
-        """Send the losses of this worker's shard and return those of all evaluations, 0-d.
+        """Send this worker's losses and return those of all evaluations of a step, 0-d.
 
         Args:
-            shard: This worker's part of the step.
-            evaluations: All evaluations of the step.
-            losses: Losses of this worker's shard, 0-d. A single worker's are returned as they are.
-            tokens: Labelled tokens of the shard's rows.
-            journal: Checksum of the journal.
-            batch: Digest of the batch; None where it is not known.
+            split: How the workers share the step.
+            evaluations: Number of evaluations of the step.
+            losses: Losses of this worker's evaluations, 0-d. A single worker's are returned as they are.
+            tokens: Labelled tokens of this worker's rows.
+            context: What all workers have to agree on.
 
         Raises:
             WorkerError: if a worker has ended, works on another step, or makes another call.
         """
         if self.size == 1:
             return list(losses)
-        context = repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(shard.split)))
         dtype = str(losses[0].dtype if losses else torch.float64).removeprefix("torch.")
-        report = Report(zlib.crc32(context.encode()), tokens, dtype, [float(loss.item()) for loss in losses])
+        report = Report(zlib.crc32(repr(context).encode()), tokens, dtype, [float(loss.item()) for loss in losses])
         reports = [Report(*received) for received in self.all_gather(report, "losses")]
-        return combined(reports, shard.split, len(evaluations))
+        return combined(reports, split, evaluations)
 
     def _open_group(self) -> Any:
         if self._group is None:

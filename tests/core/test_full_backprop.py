@@ -40,9 +40,8 @@ from zo2core import (
     TorchOptimizer,
 )
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.methods.first_order import gradient_bytes, trained_bytes
+from zo2core.methods.first_order import LossScale, gradient_bytes, trained_bytes
 from zo2core.methods.gradient_steps import _SegmentSteps
-from zo2core.methods.states import LossScale
 from zo2core.optimizer_states import _Zeros, copied_state, state_bytes
 from zo2core.optimizers import make_block_update
 from zo2core.planning.memory import DevicePlan
@@ -464,7 +463,7 @@ def test_delayed_updates_are_those_of_a_loop_with_the_delay(
             loop(rate("adamw")(step))
             assert engine.step(batch).loss == loss
             assert all(torch.equal(value, whole.parameters[name].detach()) for name, value in engine.parameters_now()), step
-        assert inner(engine)._state.update.options["delayed"] is True
+        assert inner(engine)._steps.update.options["delayed"] is True
 
 
 def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
@@ -564,7 +563,7 @@ def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: floa
     ) as engine:
         for step in range(12):
             batch = make_batch(40, [7, 5], seed=step)
-            assert inner(engine)._state.scale.values()["loss_scale"] == scaler.get_scale()
+            assert inner(engine)._steps.scale.values()["loss_scale"] == scaler.get_scale()
             loss = loop(batch, rate(case)(step))
             result = engine.step(batch)
             assert result.loss == loss

@@ -110,12 +110,11 @@ def test_every_row_of_every_evaluation_is_one_workers(size: int, evaluations: in
     taken = [
         (place, row)
         for rank in range(size)
-        for share in [split.shard(rank, evaluations)]
-        for place in share.evaluations
-        for row in range(*share.rows(rows).indices(rows))
+        for place in split.evaluations(rank, evaluations)
+        for row in range(*split.rows(rank, rows).indices(rows))
     ]
     assert sorted(taken) == list(itertools.product(range(evaluations), range(rows)))
-    assert all(split.shard(rank, evaluations).evaluations for rank in range(size))
+    assert all(split.evaluations(rank, evaluations) for rank in range(size))
 
 
 def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do() -> None:

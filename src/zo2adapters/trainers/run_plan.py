@@ -38,7 +38,6 @@ from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, Memo
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.factors import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
-from zo2core.methods.states import read_bytes
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.memory import Machine, MemoryPart
@@ -47,6 +46,7 @@ from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
     interval_within,
+    read_bytes,
     replay_seconds,
     streamed_bytes,
     terabytes_written,

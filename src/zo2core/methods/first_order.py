@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.optimizer_states import state_bytes
+from zo2core.optimizer_states import state_bytes, unusable_state
 from zo2core.optimizers import Delayed, OptimizerFactory
 from zo2core.protocols import BlockModel, BlockUpdate
-from zo2core.types import BlockLayout
+from zo2core.types import LARGEST, BlockLayout
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 
@@ -49,6 +49,54 @@ class LossScaling:
         ):
             if not is_valid:
                 raise OptionError(f"loss_scaling.{name}", found=repr(value), expected=expected, remedy="pass such a number")
+
+
+class LossScale:
+    """The present scale of the loss, as in ``torch.amp.GradScaler``."""
+
+    def __init__(self, scaling: LossScaling | None) -> None:
+        self._scaling = scaling
+        self.scale = 1.0 if scaling is None else scaling.initial
+        self._good_steps = 0  # in a row, without overflow
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients overflow is skipped, and the next one scaled by less.
+
+        A loss that is not scaled up has gradients that are too large by themselves.
+        """
+        return self._scaling is not None and self.scale > 1.0
+
+    def unscaled(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is given."""
+        if self._scaling is None:
+            return gradient
+        return torch.mul(gradient, torch.tensor(1.0 / self.scale, dtype=torch.float32), out=out)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Choose the scale of the next step."""
+        if self._scaling is None:
+            return
+        if overflowed:
+            self.scale, self._good_steps = max(self.scale * self._scaling.backoff, 1.0), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._scaling.interval:
+            grown, self._good_steps = self.scale * self._scaling.growth, 0
+            self.scale = grown if grown <= LARGEST else self.scale
+
+    def values(self) -> dict[str, Any]:
+        """What later steps depend on, as JSON."""
+        return {} if self._scaling is None else {"loss_scale": self.scale, "good_steps": self._good_steps}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with what ``values`` returned."""
+        values = values if isinstance(values, Mapping) else {"loss_scale": values}
+        scale, steps = values.get("loss_scale", 1.0), values.get("good_steps", 0)
+        if not isinstance(scale, float) or not 1.0 <= scale <= LARGEST or type(steps) is not int or steps < 0:
+            raise unusable_state(f"{values!r:.80} as the scale of the loss")
+        if self._scaling is not None and "loss_scale" in values:
+            self.scale, self._good_steps = scale, steps
 
 
 @dataclass(frozen=True)
@@ -124,6 +172,19 @@ class FirstOrder:
     def measures_first(self, segments: int) -> bool:
         """Whether a step that trains so many segments has to measure all gradients before the first update."""
         return self.scaling is not None or (self.clip is not None and segments > 1)
+
+
+@dataclass(frozen=True)
+class AtSnapshot:
+    """The method of an engine that evaluates and exports the parameters of a snapshot, and takes no steps.
+
+    Args:
+        step: Number of steps taken when the snapshot was taken.
+        parameters: Values of the trained parameters, by name; None: the initial values of the run.
+    """
+
+    step: int
+    parameters: Mapping[str, torch.Tensor] | None
 
 
 def _described(factory: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """First-order steps: a sweep forward and backward computes gradients, and an optimizer changes the parameters.
 
+An adapter's parameters are in memory. All parameters of a model change where they are stored: in memory, or on disk.
+
 Each of several workers computes the gradients of its rows. All workers add up these gradients in the order of ranks, as one
 process does that runs the shards as micro-batches. So all have the same bits, and the same optimizer gives them the same
 parameters.
@@ -9,20 +11,32 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from zo2core.errors import BatchError, NonFiniteLossError, OptionError, WorkerError
-from zo2core.methods.first_order import FirstOrder
-from zo2core.methods.states import AdapterState, GenerationState, StoredState
-from zo2core.protocols import Forward, Objective, Store, UpdateInputs
-from zo2core.runner import Runner
+from zo2core.checkpoint import Snapshots
+from zo2core.errors import BatchError, NonFiniteLossError, OptionError
+from zo2core.journal import json_object
+from zo2core.methods.first_order import FirstOrder, LossScale
+from zo2core.optimizer_states import (
+    StateMemory,
+    StatesInStores,
+    copied_state,
+    require_optimizer_state,
+    unusable_state,
+)
+from zo2core.optimizers import make_optimizer
+from zo2core.planning.speeds import kept_blocks
+from zo2core.protocols import BlockUpdate, DifferentiableModel, Forward, Objective, Store, UpdateInputs
+from zo2core.runner import Runner, Steps, TrainedSteps
+from zo2core.sources import SegmentStore
 from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
 from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, gradient_bytes
 from zo2core.sweep.microbatch import (
@@ -37,123 +51,55 @@ from zo2core.sweep.microbatch import (
 )
 from zo2core.sweep.trained import Complete, PresentWeights, StoredParameters, TrainedParameters, Update
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
-from zo2core.workers import Split, Workers
+from zo2core.workers import Split, Workers, require_equal
 
 
-class RowShards:
-    """Chooses the rows of each step that this process runs."""
+class StepRows:
+    """The micro-batches of a step, of which this process runs its part, and adds up gradients with the other workers."""
 
-    def __init__(self, workers: Workers, trained: TrainedParameters | StoredParameters) -> None:
-        if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
-            raise OptionError(
-                "split",
-                found=f"{workers.split}, {workers.size} workers for one gradient",
-                expected="rows, since a first-order step has no directions to split",
-                remedy="pass rows, or leave it out",
-            )
-        self.workers, self.trained = workers, trained
-        self.split = Split(1, workers.size)
-
-    def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
-        """The rows of a step."""
-        if self.workers.size == 1:
-            return split_batches(wholes, rows, forward)
-        shards = self._shards(wholes, forward)
-        cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
-        if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
-            cuts = [[batch for batch in batches if labelled_tokens(batch)] for batches in cuts]
-            cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
-        batches = [batch for of_worker in cuts for batch in of_worker]
-        tokens = [labelled_tokens(batch) for batch in batches] if forward is None else []
-        start = sum(map(len, cuts[: self.workers.rank]))
-        micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
-        own = slice(start, start + len(cuts[self.workers.rank]))
-        return _ShardOfStep(self, micro_batches, own, self.workers.digest(wholes))
-
-    def _shards(self, wholes: Sequence[Batch], forward: Forward | None) -> list[list[Batch]]:
-        """Each worker's part of each batch, in the order of ranks."""
-        if forward is None:
-            parts = [self._row_parts(whole) for whole in wholes]
-        elif isinstance(forward, Objective):
-            parts = [self._objective_parts(whole, forward) for whole in wholes]
-        else:
-            raise OptionError(
-                "forward",
-                found=f"one that does not say how parts of a batch join, and {self.workers.size} workers",
-                expected="the model's own loss, or an Objective, which has split and loss",
-                remedy="start one process, or add these two",
-            )
-        return [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(self.workers.size)]
-
-    def _row_parts(self, whole: Batch) -> list[list[Batch]]:
-        if (count := rows_to_shard([whole])) is None:
-            raise BatchError(
-                "batch",
-                found="no labels of shape (rows, tokens)",
-                expected="a batch with labels, whose rows are split among workers",
-                remedy="add labels",
-            )
-        return [[shard_of_rows(whole, rows.start, rows.stop)] for rows in self._slices(count)]
-
-    def _objective_parts(self, whole: Batch, objective: Objective) -> list[list[Batch]]:
-        """An objective's own micro-batches, the largest of which there is one for each worker at least."""
-        parts, count = objective.split(whole, 1), max((len(value) for value in whole.values() if value.dim()), default=0)
-        for rows in range(-(-count // self.workers.size), 1, -1):
-            if len(larger := objective.split(whole, rows)) >= self.workers.size:
-                parts = larger
-                break
-        return [list(parts[indices]) for indices in self._slices(len(parts))]
-
-    def _slices(self, count: int) -> list[slice]:
-        """Each worker's part of so many rows."""
-        if count >= self.workers.size:
-            return [self.split.shard(rank, 1).rows(count) for rank in range(self.workers.size)]
-        raise BatchError(
-            "batch",
-            found=f"{count} rows that can be separated, and {self.workers.size} workers",
-            expected="a row for each worker; a packed batch is one row",
-            remedy="start fewer workers, or pass more rows",
-        )
-
-
-class _ShardOfStep:
-    """One worker's micro-batches of a step."""
-
-    def __init__(self, shards: RowShards, whole: MicroBatches, own: slice, digest: int) -> None:
-        assert isinstance(shards.trained, TrainedParameters), "several workers were refused where all parameters are trained"
-        self._workers, self._trained, self._whole, self._digest = shards.workers, shards.trained, whole, digest
-        self.batches, weights = whole.batches[own], whole.weights
+    def __init__(
+        self,
+        workers: Workers,
+        trained: TrainedParameters | StoredParameters,
+        micro_batches: MicroBatches,
+        own: slice,
+        digest: int,
+    ) -> None:
+        self._workers, self._trained, self._whole, self._digest = workers, trained, micro_batches, digest
+        self.batches, weights = micro_batches.batches[own], micro_batches.weights
         self.weights = None if weights is None else weights[own]
-        if self._workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
-            self._trained.clear_gradients()
+        if workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
+            trained.clear_gradients()
 
     def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of all workers' outputs, of which this worker's have a gradient."""
-        return self._loss(outputs, self._workers.all_gather(self._note(outputs)))
+        if self._workers.size == 1:
+            return self._whole.loss(outputs)
+        return self._joint_loss(outputs, self._workers.all_gather(self._note(outputs)))
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
         """Add up the gradients of all workers, and return the loss."""
+        if self._workers.size == 1:
+            return float(self._whole.loss(outputs))
         notes = self._workers.all_gather(self._note(outputs))
-        loss = self._loss(outputs, notes)
-        add_up(list(self._trained.parameters.values()), self._workers, [note["present"] for note in notes])
+        loss = self._joint_loss(outputs, notes)
+        add_up(self._parameters, self._workers, [note["present"] for note in notes])
         return float(loss)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        assert isinstance(self._trained, TrainedParameters), "several workers were refused where all parameters are trained"
+        return list(self._trained.parameters.values())
 
     def _note(self, outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
         """What this worker says of its gradients, as JSON values with all their bits."""
         listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
-        present = [parameter.grad is not None for parameter in self._trained.parameters.values()]
+        present = [parameter.grad is not None for parameter in self._parameters]
         return {"batches": self._digest, "present": present, "outputs": listed}
 
-    def _loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    def _joint_loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """The step's loss, from the outputs of all workers; this worker's stay in their graph."""
-        for rank, note in enumerate(notes):
-            if note["batches"] != notes[0]["batches"]:
-                raise WorkerError(
-                    f"worker {rank}",
-                    found="other batches than worker 0's",
-                    expected="the same",
-                    remedy="start all workers with the same command and the same rows",
-                )
+        require_equal([note["batches"] for note in notes], "batches")
         of_workers = [
             [torch.tensor(values, dtype=getattr(torch, dtype)) for dtype, values in note["outputs"]] for note in notes
         ]
@@ -161,7 +107,67 @@ class _ShardOfStep:
         return self._whole.loss([output for of_worker in of_workers for output in of_worker])
 
 
-StepRows: TypeAlias = MicroBatches | _ShardOfStep  # the micro-batches of a step that this process runs
+def rows_of_step(
+    workers: Workers,
+    trained: TrainedParameters | StoredParameters,
+    wholes: Sequence[Batch],
+    rows: int | None,
+    forward: Forward | None,
+) -> StepRows:
+    """Divide the batches of a step into micro-batches, and choose those that this process runs."""
+    if workers.size == 1:
+        return StepRows(workers, trained, split_batches(wholes, rows, forward), slice(None), 0)
+    parts = [_parts_of_workers(whole, forward, workers.size) for whole in wholes]
+    shards = [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(workers.size)]
+    cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
+    if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
+        cuts = [[batch for batch in batches if labelled_tokens(batch)] for batches in cuts]
+        cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
+    batches = [batch for of_worker in cuts for batch in of_worker]
+    tokens = [labelled_tokens(batch) for batch in batches] if forward is None else []
+    start = sum(map(len, cuts[: workers.rank]))
+    micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
+    own = slice(start, start + len(cuts[workers.rank]))
+    return StepRows(workers, trained, micro_batches, own, workers.digest(wholes))
+
+
+def _parts_of_workers(whole: Batch, forward: Forward | None, size: int) -> list[list[Batch]]:
+    """Each worker's part of a batch, in the order of ranks."""
+    if forward is None:
+        if (count := rows_to_shard([whole])) is None:
+            raise BatchError(
+                "batch",
+                found="no labels of shape (rows, tokens)",
+                expected="a batch with labels, whose rows are split among workers",
+                remedy="add labels",
+            )
+        return [[shard_of_rows(whole, rows.start, rows.stop)] for rows in _slices(count, size)]
+    if not isinstance(forward, Objective):
+        raise OptionError(
+            "forward",
+            found=f"one that does not say how parts of a batch join, and {size} workers",
+            expected="the model's own loss, or an Objective, which has split and loss",
+            remedy="start one process, or add these two",
+        )
+    # An objective's own micro-batches, the largest of which there is one for each worker at least.
+    parts, count = forward.split(whole, 1), max((len(value) for value in whole.values() if value.dim()), default=0)
+    for rows in range(-(-count // size), 1, -1):
+        if len(larger := forward.split(whole, rows)) >= size:
+            parts = larger
+            break
+    return [list(parts[indices]) for indices in _slices(len(parts), size)]
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    """Each worker's part of so many rows."""
+    if count >= size:
+        return [Split(1, size).rows(rank, count) for rank in range(size)]
+    raise BatchError(
+        "batch",
+        found=f"{count} rows that can be separated, and {size} workers",
+        expected="a row for each worker; a packed batch is one row",
+        remedy="start fewer workers, or pass more rows",
+    )
 
 
 def add_up(parameters: Sequence[nn.Parameter], workers: Workers, present: Sequence[Sequence[bool]]) -> None:
@@ -191,39 +197,70 @@ def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLo
     return NonFiniteLossError(f"step {step}", found=found, expected=expected, remedy=remedy)
 
 
-StateT = TypeVar("StateT", AdapterState, StoredState)
-
-
-class _GradientSteps(Generic[StateT]):
-    """The sweeps of first-order steps."""
+class GradientSteps(TrainedSteps, ABC):
+    """First-order steps, by sweeps forward and backward."""
 
     def __init__(
-        self, runner: Runner, method: FirstOrder, state: StateT, leaves: Sequence[Mapping[str, torch.Tensor]], spill: Path
+        self, runner: Runner, trained: TrainedParameters | StoredParameters, method: FirstOrder, spill: Path
     ) -> None:
-        device, timeline = runner.device, runner.recorder.timeline
+        super().__init__(runner, trained)
+        workers, device, timeline = runner.workers, runner.device, runner.recorder.timeline
+        if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
+            raise OptionError(
+                "split",
+                found=f"{workers.split}, {workers.size} workers for one gradient",
+                expected="rows, since a first-order step has no directions to split",
+                remedy="pass rows, or leave it out",
+            )
         file = ActivationFile(spill, timeline)
         inputs = KeptActivations(
             file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes)
         )
         runner.opened.callback(inputs.close)
-        self._runner, self._method, self._leaves = runner, method, leaves
-        self._state: StateT = state
-        self._rows = RowShards(runner.workers, state.trained)
+        model = runner.model
+        assert isinstance(model, DifferentiableModel), "it was required"
+        self._method, self._leaves = method, [model.leaves(index) for index in range(len(model.layouts))]
         self._visits = GradientVisits(
-            layouts=runner.model.layouts,
-            present=PresentWeights(state.trained, runner.work_buffer),
-            leaves=leaves,
+            layouts=model.layouts,
+            present=PresentWeights(trained, runner.work_buffer),
+            leaves=self._leaves,
             inputs=inputs,
             limit=runner.host_limit,
             streams=device.streams,
             timeline=timeline,
         )
 
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
+        """Take a step on a batch. See ``Engine.step``."""
+        if seed is not None:
+            raise OptionError(
+                "step",
+                found="a seed of a first-order step",
+                expected="a zeroth-order step, which has directions",
+                remedy="leave it out",
+            )
+        started, commit = time.perf_counter(), self._taken(batch, forward)
+        self.version += 1
+        return self._runner.step_result(commit, started)
+
+    @abstractmethod
+    def _taken(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> Commit:
+        """Change the parameters, and record the step."""
+
+    def _differentiate(self, names: Collection[str]) -> None:
+        """Have autograd compute the gradients of these parameters, wherever they are used, and of no others."""
+        trained = []
+        for leaves in self._leaves:
+            for name, leaf in leaves.items():
+                leaf.requires_grad_(name in names)
+            trained.append({name: leaf for name, leaf in leaves.items() if name in names})
+        self._visits = replace(self._visits, leaves=trained)
+
     def _divided(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> tuple[Forward, StepRows, Sequence[Batch]]:
         """Return a step's forward, its micro-batches, and these on the device."""
         runner = self._runner
         chosen, objective = with_objective(forward, runner.model)
-        rows = self._rows.of_step(batches_of(batch), runner.micro_batch_size, objective)
+        rows = rows_of_step(runner.workers, self.trained, batches_of(batch), runner.micro_batch_size, objective)
         return chosen, rows, list(runner.prepared(rows.batches, chosen))
 
     def _visitors(
@@ -249,12 +286,50 @@ class _GradientSteps(Generic[StateT]):
             start += len(group)
 
 
-class AdapterSteps(_GradientSteps[AdapterState]):
-    """Takes first-order steps of parameters in memory: gradients are computed and clipped, then the optimizer steps."""
+class AdapterSteps(GradientSteps):
+    """Steps of parameters in memory, such as an adapter's: gradients are computed and clipped, then the optimizer steps."""
 
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
-        """Take a step on a batch. See ``Engine.step``."""
-        state, optimizer, started = self._state, self._state.optimizer, time.perf_counter()
+    trained: TrainedParameters
+
+    def __init__(self, runner: Runner, trained: TrainedParameters, method: FirstOrder, spill: Path) -> None:
+        super().__init__(runner, trained, method, spill)
+        assert not isinstance(method.optimizer, BlockUpdate), "it trains what is in memory"
+        self._factory, parameters = method.optimizer, list(trained.parameters.values())
+        self.optimizer: Any = None if self._factory is None else make_optimizer(self._factory, parameters)
+        self._differentiate(trained.parameters)
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
+        """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
+        try:
+            forward, rows, prepared = self._divided(batch, forward)
+            outputs: list[torch.Tensor] = []
+            for visitor in self._visitors(forward, rows, prepared, together=rows.weights is None):
+                outputs += self._runner.run(visitor, visitor.order)[0]
+            return rows.finish(outputs)
+        except BaseException:
+            self.trained.clear_gradients()
+            raise
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend, as copies."""
+        return {
+            "steps": self.version,
+            "parameters": {name: value.detach().cpu().clone() for name, value in self.trained.parameters.items()},
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        _require_state(state)
+        if self._factory is not None:
+            require_optimizer_state(state["optimizer"], self._factory, list(self.trained.parameters.values()))
+        self.load(state["parameters"])
+        if self._factory is not None:
+            self.optimizer.load_state_dict(copied_state(state["optimizer"]))
+        self.version = state["steps"]
+
+    def _taken(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> Commit:
+        optimizer = self.optimizer
         if optimizer is None:
             raise OptionError(
                 "optimizer",
@@ -264,33 +339,24 @@ class AdapterSteps(_GradientSteps[AdapterState]):
             )
         if self._method.lr is not None:
             for group in optimizer.param_groups:
-                group["lr"] = self._method.rate(state.version)
+                group["lr"] = self._method.rate(self.version)
         try:
             loss = self.gradients(batch, forward)
             norm = self._clipped(loss)
-            commit = Commit(state.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
-            state.commit(commit)
+            commit = Commit(self.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
+            self.record(commit)
             optimizer.step()
         finally:
-            state.trained.clear_gradients()
-        state.version += 1
-        return self._runner.step_result(commit, started)
-
-    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
-        """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
-        forward, rows, prepared = self._divided(batch, forward)
-        outputs: list[torch.Tensor] = []
-        for visitor in self._visitors(forward, rows, prepared, together=rows.weights is None):
-            outputs += self._runner.run(visitor, visitor.order)[0]
-        return rows.finish(outputs)
+            self.trained.clear_gradients()
+        return commit
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients, and return their norm before clipping."""
-        parameters = [parameter for parameter in self._state.trained.parameters.values() if parameter.grad is not None]
+        parameters = [parameter for parameter in self.trained.parameters.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
             found = f"loss {loss}, norm of the gradients {norm.item()}"
-            raise _not_finite(self._state.version, found, "a finite loss and a finite norm", "no step was taken")
+            raise _not_finite(self.version, found, "a finite loss and a finite norm", "no step was taken")
         if self._method.clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
         return norm.item()
@@ -302,7 +368,7 @@ class _SegmentSteps:
     def __init__(
         self,
         method: FirstOrder,
-        state: StoredState,
+        state: FusedSteps,
         names: Collection[str],
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> None:
@@ -377,41 +443,91 @@ class _SegmentSteps:
         self._norms.update(norms)
 
 
-class FusedSteps(_GradientSteps[StoredState]):
-    """Takes first-order steps of all parameters: each segment is updated as soon as its gradients are there.
+class FusedSteps(GradientSteps):
+    """Steps of all parameters, in host memory: each segment is updated as soon as its gradients are there.
 
     One segment's gradients are in memory at a time. A norm of all gradients is then known only when all updates are made. So
     clipping by norm takes a backward pass before, which only measures (LOMO, arXiv 2306.09782, section 3.3.1), unless a
     single segment is trained.
     """
 
-    _trained: Collection[int] = ()  # segments whose leaves require gradients
+    trained: StoredParameters
+    _segments: Collection[int] = ()  # whose leaves require gradients
 
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> StepResult:
-        """Take a step on a batch. See ``Engine.step``."""
-        started, state, runner = time.perf_counter(), self._state, self._runner
+    def __init__(self, runner: Runner, trained: StoredParameters, method: FirstOrder, spill: Path) -> None:
+        assert method.update is not None, "it trains what is stored"
+        super().__init__(runner, trained, method, spill)
+        self.update, self.scale = method.update, LossScale(method.scaling)
+        self._options = json_object("update", method.journal_options)
+        self.states: StateMemory | StatesInStores = StateMemory(self.update, runner.layouts)
+
+    @property
+    def _next_version(self) -> int | None:
+        """Version of a segment after its next update; None: the next number."""
+        return None
+
+    def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Set the values of all parameters, before the first step."""
+        if self.version:
+            raise OptionError(
+                "load_parameters",
+                found=f"a run of {self.version} steps, whose optimizer's state belongs to its weights",
+                expected="a run without steps",
+                remedy="use load_state_dict, or a new engine",
+            )
+        super().load(parameters)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All on which later steps depend, which is not copied: the next step changes it."""
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
+        self.update.settle()
+        segments = range(len(self._runner.layouts))
+        weights = self._runner.parameters_at(0, segments)
+        return {
+            "steps": self.version,
+            "parameters": {spec.name: view.view(spec.shape) for spec, view in weights},
+            "optimizer": self.states.state_dict(),
+            "values": self.scale.values(),
+            "method": self._options,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot."""
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
+        _require_state(state)
+        if state.get("method") != self._options:
+            raise unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
+        self.require(state["parameters"])
+        self.update.settle()
+        self.scale.load_values(state.get("values", {}))
+        self.states.load_state_dict(state["optimizer"])
+        super().load(state["parameters"])
+        self.version = state["steps"]
+
+    def _taken(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> Commit:
         forward, rows, prepared = self._divided(batch, forward)
-        segments = state.update.segments(state.version, state.trained.segments)
-        self._train_only(segments)
-        work = _SegmentSteps(self._method, state, state.trained.forms, rows.loss)
+        segments = self.update.segments(self.version, self.trained.segments)
+        if segments != self._segments:
+            self._segments = segments
+            self._differentiate({name for segment in segments for name in self.trained.names_of(segment)})
+        work = _SegmentSteps(self._method, self, self.trained.forms, rows.loss)
         sweep = partial(self._sweep, forward, rows, prepared, segments, work)
-        state.states.begin(state.version)
+        self.states.begin(self.version)
         if self._method.measures_first(len(segments)):
             loss = sweep(work.measure, None)
             work.total = work.norm()
         try:
             if not work.overflowed:
-                work.lr = self._method.rate(state.version)
+                work.lr = self._method.rate(self.version)
                 loss = sweep(work.clip, work.update)
-            commit = Commit(state.version, loss, work.norm().item(), work.lr)
-            state.commit(commit)  # of a step that is skipped, norm and learning rate are 0
+            commit = Commit(self.version, loss, work.norm().item(), work.lr)
+            self.record(commit)  # of a step that is skipped, norm and learning rate are 0
         except BaseException:
             if work.changed:
-                runner.use.close()  # segments are of two steps
+                self._runner.use.close()  # segments are of two steps
             raise
-        state.scale.update(overflowed=work.overflowed)
-        state.version += 1
-        return self._runner.step_result(commit, started)
+        self.scale.update(overflowed=work.overflowed)
+        return commit
 
     def _sweep(
         self,
@@ -424,26 +540,94 @@ class FusedSteps(_GradientSteps[StoredState]):
         update: Update | None,
     ) -> float:
         """Sweep forward and backward; returns the loss."""
-        state = self._state
-        # Where segments are written, their version is the number of steps, and not that of their updates.
-        version = state.version + 1 if isinstance(state, GenerationState) else None
-        state.trained.expect(segments, complete, update, version)
-        [visitor] = self._visitors(forward, rows, batches, together=True, loss_scale=state.scale.scale)
+        self.trained.expect(segments, complete, update, self._next_version)
+        [visitor] = self._visitors(forward, rows, batches, together=True, loss_scale=self.scale.scale)
         work.outputs = visitor.outputs[0]
         try:
             return rows.finish(self._runner.run(visitor, visitor.order)[0])
         finally:
-            state.trained.clear_gradients()
+            self.trained.clear_gradients()
 
-    def _train_only(self, segments: Collection[int]) -> None:
-        """Have autograd compute the gradients of these segments' own parameters, wherever they are used, and no others."""
-        if segments == self._trained:
+
+class CommittedSteps(FusedSteps):
+    """Steps of all parameters on disk, where those of a step, with its states, are a generation that is committed together.
+
+    An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The segment of the turn stays
+    there, too, and is written once, when the turn ends; that is the commit.
+    """
+
+    refusal = (
+        "an engine whose weights and states are committed on disk",
+        "an engine that keeps them in memory",
+        "call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
+    )
+    load, snapshot, restore = Steps.load, Steps.snapshot, Steps.restore
+
+    def __init__(
+        self, runner: Runner, trained: StoredParameters, method: FirstOrder, spill: Path, commit_every: int
+    ) -> None:
+        super().__init__(runner, trained, method, spill)
+        assert isinstance(runner.source, SegmentStore), "it was planned"
+        assert runner.generations is not None, "it was planned"
+        self._source, self._generations = runner.source, runner.generations
+        if any(layout.states for layout in runner.layouts):
+            self.states = StatesInStores(runner.layouts, runner.source.read_states)
+        self._every = commit_every if self.update.turn is None else self.update.turn
+        self.version = self._generations.step
+        self.scale.load_values(self._generations.values)
+        trained.versions = {segment: self._generations.version(segment) for segment in range(len(runner.layouts))}
+        self._source.pin(self._kept())
+
+    @property
+    def committed(self) -> int:
+        """The step of the last commit, from which a run resumes."""
+        return self._generations.step
+
+    @property
+    def _next_version(self) -> int:
+        """Where segments are written, their version is the number of steps, and not that of their updates."""
+        return self.version + 1
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
+        """Take a step, and commit it if that is due."""
+        result = super().step(batch, forward, seed=seed)
+        self._source.skip_states()
+        if self.version % self._every == 0:
+            self.commit()
+        return result
+
+    def require_snapshots(self, asked: str) -> Snapshots:
+        """Refuse: there are commits instead."""
+        self.refuse(asked)
+
+    def commit(self) -> None:
+        """Commit the present step durably. An optimizer with turns is committed at their ends only."""
+        turn = self.update.turn
+        if self.version == self.committed or (turn is not None and self.version % turn):
             return
-        self._trained = segments
-        names = {name for segment in segments for name in self._state.trained.names_of(segment)}
-        trained = []
-        for leaves in self._leaves:
-            for name, leaf in leaves.items():
-                leaf.requires_grad_(name in names)
-            trained.append({name: leaf for name, leaf in leaves.items() if name in names})
-        self._visits = replace(self._visits, leaves=trained)
+        try:
+            self._source.write_kept()
+            self._generations.commit(self.version, self.scale.values())
+        except BaseException:
+            self._runner.use.close()  # memory and disk may disagree about the segments
+            raise
+        self._source.pin(self._kept())
+
+    def _kept(self) -> Sequence[int]:
+        """Segments that stay in memory until the next commit."""
+        if self.update.turn is not None:
+            return tuple(self.update.segments(self.version, self.trained.segments))
+        if self._every == 1:
+            return ()
+        layouts = self._runner.layouts
+        residents = [index for index, layout in enumerate(layouts) if layout.resident]
+        blocks = [index for index, layout in enumerate(layouts) if not layout.resident]
+        return (*residents, *blocks[: kept_blocks(self._source.capacity, self._every)])
+
+
+def _require_state(state: Mapping[str, Any]) -> None:
+    missing = {"steps", "parameters", "optimizer"} - (state.keys() if isinstance(state, Mapping) else set())
+    if missing:
+        raise unusable_state(f"a state without {', '.join(sorted(missing))}")
+    if type(state["steps"]) is not int or state["steps"] < 0:
+        raise unusable_state(f"{state['steps']!r:.40} as the number of steps")

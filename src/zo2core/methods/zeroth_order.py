@@ -14,10 +14,9 @@ import torch
 
 from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
-from zo2core.methods.states import JournalState
 from zo2core.perturbation import Perturbation
 from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
-from zo2core.runner import Runner
+from zo2core.runner import JournalSteps, Runner
 from zo2core.sweep.microbatch import (
     MicroBatches,
     batches_of,
@@ -31,7 +30,7 @@ from zo2core.sweep.microbatch import (
 )
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
-from zo2core.workers import ALONE, Shard
+from zo2core.workers import Split
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,14 @@ class OpenStep(NamedTuple):
     lr: float
     evaluations: tuple[Evaluation, ...]  # of all workers
     started: float  # ``time.perf_counter``, in seconds
-    shard: Shard  # this worker's part of the step
-    batch: int | None = None  # digest of the batch; None: it is not known
-    tokens: int = 0  # labelled tokens of this worker's rows, if rows are sharded
-
-    @property
-    def indices(self) -> range:
-        """Indices of this worker's evaluations among all evaluations of the step."""
-        return self.shard.evaluations
+    split: Split  # of the step among the workers
+    indices: range  # of this worker's evaluations among all
+    batch: int | None  # digest of the batch; None: it is not known
 
     @property
     def local(self) -> tuple[Evaluation, ...]:
         """The evaluations of this worker."""
-        return tuple(self.evaluations[index] for index in self.indices)
+        return self.evaluations[self.indices.start : self.indices.stop]
 
     def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
         """The evaluations up to this one, through which weights are perturbed in place."""
@@ -104,36 +98,42 @@ class OpenStep(NamedTuple):
         return self.evaluations[: self.evaluations.index(at) + 1]
 
 
-class ZerothOrderSteps:
-    """Takes zeroth-order steps with a runner."""
+class ZerothOrderSteps(JournalSteps):
+    """Takes zeroth-order steps, whose state is the journal."""
 
-    def __init__(self, runner: Runner, seed: int, state: JournalState) -> None:
-        assert runner.estimator is not None, "a run without an estimator takes no steps"
-        self._runner, self._estimator, self._seed, self._state = runner, runner.estimator, seed, state
+    def __init__(self, runner: Runner, estimator: ZOEstimator, seed: int) -> None:
+        super().__init__(runner)
+        self._estimator, self._seed = estimator, seed
         self._open_step: OpenStep | None = None
-        self._first_version = state.version
+        self._first_version = self.version
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
-        open_step = self._begin(seed)
-        try:
-            batches, (run, objective) = batches_of(batch), with_objective(forward, self._runner.model)
-            groups = dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations)
-            if objective is not None and any(groups):
-                raise OptionError(
-                    "forward",
-                    found="an objective, with a direction for each group of rows",
-                    expected="the model's own loss",
-                    remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
-                )
-            open_step = self._planned(open_step, batches, shards_rows=objective is None and not any(groups))
-            return self._take(*self._evaluated(open_step, batches, list(groups), run, objective))
-        finally:
-            self._open_step = None
+        self._open_step = None
+        batches, (run, objective) = batches_of(batch), with_objective(forward, self._runner.model)
+        open_step = self._begin(seed, batches, shards_rows=objective is None)
+        groups = list(dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations))
+        if objective is not None and any(groups):
+            raise OptionError(
+                "forward",
+                found="an objective, with a direction for each group of rows",
+                expected="the model's own loss",
+                remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
+            )
+        tokens = 0
+        if open_step.split.parts > 1:
+            slices = [open_step.split.rows(self._runner.workers.rank, len(batch["labels"])) for batch in batches]
+            batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+            tokens = sum(map(labelled_tokens, batches))
+            if tokens == 0:
+                if self.version == self._first_version:
+                    self._runner.sweep(self.version, [], self._runner.model)  # the first sweep computes the base's digests
+                return self._take(open_step, losses_as_tensors([0.0] * len(open_step.indices)))
+        return self._take(open_step, self._losses(open_step, batches, groups, run, objective), tokens)
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
         """Start a step whose losses the caller computes. See ``Engine.ask``."""
-        self._open_step = self._planned(self._begin(seed), [], shards_rows=False)
+        self._open_step = self._begin(seed, [], shards_rows=False)
         return self._open_step.local
 
     def path_through(self, groups: Groups) -> Groups:
@@ -147,41 +147,29 @@ class ZerothOrderSteps:
         """Take the step that ``ask`` began. See ``Engine.tell``."""
         return self._take(self._require_open_step(), losses_as_tensors(losses))
 
-    def _begin(self, seed: int | None) -> OpenStep:
-        """Start a step, with all evaluations on this worker. An open step is dropped."""
-        self._open_step, started, step = None, time.perf_counter(), self._state.version
-        lr = learning_rate(self._estimator, step)
+    def _begin(self, seed: int | None, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
+        """Start a step, and divide it among the workers. An open step is dropped."""
+        self._open_step, started, step = None, time.perf_counter(), self.version
+        lr, workers = learning_rate(self._estimator, step), self._runner.workers
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._runner.offload_kept(step)
         self._runner.update_loss.begin(step)
-        return OpenStep(step, lr, evaluations, started, ALONE.shard(0, len(evaluations)))
-
-    def _planned(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
-        """Shard a step among the workers."""
-        workers = self._runner.workers
+        shards_rows = shards_rows and not any(evaluation.rows for evaluation in evaluations)
         digest = workers.digest(batches) if batches else None
-        shard = workers.shard(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
-        return open_step._replace(shard=shard, batch=digest)
+        split = workers.split_of(len(evaluations), rows_to_shard(batches) if shards_rows else None)
+        return OpenStep(step, lr, evaluations, started, split, split.evaluations(workers.rank, len(evaluations)), digest)
 
-    def _evaluated(
+    def _losses(
         self,
         open_step: OpenStep,
         batches: Sequence[Batch],
         groups: Sequence[RowGroup | None],
         forward: Forward,
         objective: Forward | None,
-    ) -> tuple[OpenStep, list[torch.Tensor]]:
+    ) -> list[torch.Tensor]:
         """Compute this worker's losses in one sweep."""
-        runner, shard, indices = self._runner, open_step.shard, open_step.indices
-        if shard.split.parts > 1:
-            slices = [shard.rows(len(batch["labels"])) for batch in batches]
-            batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
-            open_step = open_step._replace(tokens=sum(map(labelled_tokens, batches)))
-            if open_step.tokens == 0:
-                if self._state.version == self._first_version:
-                    runner.sweep(self._first_version, [], runner.model)  # the first sweep computes the base's digests
-                return open_step, losses_as_tensors([0.0] * len(indices))
+        runner, indices = self._runner, open_step.indices
         micro_batches: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
@@ -194,11 +182,11 @@ class ZerothOrderSteps:
             (at, prepared[at.rows] if index in indices else ())
             for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
         ]
-        outputs = runner.sweep(self._state.version, swept, forward)
+        outputs = runner.sweep(self.version, swept, forward)
         local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
-        return open_step, [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
+        return [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
 
-    def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor]) -> StepResult:
+    def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
         runner, evaluations, expected = self._runner, open_step.evaluations, len(open_step.indices)
         if len(losses) != expected:
@@ -208,19 +196,13 @@ class ZerothOrderSteps:
                 expected=f"{expected}, one for each evaluation that ask() returned",
                 remedy="pass all losses in one call, in the order of the evaluations",
             )
-        gathered = runner.workers.gathered(
-            open_step.shard,
-            evaluations,
-            losses,
-            tokens=open_step.tokens,
-            journal=runner.journal.checksum,
-            batch=open_step.batch,
-        )
+        context = (runner.journal.checksum, [tuple(at) for at in evaluations], open_step.batch, tuple(open_step.split))
+        gathered = runner.workers.gathered(open_step.split, len(evaluations), losses, tokens=tokens, context=context)
         for evaluation, loss in zip(evaluations, gathered, strict=True):
             evaluation.require_finite(loss, step=open_step.step)
         past = runner.journal.updates
         update = self._estimator.update(open_step.step, evaluations, gathered, open_step.lr, past).validated()
-        self._state.commit(update)
+        runner.append(update)
         self._open_step = None
         return runner.step_result(update, open_step.started)
 

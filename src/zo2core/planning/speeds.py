@@ -220,6 +220,28 @@ def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept:
     return sum(sizes) * max(moving, 0) // len(sizes)
 
 
+def kept_blocks(buckets: int, commit_every: int) -> int:
+    """Blocks that stay in memory from one commit to the next, of so many buckets."""
+    return 0 if commit_every == 1 else max(buckets - MOST_USEFUL_BUCKETS, 0)
+
+
+def read_bytes(layouts: Sequence[BlockLayout], buckets: int, commit_every: int, *, measures: bool = False) -> int:
+    """Bytes of blocks that a step reads from disk, for an optimizer without turns.
+
+    Weights of blocks that are not in a bucket are read on the way there and on the way back. Optimizer states are read on
+    the way back. At the end of a step the first blocks are in the buckets, and at its turn the last blocks.
+    """
+    kept = kept_blocks(buckets, commit_every)
+    blocks = [layout for layout in layouts if not layout.resident][kept:]
+    count, free = len(blocks), buckets - kept
+    if free >= count:
+        return 0
+    weights = [whole_pages(layout.weight_bytes) for layout in blocks]
+    states = [whole_pages(layout.nbytes) - of_weights for layout, of_weights in zip(blocks, weights, strict=True)]
+    moved = sum(weights[free:]) + sum(weights[: count - free])
+    return moved * (2 if measures else 1) + sum(states[max(free, count - free) :]) + sum(states[: count - free])
+
+
 def _written_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(whole_pages(layout.nbytes) for layout in layouts)
 
