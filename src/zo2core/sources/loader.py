@@ -227,27 +227,28 @@ class SegmentLoader:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
         self._closed = False
 
-    def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor], *, with_states: bool = True) -> Loading:
-        """Start filling a segment's memory and return at once."""
+    def load(
+        self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor], *, weights: bool = True, states: bool = True
+    ) -> Loading:
+        """Start filling a segment's memory and return at once.
+
+        Args:
+            segment: The segment.
+            pages: Its memory.
+            views: Views of its parameters and states in the memory.
+            weights: Whether its parameters are read; they may be left out where its states follow them.
+            states: Whether its optimizer's states are read, if the segment was written. They are always read with bytes
+                that have not been compared with their checksum.
+        """
         scratch, layout = self._scratch, self._layouts[segment]
         if scratch is None or scratch.version(segment) == 0:
+            assert weights, "states are left out where they are written"
             return self._load_base(segment, views)
-        with_states = with_states or not layout.states or scratch.is_unchecked(segment)
-        end = whole_pages(layout.nbytes) if with_states else layout.weight_bytes
-        return self._load_written(scratch, segment, pages, range(0, end, CHUNK), end, has_states=with_states)
-
-    def load_states(self, segment: int, pages: torch.Tensor) -> Loading:
-        """Start reading the optimizer's states of a segment whose parameters were read without them. See ``load``."""
-        layout = self._layouts[segment]
-        assert self._scratch is not None, "states are left out where they are written"
-        end = whole_pages(layout.nbytes)
-        return self._load_written(self._scratch, segment, pages, range(layout.weight_bytes, end, CHUNK), end)
-
-    def _load_written(
-        self, scratch: SlotFile, segment: int, pages: torch.Tensor, starts: range, end: int, *, has_states: bool = True
-    ) -> Loading:
-        version, checksums = scratch.version(segment), [0] * len(starts)
         is_unchecked = scratch.is_unchecked(segment)
+        states = states or not layout.states or is_unchecked
+        end = whole_pages(layout.nbytes) if states else layout.weight_bytes
+        starts = range(0 if weights else layout.weight_bytes, end, CHUNK)
+        version, checksums = scratch.version(segment), [0] * len(starts)
 
         def read(index: int, out: torch.Tensor) -> None:
             scratch.read(segment, out, starts[index])
@@ -259,7 +260,7 @@ class SegmentLoader:
 
         chunks = [pages[start : min(start + CHUNK, end)] for start in starts]
         reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
-        return Loading(self._submit(segment, reads), version, check, has_states=has_states)
+        return Loading(self._submit(segment, reads), version, check, has_states=states)
 
     def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
         layout, digests = self._layouts[segment], self._base_digests

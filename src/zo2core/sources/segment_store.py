@@ -1,8 +1,4 @@
-"""The order in which the scheduler needs segments, and how far a source prefetches along it.
-
-Write segments back in the background.
-
-Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
+"""Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
 
 A segment stays in a bucket of its own, as embedding and head always do. Blocks that share a few buckets are prefetched in
 the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets beyond those that prefetching
@@ -35,115 +31,20 @@ from zo2core.types import BlockLayout, Bucket, Lane
 READ_AHEAD = 2  # blocks: one is ready while the next one is read. More would evict blocks that are kept for later
 NEVER = sys.maxsize  # rank of a segment that is not needed
 
-
-class ReadingOrder:
-    """A cyclic order of segments, from the one that is needed next to the one that is needed last."""
-
-    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
-        self._layouts = layouts
-        self._ranks: dict[int, int] = {}  # segment to rank, in ascending order of ranks
-        self._end = 0  # the rank after the last one
-
-    def follow(self, order: Sequence[int]) -> None:
-        """Replace the order."""
-        self._ranks = dict(zip(order, range(len(order)), strict=True))
-        self._end = len(order)
-
-    def acquired(self, segment: int) -> None:
-        """Move a segment to the end of the order: it is needed again after all others."""
-        if self._ranks.pop(segment, None) is not None:
-            self._ranks[segment] = self._end
-            self._end += 1
-
-    def rank(self, segment: int) -> int:
-        """A number that is higher the later a segment is needed, or ``NEVER``."""
-        return self._ranks.get(segment, NEVER)
-
-    def ahead(self) -> Iterator[int]:
-        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand among them."""
-        blocks = 0
-        for segment in self._ranks:
-            blocks += not self._layouts[segment].resident
-            if blocks > READ_AHEAD:
-                return
-            yield segment
-
-
-class WriteBack:
-    """A thread that writes segments every few versions."""
-
-    def __init__(
-        self, layouts: Sequence[BlockLayout], scratch: SlotFile | None, every: int | None, timeline: Timeline
-    ) -> None:
-        if every is not None and (every < 1 or scratch is None):
-            raise OptionError(
-                "write_back_every",
-                found=f"{every!r}, {'no ' if scratch is None else ''}scratch directory",
-                expected="at least 1 and a directory to write to, or None to write nothing",
-                remedy="pass scratch=DIRECTORY, or leave `write_back_every` out",
-            )
-        self._layouts = layouts
-        self._scratch = scratch
-        self.every = every
-        self._timeline = timeline
-        self._writes: dict[int, Future[None]] = {}
-        self._failure: BaseException | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
-
-    def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
-        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
-        scratch = self._scratch
-        if scratch is None or self.every is None or version - scratch.version(segment) < self.every:
-            return
-        future = self._pool.submit(self._write, scratch, segment, pages, version)
-        self._writes[segment] = future
-        future.add_done_callback(lambda _: then())
-
-    def _write(self, scratch: SlotFile, segment: int, pages: torch.Tensor, version: int) -> None:
-        with self._timeline.noted(Lane.WRITE, self._layouts[segment].name, pages.nbytes):
-            scratch.write(segment, pages, version)
-
-    def busy(self, segment: int) -> bool:
-        """Whether a segment is being written."""
-        future = self._writes.get(segment)
-        return future is not None and not future.done()
-
-    def wait(self, segment: int) -> None:
-        """Wait until a segment is no longer being written, so that its memory may change."""
-        future = self._writes.get(segment)
-        if future is not None:
-            self._failure = future.exception() or self._failure
-            self._writes.pop(segment, None)  # only now: until here ``busy`` has to be true for other threads
-
-    def check(self) -> None:
-        """Report a write that failed, once."""
-        for segment in [segment for segment, future in self._writes.items() if future.done()]:
-            self.wait(segment)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def close(self) -> None:
-        """Wait for writes in flight. May be called twice."""
-        self._pool.shutdown()
-        if self._scratch is not None:
-            self._scratch.close()
-
-
 _NO_READS = Loading((), version=0)
 
 
 class _Empty(NamedTuple):
     """The memory holds no usable segment."""
 
-    reads: Loading  # abandoned reads that may still be in flight
+    loading: Loading  # abandoned reads that may still be in flight
 
 
-class _Ahead(NamedTuple):
-    """A segment is being prefetched, or has been, and is not acquired."""
+class _Held(NamedTuple):
+    """The memory holds a segment that is not acquired, and that may still be being read or written back."""
 
     segment: int
-    loading: Loading
+    loading: Loading  # has the bytes' version; without reads if the segment was released and kept
 
 
 class _Acquired(NamedTuple):
@@ -152,14 +53,7 @@ class _Acquired(NamedTuple):
     segment: int
 
 
-class _Kept(NamedTuple):
-    """A segment was released and kept; it may be being written back."""
-
-    segment: int
-    version: int
-
-
-_State: TypeAlias = _Empty | _Ahead | _Acquired | _Kept
+_State: TypeAlias = _Empty | _Held | _Acquired
 
 
 class _BucketMemory:
@@ -212,11 +106,23 @@ class SegmentStore:
     ) -> None:
         if buckets is not None:
             require_whole("buckets", buckets, 1)
+        if write_back_every is not None and (write_back_every < 1 or scratch is None):
+            raise OptionError(
+                "write_back_every",
+                found=f"{write_back_every!r}, {'no ' if scratch is None else ''}scratch directory",
+                expected="at least 1 and a directory to write to, or None to write nothing",
+                remedy="pass scratch=DIRECTORY, or leave `write_back_every` out",
+            )
         self.layouts = tuple(layouts)
-        timeline = timeline or Timeline()
-        self._write_back = WriteBack(self.layouts, scratch, write_back_every, timeline)
-        self._order = ReadingOrder(self.layouts)
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, timeline)
+        self.write_back_every = write_back_every
+        self._scratch = scratch
+        self._timeline = timeline or Timeline()
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, self._timeline)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
+        self._writes: dict[int, Future[None]] = {}
+        self._failed_write: BaseException | None = None  # not reported yet
+        self._ranks: dict[int, int] = {}  # segments in the order in which they are needed, with ascending ranks
+        self._next_rank = 0
         self._lock = threading.RLock()
         self._nbytes = [layout.nbytes for layout in self.layouts]  # it takes a while to add up
         own = [index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident]
@@ -235,18 +141,14 @@ class SegmentStore:
         """The number of buckets that blocks share, or of all segments."""
         return len(self._ring) or len(self._own)
 
-    @property
-    def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
-        return self._write_back.every
-
     def prefetch(self, order: Sequence[int]) -> int:
         """Read ahead along this order from now on. See the contract."""
         with self._lock:
             self._open_loader()
-            self._order.follow(order)
+            self._ranks, self._next_rank = dict(zip(order, range(len(order)), strict=True)), len(order)
             self._read_ahead()
-            return sum(1 for _ in itertools.takewhile(self._is_ready, self._order.ahead()))
+            held = (self._holding.get(segment) for segment in self._ahead())
+            return sum(1 for _ in itertools.takewhile(lambda one: one is not None and self._is_idle(one.state), held))
 
     def close(self) -> None:
         """Wait for reads and writes in flight and free the memory."""
@@ -256,48 +158,44 @@ class SegmentStore:
             loader.close()
             for memory in (self._ring, self._own, self._holding):
                 memory.clear()
-        self._write_back.close()
+        self._writer.shutdown()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
-        self._write_back.wait(index)
+        self._wait_for_write(index)
         with self._lock:
             self._open_loader()
-            self._write_back.check()
+            self._report_failed_write()
             memory = self._holding.get(index) or self._memory_for(index)
             assert memory is not None, "not all buckets are acquired"
             before = memory.state
             assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
             self._change(memory, _Acquired(index))  # keeps prefetching from the segment and this memory
-            self._order.acquired(index)
+            if self._ranks.pop(index, None) is not None:  # it is needed again after all others
+                self._ranks[index] = self._next_rank
+                self._next_rank += 1
         # The lock is not held while this thread waits: the writing thread takes it between two writes.
-        if isinstance(before, _Kept) and before.segment == index:
-            self._read_ahead()
-            version = before.version
-        elif isinstance(before, _Ahead) and before.segment == index:
-            version = self._wait_for_reads(index, memory, before.loading)
-        else:
+        is_held = isinstance(before, _Held) and before.segment == index
+        if not is_held:
             self._evict(memory, before)
-            version = self._wait_for_reads(index, memory, None)
+        version = self._wait_for_reads(index, memory, before.loading if is_held else None)
         if self._needs_states:
             self._start_states(index, memory)
         return Bucket(index, memory.pages[: self._nbytes[index]], memory.views(index, self.layouts[index]), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Release a bucket: it is written back if due, and kept until it is reused. See the contract."""
-        memory = self._holding[bucket.segment]
+        segment, memory = bucket.segment, self._holding[bucket.segment]
         if version is not None and version != bucket.version:
-            self._wait_for_states(bucket.segment, memory)  # a changed segment is written whole
+            self._wait_for_states(segment, memory)  # a changed segment is written whole
         elif memory.states is not None:
             memory.states.failure()
         with self._lock:
-            if version is None:
-                self._change(memory, _Empty(_NO_READS))
-            else:
-                self._change(memory, _Kept(bucket.segment, version))
-                if bucket.segment not in self._pinned:
-                    pages = self._pages(bucket.segment, memory)
-                    self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
+            self._change(memory, _Empty(_NO_READS) if version is None else _Held(segment, Loading((), version)))
+            if version is not None and segment not in self._pinned:
+                self._write_if_due(segment, memory, version)
             self._read_ahead()
 
     def pin(self, segments: Collection[int]) -> None:
@@ -336,15 +234,44 @@ class SegmentStore:
         with self._lock:
             self._open_loader()
             for segment, memory in list(self._holding.items()):
-                if isinstance(memory.state, _Kept) and not self._write_back.busy(segment):
-                    version = memory.state.version
-                    self._write_back.start_if_due(segment, self._pages(segment, memory), version, then=self._read_ahead)
+                if isinstance(memory.state, _Held) and not self._is_being_written(segment):
+                    self._write_if_due(segment, memory, memory.state.loading.version)
         for segment in range(len(self.layouts)):
-            self._write_back.wait(segment)
-        self._write_back.check()
+            self._wait_for_write(segment)
+        self._report_failed_write()
 
-    def _pages(self, segment: int, memory: _BucketMemory) -> torch.Tensor:
-        return memory.pages[: whole_pages(self._nbytes[segment])]
+    def _write_if_due(self, segment: int, memory: _BucketMemory, version: int) -> None:
+        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
+        scratch, every = self._scratch, self.write_back_every
+        if scratch is None or every is None or version - scratch.version(segment) < every:
+            return
+        pages = memory.pages[: whole_pages(self._nbytes[segment])]
+
+        def write() -> None:
+            with self._timeline.noted(Lane.WRITE, self.layouts[segment].name, pages.nbytes):
+                scratch.write(segment, pages, version)
+
+        future = self._writes[segment] = self._writer.submit(write)
+        future.add_done_callback(lambda _: self._read_ahead())
+
+    def _is_being_written(self, segment: int) -> bool:
+        future = self._writes.get(segment)
+        return future is not None and not future.done()
+
+    def _wait_for_write(self, segment: int) -> None:
+        """Wait until a segment is no longer being written, so that its memory may change."""
+        future = self._writes.get(segment)
+        if future is not None:
+            self._failed_write = future.exception() or self._failed_write
+            self._writes.pop(segment, None)  # only now: until here other threads have to see that it is being written
+
+    def _report_failed_write(self) -> None:
+        """Raise the failure of a write, once."""
+        for segment in [segment for segment, future in self._writes.items() if future.done()]:
+            self._wait_for_write(segment)
+        failure, self._failed_write = self._failed_write, None
+        if failure is not None:
+            raise failure
 
     def _change(self, memory: _BucketMemory, state: _State) -> None:
         """Change a memory's state, and with it the index of segments."""
@@ -355,18 +282,23 @@ class SegmentStore:
             if not isinstance(state, _Empty):
                 self._holding[state.segment] = memory
 
+    def _ahead(self) -> Iterator[int]:
+        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand among them."""
+        blocks = 0
+        for segment in self._ranks:
+            blocks += not self.layouts[segment].resident
+            if blocks > READ_AHEAD:
+                return
+            yield segment
+
     def _read_ahead(self) -> None:
         """Start reading the next segments, as far as that evicts only segments that are needed later."""
         with self._lock:
             if self._loader is None:
                 return
-            for segment in self._order.ahead():
+            for segment in self._ahead():
                 if segment not in self._holding and (memory := self._memory_for(segment, idle=True)) is not None:
-                    self._change(memory, _Ahead(segment, self._load(segment, memory)))
-
-    def _is_ready(self, segment: int) -> bool:
-        memory = self._holding.get(segment)
-        return memory is not None and not self._is_in_flight(memory.state)
+                    self._change(memory, _Held(segment, self._load(segment, memory)))
 
     def _memory_for(self, segment: int, *, idle: bool = False) -> _BucketMemory | None:
         """The memory for a resident segment, or that of the block that is needed last and is neither acquired nor pinned.
@@ -377,33 +309,27 @@ class SegmentStore:
         """
 
         def rank(memory: _BucketMemory) -> int:
-            return NEVER + 1 if isinstance(memory.state, _Empty) else self._order.rank(memory.state.segment)
+            return NEVER + 1 if isinstance(memory.state, _Empty) else self._ranks.get(memory.state.segment, NEVER)
+
+        def stays(state: _State) -> bool:
+            return isinstance(state, _Acquired) or (not isinstance(state, _Empty) and state.segment in self._pinned)
 
         memories = [self._own[segment]] if segment in self._own else self._ring
-        free = (m for m in memories if not self._stays(m.state) and not (idle and self._is_in_flight(m.state)))
+        free = (m for m in memories if not stays(m.state) and not (idle and not self._is_idle(m.state)))
         last = max(free, key=rank, default=None)
-        return None if idle and last is not None and rank(last) <= self._order.rank(segment) else last
+        return None if idle and last is not None and rank(last) <= self._ranks.get(segment, NEVER) else last
 
-    def _stays(self, state: _State) -> bool:
-        """Whether a memory may not be given to another segment."""
-        return isinstance(state, _Acquired) or (not isinstance(state, _Empty) and state.segment in self._pinned)
+    def _is_idle(self, state: _State) -> bool:
+        """Whether a memory's bytes are neither being read ahead nor written."""
+        is_written = not isinstance(state, _Empty) and self._is_being_written(state.segment)
+        return not is_written and (isinstance(state, _Acquired) or state.loading.done())
 
-    def _is_in_flight(self, state: _State) -> bool:
-        """Whether a memory's bytes are being read or written."""
-        if isinstance(state, _Empty):
-            return not state.reads.done()
-        is_read = isinstance(state, _Ahead) and not state.loading.done()
-        return is_read or self._write_back.busy(state.segment)
-
-    def _evict(self, memory: _BucketMemory, before: _State) -> None:
+    def _evict(self, memory: _BucketMemory, before: _Empty | _Held) -> None:
         """Wait until reads into memory and writes from it have ended, dropping its content."""
         try:
-            if isinstance(before, _Empty):
-                before.reads.failure()
-            elif isinstance(before, _Ahead):
-                before.loading.failure()
-            else:
-                self._write_back.wait(before.segment)
+            before.loading.failure()
+            if isinstance(before, _Held):
+                self._wait_for_write(before.segment)
         except BaseException:
             self._change(memory, before)  # the wait was interrupted: a write may still be in flight
             raise
@@ -427,14 +353,15 @@ class SegmentStore:
                 first.wait()
             return first.version
         except BaseException:
-            self._change(memory, _Empty(reads))  # reads may still be in flight if the wait was interrupted
+            is_kept = reads is ahead and not reads.futures
+            # Reads may still be in flight if the wait was interrupted.
+            self._change(memory, _Held(segment, reads) if is_kept else _Empty(reads))
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
-        layout = self.layouts[segment]
+        views, states = memory.views(segment, self.layouts[segment]), self._needs_states or segment in self._own
         with self._lock:
-            views, with_states = memory.views(segment, layout), self._needs_states or segment in self._own
-            loading = self._open_loader().load(segment, memory.pages, views, with_states=with_states)
+            loading = self._open_loader().load(segment, memory.pages, views, states=states)
             memory.states = _NO_READS if loading.has_states else None
             return loading
 
@@ -442,7 +369,7 @@ class SegmentStore:
         """Start reading the optimizer states of an acquired segment, if it was read without them."""
         if memory.states is None:
             with self._lock:
-                memory.states = self._open_loader().load_states(segment, memory.pages)
+                memory.states = self._open_loader().load(segment, memory.pages, (), weights=False)
         return memory.states
 
     def _wait_for_states(self, segment: int, memory: _BucketMemory) -> None:
