@@ -117,23 +117,32 @@ class BaseDigests:
         """Compare the digest of bytes that were read from the base, or keep it if there is none yet."""
         expected = self._expected.setdefault(layout.name, digest)
         if expected != digest:
-            raise _changed(layout, digest, expected, weights)
+            files = sorted({weights.origin(spec.name) for spec in layout.parameters})
+            raise CheckpointError(
+                f"{', '.join(files)}: {layout.name}",
+                found=f"content of digest {digest}",
+                expected=f"digest {expected}, of the base that the run was started with",
+                remedy="download the file again: the run's weights depend on its original bytes",
+            )
         self._checked.add(layout.name)
 
     def known(self, layout: BlockLayout) -> str:
         """The digest of a segment that was read; empty if none was computed."""
         return self._expected.get(layout.name, "")
 
+    def unknown_to(self, journal: Journal) -> Mapping[str, str]:
+        """The digests that a journal lacks, sorted: workers may read segments in different orders."""
+        return {name: digest for name, digest in sorted(self._expected.items()) if name not in journal.base_digests}
+
     def note(self, journal: Journal) -> None:
         """Write the digests that a journal lacks to it."""
-        unknown = self._expected.keys() - journal.base_digests.keys()
-        if unknown:  # sorted, since workers may read segments in different orders and their journals have to be equal
-            journal.note_base({name: self._expected[name] for name in sorted(unknown)})
+        if unknown := self.unknown_to(journal):
+            journal.note_base(unknown)
 
 
 def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
-    """Read every byte of a model's base and compare it with the digests in a journal."""
-    kept, unknown, memory = journal.base_digests, dict[str, str](), threading.local()
+    """Read every byte of a model's base and compare it with the digests in a journal; returns those that it lacks."""
+    digests, memory = BaseDigests(journal.base_digests, learns=True), threading.local()
 
     def checksums(spec: ParameterSpec, start: int) -> tuple[int, list[int]]:
         """Read the next few chunks of a parameter into a small buffer of the thread; returns their bytes and checksums."""
@@ -158,27 +167,13 @@ def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], o
                 of_segment += of_chunks
                 if progress is not None:
                     progress(nbytes)
-            digest = combined_checksum(of_segment)
-            if kept.get(layout.name, digest) != digest:
-                raise _changed(layout, digest, kept[layout.name], model.weights)
-            if layout.name not in kept:
-                unknown[layout.name] = digest
-    return unknown
+            digests.check(layout, combined_checksum(of_segment), model.weights)
+    return digests.unknown_to(journal)
 
 
 def _chunk_length(dtype: torch.dtype) -> int:
     """Elements of a chunk."""
     return DIGEST_CHUNK // dtype.itemsize
-
-
-def _changed(layout: BlockLayout, digest: str, expected: str, weights: TensorReader) -> CheckpointError:
-    files = sorted({weights.origin(spec.name) for spec in layout.parameters})
-    return CheckpointError(
-        f"{', '.join(files)}: {layout.name}",
-        found=f"content of digest {digest}",
-        expected=f"digest {expected}, of the base that the run was started with",
-        remedy="download the file again: the run's weights depend on its original bytes",
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,6 +54,8 @@ class LowBitSource:
         timeline: Timeline | None = None,
     ) -> None:
         self._source = source
+        self.capacity = min(STAGES, source.capacity)
+        self.write_back_every = source.write_back_every
         self._stored = source.layouts
         self._replay = replay
         self._comes_back = comes_back
@@ -61,10 +63,10 @@ class LowBitSource:
         self.low_bit_segments = frozenset(
             i for i, layout in enumerate(self._stored) if not (layout.resident or i in staying)
         )
-        self._layouts = tuple(
+        self.layouts = tuple(  # segments in visiting order, as they are transferred
             low_bit_layout(layout) if i in self.low_bit_segments else layout for i, layout in enumerate(self._stored)
         )
-        sizes = [whole_pages(self._layouts[index].nbytes) for index in self.low_bit_segments]
+        sizes = [whole_pages(self.layouts[index].nbytes) for index in self.low_bit_segments]
         pages = [max(sizes, default=0)] * min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
         self._scales = [scales_positions(layout) for layout in self._stored]
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # (address, segment) -> views
@@ -77,21 +79,6 @@ class LowBitSource:
         self._prefetches = True
         self._returning: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-low-bit")
-
-    @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        """Segments in visiting order, as they are transferred."""
-        return self._layouts
-
-    @property
-    def capacity(self) -> int:
-        """Number of encoded blocks at a time, or the source's capacity if that is lower."""
-        return min(STAGES, self._source.capacity)
-
-    @property
-    def write_back_every(self) -> int | None:
-        """Versions that a segment of the source may be ahead of its bytes on disk; None: it is never written."""
-        return self._source.write_back_every
 
     @contextmanager
     def only_when_acquired(self) -> Iterator[None]:
@@ -192,7 +179,7 @@ class LowBitSource:
         """On the thread: encode a block."""
         try:
             bucket = self._source.acquire(index) if self._comes_back else self._replayed(index)
-            layout = self._layouts[index]
+            layout = self.layouts[index]
             data, key = memory[: layout.nbytes], (memory.data_ptr(), index)
             views = self._views[key] = self._views.get(key) or layout.views(data)
             with self._timeline.noted(Lane.HOST, layout.name, layout.nbytes), torch.inference_mode():
@@ -210,7 +197,7 @@ class LowBitSource:
         """On the thread: acquire a block and replay its missing updates."""
         bucket = self._source.acquire(index)
         try:
-            with self._timeline.noted(Lane.HOST, self._layouts[index].name):
+            with self._timeline.noted(Lane.HOST, self.layouts[index].name):
                 version = self._replay(index, bucket.views, bucket.version)
         except BaseException:
             self._source.release(bucket, None)
@@ -224,7 +211,7 @@ class LowBitSource:
             if version is not None and version != stored.version:
                 decoded = None
                 views, index = stage.encoded.views, stored.segment
-                with self._timeline.noted(Lane.HOST, self._layouts[index].name, len(stage.encoded.data)):
+                with self._timeline.noted(Lane.HOST, self.layouts[index].name, len(stage.encoded.data)):
                     for position, scales in enumerate(self._scales[index]):
                         decode(views[position], None if scales is None else views[scales], stored.views[position])
                 decoded = version

@@ -170,8 +170,7 @@ class SlotFile(ABC):
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
             loaded = []
-        if loaded[:1] == [header]:
-            self._load(loaded[1:], str(path))
+        self._load(loaded[1:] if loaded[:1] == [header] else (), str(path))
         if loaded != [header] and not self._live() and path.exists() and read_regular(path).startswith(ONLY_COPY):
             raise ScratchError(
                 path,
@@ -187,17 +186,13 @@ class SlotFile(ABC):
 
     def _parsed(self, record: Any) -> tuple[int | None, Written | None]:
         """A record's segment and content; None where they are not valid."""
-        match record:
-            case {"segment": int(segment), **values} if 0 <= segment < len(self._sizes):
-                pass
-            case _:
-                return None, None
-        match values:
-            case {"slot": int(slot), "version": int(version), "chain": int(chain), "xxh3": str(checksum)} if (
-                slot in self._slots[segment] and 0 < version < _MOST_STEPS
-            ):
-                return segment, Written(slot, version, chain, checksum, is_checked=False)
-        return segment, None
+        values = record if isinstance(record, dict) else {}
+        segment, slot, version, chain, xxh3 = map(values.get, ("segment", "slot", "version", "chain", "xxh3"))
+        if type(segment) is not int or not 0 <= segment < len(self._sizes):
+            return None, None
+        is_valid = type(slot) is type(version) is type(chain) is int and isinstance(xxh3, str)
+        is_valid = is_valid and slot in self._slots[segment] and 0 < version < _MOST_STEPS
+        return segment, Written(slot, version, chain, xxh3, is_checked=False) if is_valid else None
 
     def _are_in_file(self, written: Mapping[int, Written]) -> bool:
         """Whether the data file is long enough for segments' bytes."""
@@ -294,22 +289,17 @@ GENERATIONS_FORMAT = 3  # format of the manifest, as in ``ONLY_COPY``; earlier o
 
 
 class Generations(SlotFile):
-    """Segments on disk, of which those of one step are committed together. See ``SlotFile``."""
+    """Segments on disk, of which those of one step are committed together. See ``SlotFile``.
 
-    def __init__(
-        self,
-        directory: Path,
-        layouts: Sequence[BlockLayout],
-        chain: Callable[[int], int | None],
-        require_version: Callable[[int, str], object] = lambda version, where: None,
-        *,
-        spare: int,
-    ) -> None:
-        self.step = 0  # of the present generation: the number of steps taken; 0 is the base
-        self.values: Mapping[str, Any] = {}  # further values of the present generation, as JSON
-        self._committed: dict[int, Written] = {}  # by segment
-        self._pending: dict[int, int] = {}  # segment to the slot that holds its next bytes
-        super().__init__(directory, layouts, chain, require_version, spare=spare)
+    Attributes:
+        step: The number of steps taken in the present generation; 0 is the base.
+        values: Further values of the present generation, as JSON.
+    """
+
+    step: int
+    values: Mapping[str, Any]
+    _committed: dict[int, Written]  # by segment
+    _pending: dict[int, int]  # segment to the slot that holds its next bytes
 
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
         """Write a segment of the next generation. Its bytes are durable once that is committed."""
@@ -348,6 +338,7 @@ class Generations(SlotFile):
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record that is plausible."""
+        self.step, self.values, self._committed, self._pending = 0, {}, {}, {}
         for record in reversed(records):
             step, values, segments = (record.get(key) for key in ("step", "values", "segments"))
             if type(step) is not int or step < 1 or not isinstance(values, dict) or not isinstance(segments, list):
