@@ -37,7 +37,7 @@ ARGUMENTS = {
     "seed": "i64",
     "z": "*{}",
     "first": "i32",
-    "last": "i32",
+    "given": "*{}",
     "kind": "i32",
     "scale": "fp32",
     "rate": "fp32",
@@ -50,6 +50,7 @@ ARGUMENTS = {
     "HIGH": "constexpr",
     "WIDE": "constexpr",
     "places": "*i64",
+    "GIVEN": "constexpr",
     "GAUSSIAN": "constexpr",
     "ROWS": "constexpr",
     "BLOCK": "constexpr",
@@ -108,8 +109,9 @@ def compile_to_ptx() -> None:
 
     from zo2core.kernels import triton_kernels
 
-    drawing = product((triton_kernels._apply_drawing, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
-    one_dimension = [*drawing, (triton_kernels._apply, {}), (triton_kernels._perturb, {})]
+    drawing = [{"GIVEN": False, "GAUSSIAN": is_gaussian} for is_gaussian in (True, False)]
+    one_dimension = [*product((triton_kernels._run, triton_kernels._fill), drawing), (triton_kernels._perturb, {})]
+    one_dimension.append((triton_kernels._run, {"GIVEN": True, "GAUSSIAN": True}))
     variants = [(kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
     variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):

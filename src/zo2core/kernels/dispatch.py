@@ -53,7 +53,7 @@ def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Ten
     """Do what ``arithmetic.apply`` does."""
     if native.takes(theta, *zs):
         directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
-        _walk(theta, program, directions, 0, 0, 0)  # distribution, parameter and start are used only to draw
+        _walk(theta, program, directions, (0, 0, 0))
     elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply([theta], program, [[z] for z in zs])
     else:
@@ -99,8 +99,8 @@ def apply_drawing(
     """
     assert (out is None) == (program.then is None)
     if native.takes(theta) and native.rounds_to(out, rounded):
-        directions, drawn = arithmetic.table(program, theta.device).directions.data_ptr(), _DISTRIBUTIONS[distribution]
-        _walk(theta, program, directions, drawn, parameter, start, out=out, rounded=rounded)
+        directions = arithmetic.table(program, theta.device).directions.data_ptr()
+        _walk(theta, program, directions, (_DISTRIBUTIONS[distribution], parameter, start), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         outs = None if out is None else [out]
@@ -150,10 +150,7 @@ def _walk(
     theta: Tensor,
     program: Program,
     directions: object,
-    distribution: int,
-    parameter: int,
-    start: int,
-    *,
+    drawn: tuple[int, int, int],  # distribution, parameter and start: of no effect where z is given
     out: Tensor | None = None,
     rounded: Tensor | None = None,
 ) -> None:
@@ -161,7 +158,7 @@ def _walk(
     coded, in_place = arithmetic.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
     memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
     run = coded, in_place, in_place + (out is not None), directions
-    native.functions().zo2core_walk(*memory, *run, distribution, parameter, start)
+    native.functions().zo2core_walk(*memory, *run, *drawn)
 
 
 def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple[int | None, int, int | None]:

@@ -109,17 +109,20 @@ def _place(places, ROWS: tl.constexpr):
 
 
 # Triton would compile again for an argument that is 1 or a multiple of 16, and pass a 1 as a constant without a dtype.
-@triton.jit(do_not_specialize=["in_place", "length", "parameter"])
-def _apply_drawing(
+@triton.jit(do_not_specialize=["first", "in_place", "length", "parameter"])
+def _run(
     theta,
     out,
+    given,  # z, where it is not drawn
     places,
     instructions,  # int32, five for each instruction: kind and direction come first
     scalars,  # float32, the same memory: scale, rate and weight decay come last
     directions,  # int64, two for each direction: the seed comes first
-    in_place,  # number of instructions that change theta; the others change the copy that is written to out
-    length,  # number of all instructions
+    first,  # the first instruction to run
+    in_place,  # end of the instructions that change theta; the others change the copy that is written to out
+    length,  # end of all instructions
     parameter,
+    GIVEN: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,14 +139,17 @@ def _apply_drawing(
     inside = (at >= 0) & (at < numel)
     weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
     z = weights * 0.0
+    if GIVEN:
+        z = tl.load(given + tl.load(place + 3 * ROWS) + at, mask=inside, other=0.0).to(tl.float32)
     drawn = -1  # direction in z
-    for i in range(length):
+    for i in range(first, length):
         if (i == in_place) & (in_place > 0):
             tl.store(theta + at, weights.to(number), mask=inside)
-        direction = tl.load(instructions + 5 * i + 1)
-        if direction != drawn:
-            z = _draw(tl.load(directions + 2 * direction), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
-            drawn = direction
+        if not GIVEN:
+            direction = tl.load(instructions + 5 * i + 1)
+            if direction != drawn:
+                z = _draw(tl.load(directions + 2 * direction), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
+                drawn = direction
         kind = tl.load(instructions + 5 * i)
         scale = tl.load(scalars + 5 * i + 2)
         rate = tl.load(scalars + 5 * i + 3)
@@ -161,23 +167,6 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
     at = element - start + tl.arange(0, BLOCK)
     z = _draw(seed.to(tl.int64), parameter, element, GAUSSIAN, BLOCK)
     tl.store(out + at, z.to(out.dtype.element_ty), mask=(at >= 0) & (at < numel))
-
-
-@triton.jit(do_not_specialize=["first", "last"])
-def _apply(theta, z, places, instructions, scalars, first, last, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    number = theta.dtype.element_ty
-    place, block = _place(places, ROWS)
-    theta += tl.load(place + ROWS)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(place + 4 * ROWS)
-    weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
-    direction = tl.load(z + tl.load(place + 3 * ROWS) + at, mask=inside, other=0.0).to(tl.float32)
-    for i in range(first, last):
-        kind = tl.load(instructions + 5 * i)
-        scale = tl.load(scalars + 5 * i + 2)
-        rate = tl.load(scalars + 5 * i + 3)
-        weights = _run_instruction(weights, direction, kind, scale, rate, tl.load(scalars + 5 * i + 4), number)
-    tl.store(theta + at, weights.to(number), mask=inside)
 
 
 @triton.jit(do_not_specialize=["kind"])
@@ -266,9 +255,9 @@ def apply_drawing(
     length = in_place if outs is None else in_place + 1
     if length > 0:
         places = _launch_over(thetas, outs, parameters=parameters, start=start)
-        memory = thetas[0], (thetas if outs is None else outs)[0], places.table
-        arguments = *memory, *table(program, thetas[0].device), in_place, length, parameters[0]
-        _launch(_apply_drawing, places, *arguments, GAUSSIAN=distribution is Distribution.GAUSSIAN)
+        memory = thetas[0], (thetas if outs is None else outs)[0], thetas[0], places.table
+        run = *table(program, thetas[0].device), 0, in_place, length, parameters[0]
+        _launch(_run, places, *memory, *run, GIVEN=False, GAUSSIAN=distribution is Distribution.GAUSSIAN)
 
 
 def _launch(kernel: Any, places: _Places, *arguments: object, **constants: bool) -> None:
@@ -297,7 +286,8 @@ def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequenc
     for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
         last = first + len(list(run))
         places = _launch_over(thetas, zs=zs[direction])
-        _launch(_apply, places, thetas[0], zs[direction][0], places.table, coded.instructions, coded.scalars, first, last)
+        memory = thetas[0], thetas[0], zs[direction][0], places.table
+        _launch(_run, places, *memory, *coded, first, last, last, 0, GIVEN=True, GAUSSIAN=True)
         first = last
 
 
