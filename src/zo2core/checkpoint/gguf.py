@@ -37,13 +37,7 @@ _MOST_AXES = 4  # axes of a tensor, ggml's limit
 _LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # layouts of numbers, by the type's number
-_IMPORTANCE_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS")
-_TYPES = (  # names of ggml's types, by their numbers
-    {0: "F32", 1: "F16", 30: "BF16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
-    | {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
-    | dict(enumerate(_IMPORTANCE_TYPES, start=16))
-    | {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
-)
+_TYPES = {block.number: name for name, block in GGUF_BLOCKS.items()} | {28: "F64", 40: "NVFP4"}
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 

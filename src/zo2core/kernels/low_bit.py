@@ -35,7 +35,7 @@ def scales_positions(layout: BlockLayout) -> list[int | None]:
 
 
 def low_bit_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of ``LowBitMemory`` for the parameters of these segments."""
+    """Bytes of memory in which ``round_low_bit`` rounds any of the parameters of these segments."""
     encoded = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     return max((_low_bit_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0)
 
@@ -84,30 +84,21 @@ def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
         out.view(len(scales), -1).mul_(scales[:, None])
 
 
-class LowBitMemory:
-    """Memory to round one parameter at a time as a transfer would.
+def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tensor) -> None:
+    """Write a parameter as it would be after a transfer: encoded and decoded again.
 
     Args:
-        memory: uint8, ``low_bit_bytes`` long.
+        spec: The parameter.
+        theta: Stored weights, 1-D.
+        out: Memory of the same dtype and length; may be ``theta``.
+        memory: uint8 memory to overwrite, ``low_bit_bytes`` long.
     """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def round(self, spec: ParameterSpec, theta: Tensor, out: Tensor) -> None:
-        """Write a parameter as it would be after a transfer: encoded and decoded again.
-
-        Args:
-            spec: The parameter.
-            theta: Stored weights, 1-D.
-            out: Memory of the same dtype and length; may be ``theta``.
-        """
-        assert spec.transfer_dtype is not None
-        nbytes, at = spec.numel * spec.transfer_dtype.itemsize, _low_bit_bytes(spec)
-        encoded = self._memory[:nbytes].view(spec.transfer_dtype)
-        scales = self._memory[at : at + _scales(spec).nbytes].view(torch.float32) if spec.transfer_dtype is FP8 else None
-        encode(theta, encoded, scales)
-        decode(encoded, scales, out)
+    assert spec.transfer_dtype is not None
+    nbytes, at = spec.numel * spec.transfer_dtype.itemsize, _low_bit_bytes(spec)
+    encoded = memory[:nbytes].view(spec.transfer_dtype)
+    scales = memory[at : at + _scales(spec).nbytes].view(torch.float32) if spec.transfer_dtype is FP8 else None
+    encode(theta, encoded, scales)
+    decode(encoded, scales, out)
 
 
 def _low_bit_bytes(spec: ParameterSpec) -> int:

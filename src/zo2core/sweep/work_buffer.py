@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.kernels import encoding
-from zo2core.kernels.low_bit import LowBitMemory, decode, encode, low_bit_bytes, scales_positions
+from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
 from zo2core.noise import SCRATCH, noise_bytes
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
 from zo2core.types import (
@@ -77,7 +77,7 @@ class WorkBuffer:
         tied_bytes = packed_bytes(tied)
         work = (device.empty if allocate is None else allocate)(work_bytes(layouts))
         unrounded_memory = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
-        self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
+        self._low_bit = device.empty(low_bit_bytes(layouts))  # in which parameters are rounded
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
@@ -166,7 +166,7 @@ class WorkBuffer:
             if view.spec.is_low_bit:
                 store, (target, _) = stores[view.owner], view.targets()
                 if view.is_stored_in(store):
-                    self._low_bit.round(view.spec, store[view.position], target)
+                    round_low_bit(view.spec, store[view.position], target, self._low_bit)
                 else:
                     decode(store[view.position], None if view.scales is None else store[view.scales], target)
 
@@ -176,7 +176,7 @@ class WorkBuffer:
             if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
                 if view.is_stored_in(store):
-                    self._low_bit.round(view.spec, theta, theta)
+                    round_low_bit(view.spec, theta, theta, self._low_bit)
                     continue
                 scales, (target, _) = None if view.scales is None else store[view.scales], view.targets()
                 encode(target, theta, scales)
