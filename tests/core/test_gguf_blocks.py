@@ -14,8 +14,7 @@ from gguf_models import SCALES
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import OptionError
 from zo2core.kernels import native
-from zo2core.kernels.encoding import decode
-from zo2core.kernels.gguf import grid_of
+from zo2core.kernels.encoding import decode, grid_of
 from zo2core.types import ParameterSpec
 
 # As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads

@@ -30,7 +30,7 @@ from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, StoredArray, StoredText, TensorEntry, is_gguf, read_gguf
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.kernels.gguf import grid_of, row_order
+from zo2core.kernels.encoding import grid_of, row_order
 from zo2core.protocols import TensorReader
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
