@@ -159,13 +159,13 @@ MOST_LINES = {
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4955,
     "zo2core": 4459,
-    "zo2core/checkpoint": 779,
+    "zo2core/checkpoint": 773,
     "zo2core/io": 417,
     "zo2core/journal": 491,
-    "zo2core/kernels": 1164,
+    "zo2core/kernels": 1130,
     "zo2core/methods": 822,
     "zo2core/planning": 613,
-    "zo2core/sources": 947,
+    "zo2core/sources": 872,
     "zo2core/sweep": 2191,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -97,35 +96,33 @@ class GGUFBlock(NamedTuple):
     nbytes: int
 
 
-GGUF_BLOCKS: Mapping[str, GGUFBlock] = MappingProxyType(  # by the names of ggml's types
-    {
-        "F32": GGUFBlock(0, 1, 4),
-        "F16": GGUFBlock(1, 1, 2),
-        "BF16": GGUFBlock(30, 1, 2),
-        "Q4_0": GGUFBlock(2, 32, 18),
-        "Q4_1": GGUFBlock(3, 32, 20),
-        "Q5_0": GGUFBlock(6, 32, 22),
-        "Q5_1": GGUFBlock(7, 32, 24),
-        "Q8_0": GGUFBlock(8, 32, 34),
-        "Q2_K": GGUFBlock(10, 256, 84),
-        "Q3_K": GGUFBlock(11, 256, 110),
-        "Q4_K": GGUFBlock(12, 256, 144),
-        "Q5_K": GGUFBlock(13, 256, 176),
-        "Q6_K": GGUFBlock(14, 256, 210),
-        "IQ4_NL": GGUFBlock(20, 32, 18),
-        "IQ4_XS": GGUFBlock(23, 256, 136),
-        "MXFP4": GGUFBlock(39, 32, 17),
-        "TQ1_0": GGUFBlock(34, 256, 54),
-        "TQ2_0": GGUFBlock(35, 256, 66),
-        "IQ1_S": GGUFBlock(19, 256, 50),
-        "IQ1_M": GGUFBlock(29, 256, 56),
-        "IQ2_XXS": GGUFBlock(16, 256, 66),
-        "IQ2_XS": GGUFBlock(17, 256, 74),
-        "IQ2_S": GGUFBlock(22, 256, 82),
-        "IQ3_XXS": GGUFBlock(18, 256, 98),
-        "IQ3_S": GGUFBlock(21, 256, 110),
-    }
-)
+GGUF_BLOCKS: Mapping[str, GGUFBlock] = {  # by the names of ggml's types, in the order of gguf.c's enum
+    "F32": GGUFBlock(0, 1, 4),
+    "F16": GGUFBlock(1, 1, 2),
+    "BF16": GGUFBlock(30, 1, 2),
+    "Q4_0": GGUFBlock(2, 32, 18),
+    "Q4_1": GGUFBlock(3, 32, 20),
+    "Q5_0": GGUFBlock(6, 32, 22),
+    "Q5_1": GGUFBlock(7, 32, 24),
+    "Q8_0": GGUFBlock(8, 32, 34),
+    "Q2_K": GGUFBlock(10, 256, 84),
+    "Q3_K": GGUFBlock(11, 256, 110),
+    "Q4_K": GGUFBlock(12, 256, 144),
+    "Q5_K": GGUFBlock(13, 256, 176),
+    "Q6_K": GGUFBlock(14, 256, 210),
+    "IQ4_NL": GGUFBlock(20, 32, 18),
+    "IQ4_XS": GGUFBlock(23, 256, 136),
+    "MXFP4": GGUFBlock(39, 32, 17),
+    "TQ1_0": GGUFBlock(34, 256, 54),
+    "TQ2_0": GGUFBlock(35, 256, 66),
+    "IQ1_S": GGUFBlock(19, 256, 50),
+    "IQ1_M": GGUFBlock(29, 256, 56),
+    "IQ2_XXS": GGUFBlock(16, 256, 66),
+    "IQ2_XS": GGUFBlock(17, 256, 74),
+    "IQ2_S": GGUFBlock(22, 256, 82),
+    "IQ3_XXS": GGUFBlock(18, 256, 98),
+    "IQ3_S": GGUFBlock(21, 256, 110),
+}
 
 
 @dataclass(frozen=True)
