@@ -22,7 +22,7 @@ from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of, storage
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.option_table import by_option, setting_text
-from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.options import DEFAULT_LENGTH, Batching, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, method_words, plan_of
@@ -201,13 +201,14 @@ def _with_lengths(opened: _Opened) -> tuple[TrainOptions, str, int]:
     chosen = tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical
     limit = min(max(_ROUNDED_TO * math.ceil(chosen / _ROUNDED_TO), 2), most)
     is_cut = tokens[-1] > limit or data.dropped or data.truncated
-    too_long = "drop" if is_cut and data.format in (RowFormat.CANDIDATES, RowFormat.PREFERENCES) else options.rows.too_long
+    is_whole = data.format in (RowFormat.CANDIDATES, RowFormat.PREFERENCES)  # such rows cannot be cut
+    too_long = "drop" if is_cut and is_whole else options.rows.too_long
     longer = sum(length > limit for length in tokens) + data.dropped
     cut = f"{longer} longer ones are shortened or left out." if longer else "No row is longer."
     reason = f"The median row has {tokens[len(tokens) // 2]} tokens, the longest {tokens[-1]}. {cut}"
-    options = replace(
-        options, rows=replace(options.rows, too_long=too_long), batching=replace(options.batching, sequence_length=limit)
-    )
+    if not is_whole or is_cut or limit > DEFAULT_LENGTH:  # else the run's model judges longer rows, too
+        options = replace(options, batching=replace(options.batching, sequence_length=limit))
+    options = replace(options, rows=replace(options.rows, too_long=too_long))
     return options, reason, len(data)
 
 
@@ -358,19 +359,21 @@ def _batch_choices(options: TrainOptions, lengths: str, inputs: RunInputs, plan:
         f"{counted(options.steps, 'step')} of {counted(batch_size, 'row')} pass the {rows} rows {epochs:.1f} times, at "
         f"about {duration(plan.seconds)} a step.",
     )
-    yield Choice("batch_size", batch_size)
+    limit = options.batching.sequence_length
+    yield Choice("batch_size", batch_size, "" if limit else lengths)
     if options.batching.micro_batch_size is not None:
         reason = "So many rows run at a time, so that activations leave room for blocks. It changes no result but rounding."
         yield Choice("micro_batch_size", options.batching.micro_batch_size, reason)
     if options.batching.pack:
         reason = f"Rows of a batch are joined: if they were padded, {_padding(inputs):.0%} of the tokens would be padding."
         yield Choice("pack", options.batching.pack, reason)
-    yield Choice("sequence_length", options.batching.sequence_length, lengths)
+    if limit:
+        yield Choice("sequence_length", limit, lengths)
     if options.rows.too_long != "auto":
         yield Choice("too_long", options.rows.too_long)
     host = plan.host_plan
-    limit = "are free" if options.storage.memory == "auto" else "are allowed"
-    needed = f"{shown_bytes(host.budget)} {limit}, and the run takes about {shown_bytes(host.nbytes)}."
+    given = "are free" if options.storage.memory == "auto" else "are allowed"
+    needed = f"{shown_bytes(host.budget)} {given}, and the run takes about {shown_bytes(host.nbytes)}."
     where = "All blocks stay in memory."
     if host.buckets is not None:
         where = f"The model is larger: blocks are streamed from disk, {shown_bytes(plan.read_bytes)} a step."
