@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 991,
     "zo2adapters/models": 4722,
     "zo2adapters/tasks": 2926,
-    "zo2adapters/trainers": 4955,
+    "zo2adapters/trainers": 4958,
     "zo2core": 4459,
     "zo2core/checkpoint": 773,
     "zo2core/io": 417,
