@@ -58,7 +58,7 @@ from zo2core.sources.loader import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.exclusive_use import SoleUse
+from zo2core.sweep.exclusive_use import sole_use
 from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
@@ -100,9 +100,9 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
     _require_consistent(model, method, options)
     with ExitStack() as opened:
-        opened.callback(SoleUse(model).end)
+        opened.enter_context(sole_use(model))
         if options.source is not None:
-            opened.callback(SoleUse(options.source).end)
+            opened.enter_context(sole_use(options.source))
         else:
             opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
         runner = Runner(model, opened, micro_batch_size=options.micro_batch_size)
@@ -378,7 +378,7 @@ def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource, *, overlap: b
         timeline=timeline,
     )
     runner.opened.callback(low_bit.close)
-    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit, host)
+    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit)
 
 
 def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParameters | None:
@@ -386,8 +386,9 @@ def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParame
     if isinstance(method, ZerothOrder):
         return None
     if (method.update is not None) if isinstance(method, FirstOrder) else _trains_all(runner.model):
-        return StoredParameters(runner.layouts)
-    return TrainedParameters(runner.model.layouts, runner.model.weights, runner.device.torch_device)
+        return StoredParameters(runner.work_buffer, runner.layouts)
+    model = runner.model
+    return TrainedParameters(runner.work_buffer, model.layouts, model.weights, runner.device.torch_device)
 
 
 def _steps(runner: Runner, method: Method, options: RunOptions) -> Steps:

@@ -33,7 +33,7 @@ from zo2core.protocols import (
 )
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate, evaluate_objective
-from zo2core.sweep.visitor import Groups
+from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
 

@@ -20,7 +20,7 @@ from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.factors import FactorStore
 from zo2core.journal import Journal
-from zo2core.optimizer_states import form_of, require_finite, unusable_state
+from zo2core.optimizers import form_of, require_finite, unusable_state
 from zo2core.perturbation import Perturbation, StackedModel
 from zo2core.planning.run_spec import RunSpec
 from zo2core.profiling import Sweep, TraceRecorder
@@ -38,14 +38,13 @@ from zo2core.sources.loader import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.gradient_visitor import GradientVisitor
 from zo2core.sweep.microbatch import grouped
-from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber
-from zo2core.sweep.trained import PresentWeights, StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import Groups, Perturber, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
+from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPerturber, Groups, Perturber
+from zo2core.sweep.trained import StoredParameters, TrainedParameters
+from zo2core.sweep.visitor import SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Batch, BlockLayout, Commit, ParameterSpec, StepResult, Update, require_tensors
+from zo2core.types import Batch, BlockLayout, Commit, Evaluation, ParameterSpec, StepResult, Update, require_tensors
 from zo2core.updates import Trajectory
 from zo2core.workers import Workers, sync_snapshots
 
@@ -148,19 +147,18 @@ class Runner:
             self.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def perturber(self, version: int, groups: Groups, forward: Forward) -> Perturber:
+    def perturber(self, version: int, evaluations: Sequence[Evaluation | None]) -> Perturber:
         """Make what brings weights to a version and perturbs them in one sweep, by where what is trained is."""
         model, noise, buffer = self.model, self.noise, self.work_buffer
         if self.trained is not None:
             self.trained.begin_sweep()
-            return PresentWeights(self.trained, buffer)
+            return self.trained
         zo_eps = 1.0 if self.estimator is None else self.estimator.zo_eps
         in_place = self.estimator is None or self.perturb_in_place
-        evaluations = [evaluation for evaluation, _ in groups]
         trajectory = Trajectory(self.journal.updates, version, evaluations, zo_eps, in_place)
         if self.factors is not None:
             assert isinstance(model, StackedModel), "other models were refused"
-            return FactorPerturber(model, self.factors, buffer, self.helper, trajectory, groups, forward)
+            return FactorPerturber(model, self.factors, buffer, self.helper, trajectory)
         if isinstance(noise, CounterNoise):
             return CounterPerturber(noise, buffer, self.helper, trajectory)
         return DrawnPerturber(noise, buffer, self.helper, trajectory)

@@ -28,7 +28,7 @@ from zo2core.protocols import BlockModel, Device, Replaying, Visitor
 from zo2core.schedulers import open_scheduler
 from zo2core.sources import SegmentStore
 from zo2core.sources.loader import BaseDigests, laid_out_as_on_disk
-from zo2core.sweep.exclusive_use import ExclusiveUse, SoleUse
+from zo2core.sweep.exclusive_use import ExclusiveUse, sole_use
 from zo2core.sweep.shared_visitor import BlockDecoder, RunReplay, RunSegments, RunSweep, SharedVisitor, SweepEnded
 from zo2core.types import Batch, Bucket, StepResult
 
@@ -228,7 +228,7 @@ class SharedBase:
         self._runs: dict[SharedRun, RunRequest] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
-            opened.callback(SoleUse(model).end)
+            opened.enter_context(sole_use(model))
             opened.callback(model.weights.close)
             self.device = choose_device(device) if isinstance(device, str) else device
             if isinstance(device, str):

@@ -42,8 +42,7 @@ from zo2core import (
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.methods.first_order import LossScale, gradient_bytes, trained_bytes
 from zo2core.methods.gradient_steps import _SegmentSteps
-from zo2core.optimizer_states import _Zeros, copied_state, state_bytes
-from zo2core.optimizers import make_block_update
+from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
 from zo2core.planning.memory import DevicePlan
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.trained import StoredParameters

@@ -43,8 +43,7 @@ from zo2core.errors import CheckpointError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
-from zo2core.optimizer_states import state_bytes
-from zo2core.optimizers import OPTIMIZERS
+from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.planning.memory import free_memory
 from zo2core.planning.run_spec import RunRequest
 from zo2core.planning.speeds import kept_blocks

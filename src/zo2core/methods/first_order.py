@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.optimizer_states import state_bytes, unusable_state
-from zo2core.optimizers import Delayed, OptimizerFactory
+from zo2core.optimizers import Delayed, OptimizerFactory, state_bytes, unusable_state
 from zo2core.protocols import BlockModel, BlockUpdate
 from zo2core.types import LARGEST, BlockLayout
 

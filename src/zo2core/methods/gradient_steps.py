@@ -25,14 +25,14 @@ from zo2core.checkpoint import Snapshots
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 from zo2core.journal import json_object
 from zo2core.methods.first_order import FirstOrder, LossScale
-from zo2core.optimizer_states import (
+from zo2core.optimizers import (
     StateMemory,
     StatesInStores,
     copied_state,
+    make_optimizer,
     require_optimizer_state,
     unusable_state,
 )
-from zo2core.optimizers import make_optimizer
 from zo2core.planning.speeds import kept_blocks
 from zo2core.protocols import BlockUpdate, DifferentiableModel, Forward, Objective, Store, UpdateInputs
 from zo2core.runner import Runner, Steps, TrainedSteps
@@ -49,7 +49,7 @@ from zo2core.sweep.microbatch import (
     split_batches,
     with_objective,
 )
-from zo2core.sweep.trained import Complete, PresentWeights, StoredParameters, TrainedParameters, Update
+from zo2core.sweep.trained import Complete, StoredParameters, TrainedParameters, Update
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
 from zo2core.workers import Split, Workers, require_equal
 
@@ -222,7 +222,7 @@ class GradientSteps(TrainedSteps, ABC):
         self._method, self._leaves = method, [model.leaves(index) for index in range(len(model.layouts))]
         self._visits = GradientVisits(
             layouts=model.layouts,
-            present=PresentWeights(trained, runner.work_buffer),
+            trained=trained,
             leaves=self._leaves,
             inputs=inputs,
             limit=runner.host_limit,

@@ -28,7 +28,7 @@ from zo2core.sweep.microbatch import (
     split_batches,
     with_objective,
 )
-from zo2core.sweep.visitor import Groups
+from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
 from zo2core.workers import Split
 

@@ -186,7 +186,7 @@ class ActivationFile:
         self._directory = directory
         self._timeline = timeline
         self._file: RangedFile | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")  # starts with its first work
         self._staging = memoryview(anonymous_memory(_STAGING))  # pages take memory once they are touched
         self._ranges: dict[Use, list[_Range]] = {}
         self._end = 0
@@ -199,17 +199,16 @@ class ActivationFile:
             ranges.append(_Range(storage, self._end, storage.nbytes()))
             self._end += whole_pages(storage.nbytes())
         self._ranges[use] = ranges
-        return self._submit(use, ranges, write=True)
+        return self._thread.submit(self._write, str(use), ranges)
 
     def bring(self, use: Use) -> Future[None]:
         """Read storages ahead of the caller. See the contract."""
-        return self._submit(use, self._ranges.pop(use), write=False)
+        return self._thread.submit(self._read, str(use), self._ranges.pop(use))
 
     def clear(self) -> None:
         """Forget everything, once the present transfer is over. After a failed write, free the file's space on the disk."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-            self._thread = None
+        self._thread.shutdown(cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")
         if self._has_failed:
             self._close_file()
         self._ranges.clear()
@@ -226,11 +225,6 @@ class ActivationFile:
                 self._file.close()
             self._file = None
         self._has_failed = False
-
-    def _submit(self, use: Use, ranges: Sequence[_Range], *, write: bool) -> Future[None]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")
-        return self._thread.submit(self._write if write else self._read, str(use), ranges)
 
     def _write(self, name: str, ranges: Sequence[_Range]) -> None:
         try:
@@ -366,22 +360,23 @@ class _HostStorage:
         self._nbytes = 0
 
 
-class _Copies:
+class _Copies(NamedTuple):
     """Copies that were started, and for which compute has to wait."""
 
-    def __init__(self, streams: Streams, transfers: Sequence[Transfer], why: Wait, then: Callable[[], None]) -> None:
-        self._streams, self._transfers, self._why, self._then = streams, transfers, why, then
+    streams: Streams
+    transfers: Sequence[Transfer]
+    why: Wait
+    then: Callable[[], None]  # their memory may be used
 
     def done(self) -> bool:
         """Whether all copies are done."""
-        return all(transfer.done.passed for transfer in self._transfers)
+        return all(transfer.done.passed for transfer in self.transfers)
 
     def result(self) -> None:
-        """Let compute that is issued from now on wait for them; the host does not. Then their memory may be used."""
-        for transfer in self._transfers:
-            self._streams.order(transfer.done, self._why)
-        self._transfers = ()
-        self._then()
+        """Let compute that is issued from now on wait for them; the host does not."""
+        for transfer in self.transfers:
+            self.streams.order(transfer.done, self.why)
+        self.then()
 
 
 class ActivationOffload:
@@ -494,35 +489,29 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class _View(NamedTuple):
-    """A tensor of which only the bytes are kept."""
+def _taken_apart(
+    activations: Activations, device: torch.device
+) -> tuple[list[torch.UntypedStorage], Callable[[], Activations]]:
+    """The storages of the tensors on a device, and a function that builds the activations on what the list has then.
 
-    storage: int  # its number among the storages
-    offset: int  # in elements
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
+    The function keeps no tensor alive.
+    """
 
-    @staticmethod
-    def of(tensor: torch.Tensor, numbers: Mapping[int, int]) -> _View:
-        number = numbers[tensor.untyped_storage().data_ptr()]
-        return _View(number, int(tensor.storage_offset()), tensor.dtype, tensor.size(), tensor.stride())
+    def is_on_device(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.device == device and value.numel() > 0
 
+    def builder(value: Any) -> Callable[[], Any]:
+        if not is_on_device(value):
+            return lambda: value
+        number, dtype = numbers[value.untyped_storage().data_ptr()], value.dtype
+        place = value.storage_offset(), value.size(), value.stride()
+        return lambda: torch.empty(0, dtype=dtype, device=device).set_(storages[number], *place)
 
-class _Packed(NamedTuple):
-    """The activations of a stream, as storages that may leave memory."""
-
-    values: list[Any]  # a ``_View`` for each tensor on the device
-    nesting: TreeSpec
-    storages: list[torch.UntypedStorage]
-
-    def activations(self) -> Activations:
-        values = [self._tensor(value) if isinstance(value, _View) else value for value in self.values]
-        return tree_unflatten(values, self.nesting)
-
-    def _tensor(self, view: _View) -> torch.Tensor:
-        storage = self.storages[view.storage]
-        return torch.empty(0, dtype=view.dtype, device=storage.device).set_(storage, view.offset, view.size, view.stride)
+    values, nesting = flattened(activations)
+    by_address = storages_of(filter(is_on_device, values))
+    storages, numbers = list(by_address.values()), {address: number for number, address in enumerate(by_address)}
+    builders = [builder(value) for value in values]
+    return storages, lambda: tree_unflatten([build() for build in builders], nesting)
 
 
 class StreamActivations:
@@ -549,13 +538,13 @@ class StreamActivations:
         self._on_device: dict[int, Activations] = {}  # of the streams that stay
         self._staying_bytes = 0
         self._offloaded: set[int] = set()  # the other streams
-        self._packed: dict[int, _Packed] = {}
+        self._builders: dict[int, Callable[[], Activations]] = {}  # of the activations of offloaded streams
 
     def begin(self, streams: int, *, may_offload: bool = True) -> None:
         """Forget all activations of the last sweep, however it ended."""
         self._kept.clear()
         self._kept.room = self._staying_bytes = 0
-        for streams_of_last_sweep in (self._on_device, self._offloaded, self._packed):
+        for streams_of_last_sweep in (self._on_device, self._offloaded, self._builders):
             streams_of_last_sweep.clear()
         self._expected, self._may_offload = streams, may_offload and self._allowed is not None
 
@@ -570,20 +559,16 @@ class StreamActivations:
         if stream not in self._offloaded:
             self._on_device[stream] = activations
             return
-        values, nesting = flattened(activations)
-        storages = storages_of(value for value in values if self._is_on_device(value))
-        numbers = {address: number for number, address in enumerate(storages)}
-        views = [_View.of(value, numbers) if self._is_on_device(value) else value for value in values]
-        self._packed[stream] = packed = _Packed(views, nesting, list(storages.values()))
-        self._kept.room = max(self._kept.room, IN_TRANSIT * sum(storage.nbytes() for storage in packed.storages))
-        self._kept.put(Use(segment, stream), packed.storages)
+        storages, self._builders[stream] = _taken_apart(activations, self._device)
+        self._kept.room = max(self._kept.room, IN_TRANSIT * sum(storage.nbytes() for storage in storages))
+        self._kept.put(Use(segment, stream), storages)
 
     def take(self, segment: int, stream: int) -> Activations:
         """Return the input of a stream's forward in a segment, on the device, and forget it."""
         if stream not in self._offloaded:
             return self._on_device.pop(stream)
         self._kept.take(Use(segment, stream))
-        return self._packed.pop(stream).activations()
+        return self._builders.pop(stream)()
 
     def _stays(self, nbytes: int, forward_bytes: int) -> bool:
         """Whether a new stream stays on the device, if all later streams are as large."""
@@ -594,9 +579,6 @@ class StreamActivations:
         stays = streams_on_device(expected, nbytes, allowed, staging=staging, some_offloaded=bool(self._offloaded)) > 0
         self._staying_bytes += nbytes if stays else 0
         return stays
-
-    def _is_on_device(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.device == self._device and value.numel() > 0
 
 
 def streams_on_device(streams: int, nbytes: int, allowed: int, *, staging: int, some_offloaded: bool = False) -> int:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import ClassVar
-from weakref import WeakValueDictionary
 
 from zo2core.errors import BusyError, ClosedError
 
+_IN_USE: set[int] = set()  # ids of models and sources, which those who use them keep alive
 
-class SoleUse:
+
+@contextlib.contextmanager
+def sole_use(used: object) -> Iterator[None]:
     """The use of a model, or of a source, by one engine: a second one would make the first read other weights."""
-
-    _present: ClassVar[WeakValueDictionary[int, SoleUse]] = WeakValueDictionary()
-
-    def __init__(self, used: object) -> None:
-        if id(used) in self._present:
-            raise BusyError(
-                type(used).__name__,
-                found="an engine that is open on it",
-                expected="one at a time",
-                remedy="close() that one first, or open the model a second time",
-            )
-        self._used = used  # its id stays its own
-        self._present[id(used)] = self
-
-    def end(self) -> None:
-        """Leave it to another engine."""
-        self._present.pop(id(self._used), None)
+    if id(used) in _IN_USE:
+        raise BusyError(
+            type(used).__name__,
+            found="an engine that is open on it",
+            expected="one at a time",
+            remedy="close() that one first, or open the model a second time",
+        )
+    _IN_USE.add(id(used))
+    try:
+        yield
+    finally:  # also of an engine that is dropped without being closed
+        _IN_USE.remove(id(used))
 
 
 class ExclusiveUse:

@@ -29,7 +29,7 @@ from zo2core.io.process_memory import resident_memory, return_freed_memory
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
-from zo2core.sweep.trained import PresentWeights
+from zo2core.sweep.trained import StoredParameters, TrainedParameters
 from zo2core.types import Batch, BlockLayout, Lane
 
 # A freed block of glibc's heap is rarely reused whole for a tensor, whose memory is aligned, so that activations lie with
@@ -267,7 +267,7 @@ class _Stream:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.next_input: _SegmentInput  # of the segment that is visited next; the embedding has none
+        self.next_input = _SegmentInput(*flattened(()), ())  # of the segment that is visited next; the embedding has none
         self.passes: dict[int, _Pass] = {}  # by segment
         self.gradients: Mapping[int, torch.Tensor] = {}  # of the output of the next segment backward, by index of the value
 
@@ -277,7 +277,7 @@ class GradientVisits:
     """The objects that all sweeps of first-order steps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    present: PresentWeights  # loads weights into the work buffer, and accumulates gradients
+    trained: TrainedParameters | StoredParameters
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     inputs: KeptActivations[torch.UntypedStorage]
     limit: int | None  # resident bytes of the process; None: no limit
@@ -301,7 +301,7 @@ class GradientVisitor:
         kept_bytes: int,
         loss_scale: float = 1.0,
     ) -> None:
-        self._visits, self._trained = visits, visits.present.trained
+        self._visits, self._trained = visits, visits.trained
         self._forward, self._weights, self._joint_loss, self._loss_scale = forward, weights, joint_loss, loss_scale
         self._streams = [_Stream(batch) for batch in batches]
         self._trained.begin_sweep()
@@ -336,12 +336,12 @@ class GradientVisitor:
             self._run(index)
             if index == self._last:
                 self._add_tied_gradients()
-            self._trained.complete(index)
+            gradients = self._trained.complete(index)
         except BaseException:
             commit(version)  # nothing was changed
             raise
         started = self._visits.streams.mark()
-        updated = self._trained.update(index, store, version)
+        updated = self._trained.update(index, store, version, gradients)
         if updated != version:
             self._visits.timeline.note(Lane.REPLAY, self._visits.layouts[index].name, started, self._visits.streams.mark())
         commit(updated)
@@ -351,15 +351,19 @@ class GradientVisitor:
         visits, layout = self._visits, self._visits.layouts[index]
         started = visits.streams.mark()
         with torch.no_grad():
-            visits.present.load_frozen(index, self._stores)
-            visits.present.perturb(index, self._stores, 0)
+            self._trained.load_frozen(index, self._stores)
+            self._trained.perturb(index, self._stores, 0)
         make_room(visits.limit, self._running if index == self._head else 0)  # logits are the largest of all
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
-            self._run_forwards(index)
+            for number, stream in enumerate(self._streams):
+                self._run_forward(index, number, stream)
         elif index >= self._first:
-            self._run_backward(index)
+            for number, stream in enumerate(self._streams):
+                visits.inputs.take(Use(-index, number))
+                stream.passes[index].restore()
+                self._add_gradients(index, number, stream)
         visits.timeline.note(Lane.EVALUATE, layout.name, started, visits.streams.mark(), track=0)
         if not layout.resident:
             del self._stores[index]
@@ -368,7 +372,7 @@ class GradientVisitor:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         self._stores[index] = store
-        return self._visits.present.replay(index, self._stores, version)
+        return self._trained.replay(index, self._stores, version)
 
     def finish(self) -> None:
         """Free inputs, graphs and sums, however the sweep ended."""
@@ -377,53 +381,37 @@ class GradientVisitor:
         self._tied_sums.clear()
         make_room(self._visits.limit, self._running)
 
-    def _run_forwards(self, index: int) -> None:
-        """Run a segment's forward for each micro-batch, and keep the next segment's input.
+    def _run_forward(self, index: int, number: int, stream: _Stream) -> None:
+        """Run a segment's forward for one micro-batch, and keep the next segment's input.
 
         A graph is made even where its activations are not kept: torch chooses kernels by whether their inputs require
         gradients, and some kernels round differently from those that it uses without a graph.
         """
-        for number, stream in enumerate(self._streams):
-            outputs, nesting = self._run_embedding(stream) if index == 0 else self._run_block(index, number, stream)
-            differentiable = [
-                i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
-            ]
-            values = [value.detach() if i in differentiable else value for i, value in enumerate(outputs)]
-            segment_input = stream.next_input if index > 0 else None
-            stream.next_input = _SegmentInput(values, nesting, differentiable)
-            if segment_input is not None and index >= self._first:
-                needed = storages_of(outputs)  # what later blocks get as well stays
-                own = [storage for address, storage in segment_input.storages().items() if address not in needed]
-                self._visits.inputs.put(Use(-index, number), own)
-
-    def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
-        """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
-        forward = partial(self._forward.embed, stream.batch)
-        graph = BlockGraph(self._visits.present.buffer.bound[0], ())
-        with torch.enable_grad(), graph.recorded(keep=False):
-            outputs, nesting = flattened(forward())
-        if self._first == 0:
-            stream.passes[0] = _Pass(partial(graph.restore, forward), outputs, {})
-        return outputs, nesting
-
-    def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
-        """Run a block's forward for one micro-batch, and keep its activations if there is room for them."""
-        segment_input = stream.next_input
+        segment_input, blocks, has_backward = stream.next_input, self._head - index, index >= self._first
         before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
-        blocks = self._head - index
-        keep = index >= self._first and self._room.has_room(number, blocks)
+        if index == 0:
+            forward = partial(self._forward.embed, stream.batch)
+        else:
+            forward = partial(self._forward.block, index - 1, activations)
+        # The embedding's activations are not kept: it is cheap to run again.
+        keep = index > 0 and has_backward and self._room.has_room(number, blocks)
         tensors = [value for value in segment_input.values if isinstance(value, torch.Tensor)]
-        forward = partial(self._forward.block, index - 1, activations)
-        graph = BlockGraph(self._visits.present.buffer.bound[index], tensors)
+        graph = BlockGraph(self._trained.buffer.bound[index], tensors)
         with torch.enable_grad(), graph.recorded(keep=keep):
             outputs, nesting = flattened(forward())
-        self._require_unchanged(index, segment_input, nesting, before)
+        if index > 0:
+            self._require_unchanged(index, segment_input, nesting, before)
         if keep:
             self._room.take(graph, number, blocks)
-        if index >= self._first:
+        has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in outputs]
+        values = [value.detach() if differs else value for value, differs in zip(outputs, has_gradient, strict=True)]
+        stream.next_input = _SegmentInput(values, nesting, [i for i, differs in enumerate(has_gradient) if differs])
+        if has_backward:
             stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
-        return outputs, nesting
+            needed = storages_of(outputs)  # what later blocks get as well stays
+            own = [storage for address, storage in segment_input.storages().items() if address not in needed]
+            self._visits.inputs.put(Use(-index, number), own)
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
@@ -451,14 +439,6 @@ class GradientVisitor:
             for number, (stream, gradient) in enumerate(zip(self._streams, gradients, strict=True)):
                 stream.gradients = {0: gradient}
                 self._add_gradients(self._head, number, stream)
-
-    def _run_backward(self, index: int) -> None:
-        """Compute a segment's gradients, from activations that were kept or that its forward restores."""
-        for number, stream in enumerate(self._streams):
-            if index > 0:
-                self._visits.inputs.take(Use(-index, number))
-            stream.passes[index].restore()
-            self._add_gradients(index, number, stream)
 
     def _add_gradients(self, index: int, number: int, stream: _Stream) -> None:
         """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add the latter."""

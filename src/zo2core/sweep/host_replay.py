@@ -30,16 +30,15 @@ class HostReplay:
         self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
         self._threads = max(1, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
-        self.begin()
-
-    def begin(self) -> None:
-        """Make the present number of updates the version to which segments are brought."""
-        trajectory = Trajectory(self._updates, len(self._updates), (), zo_eps=1.0, perturb_in_place=True)
-        self._perturber = CounterPerturber(self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1)
+        self._perturber: CounterPerturber | None = None
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version. See ``Visitor``."""
+        """Bring a segment to the version of the present number of updates. See ``Visitor``."""
+        present = len(self._updates)
+        if self._perturber is None or self._perturber.version != present:  # a new sweep
+            trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
+            self._perturber = CounterPerturber(self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1)
         version = self._perturber.replay(index, {index: store}, version)
         self._update_loss.sample(index, store, self._layouts[index].parameters)
         return version
@@ -52,13 +51,12 @@ class HostReplay:
 class LowBitScheduler:
     """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
 
-    def __init__(self, scheduler: Scheduler, source: LowBitSource, replay: HostReplay) -> None:
-        self._scheduler, self._source, self._replay = scheduler, source, replay
+    def __init__(self, scheduler: Scheduler, source: LowBitSource) -> None:
+        self._scheduler, self._source = scheduler, source
         self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        self._replay.begin()
         self._interrupted = True
         self._scheduler.sweep(visitor, order)
         self._interrupted = False
@@ -72,7 +70,6 @@ class LowBitScheduler:
     @contextmanager
     def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, in its stored dtype. See the contract."""
-        self._replay.begin()
         if self._interrupted:
             self.release_all()
         with self._source.only_when_acquired():

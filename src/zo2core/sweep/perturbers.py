@@ -1,34 +1,38 @@
-"""Perturbers that write perturbed weights to the work buffer, one for counter-based noise and one for drawn noise.
+"""Perturbers: what brings a segment to the present version, and has its forwards run at perturbed weights.
 
 ``CounterPerturber``: each pass over memory draws the z that it uses. A segment's replay and its first evaluation are one
 pass. No state is kept from one pass to the next, and ranges do not depend on each other, so that threads divide them.
 
 ``DrawnPerturber``: a sequential generator draws z into memory, which takes most of the time. Each direction has its own
-generator, so two threads draw at once (``_draw_ahead``): while the first one applies the missing updates chunk by chunk, the
-second one draws the noise of the first evaluation and perturbs each chunk into the work buffer as soon as it is up to date
-and still in the cache. Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb
-along it (``_halve``). Elsewhere it is drawn again, on one thread.
+generator, so two threads draw at once: while the first one applies the missing updates chunk by chunk, the second one draws
+the noise of the first evaluation and perturbs each chunk into the work buffer as soon as it is up to date and still in the
+cache. Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it.
+Elsewhere it is drawn again, on one thread.
+
+``FactorPerturber``: low-rank perturbations beside the activations. Weights are only read.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from functools import cache, partial
 from queue import SimpleQueue
 from types import ModuleType
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from zo2core.factors import FactorStore
 from zo2core.kernels import apply, apply_drawing, perturb
 from zo2core.kernels.dispatch import triton_kernels
-from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, NoiseGenerator, Store, Stores
-from zo2core.sweep.visitor import Perturber
+from zo2core.perturbation import StackedForward, StackedModel
+from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Forward, NoiseGenerator, Store, Stores
 from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
-from zo2core.types import Evaluation, Perturb, Program, Update, aligned
-from zo2core.updates import Trajectory, compile_moves, compile_updates, split_updates
+from zo2core.types import Batch, Evaluation, Perturb, Program, Update, aligned
+from zo2core.updates import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
 
 # Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on one thread.
 PARALLEL_FROM = 1 << 17
@@ -36,43 +40,72 @@ PARALLEL_FROM = 1 << 17
 # groups.
 RANGE = 1 << 18  # elements
 
-P = TypeVar("P", bound=Perturb | Program)
+Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
 Programs: TypeAlias = Mapping[bool, Program]  # of updates, by whether weight decay applies to a parameter
 Replayed: TypeAlias = SimpleQueue[int | None]  # ends of replayed chunks; None: the replay failed
+
+
+class Stream(NamedTuple):
+    """Batches whose activations pass from segment to segment as those of one batch."""
+
+    batch: Batch  # the one batch, or all of them joined
+    batches: Sequence[Batch]
+    groups: Sequence[int]  # for each of them, the position of its evaluation in the sweep
+
+
+class Perturber(ABC):
+    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights to the work buffer."""
+
+    seeds: Collection[int] = ()  # of the directions whose generators the next sweep may need
+
+    def __init__(self, buffer: WorkBuffer, version: int) -> None:
+        self.buffer = buffer
+        self.version = version  # the present one, at which segments are after ``replay``
+
+    def streams(self, groups: Groups, forward: Forward) -> Sequence[Sequence[Stream]]:
+        """Divide a sweep's batches by the weights with which they run. Called once."""
+        return [[Stream(batch, [batch], [group]) for batch in batches] for group, (_, batches) in enumerate(groups)]
+
+    @abstractmethod
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
+
+        The work buffer may then hold weights of the first evaluation already.
+        """
+
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read a segment's frozen weights. Called once a visit."""
+        self.buffer.load_frozen(index, stores)
+
+    @abstractmethod
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Write the weights of a segment's next evaluation, by its position in the sweep, to the work buffer."""
+
+    def finish(self) -> None:  # noqa: B027 - a perturber without a thread of its own has nothing to wait for
+        """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
 class TrajectoryPerturber(Perturber):
     """A perturber that replays a trajectory's updates and perturbs along its evaluations."""
 
-    seeds: set[int]
-
     def __init__(self, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory) -> None:
-        super().__init__(buffer)
+        super().__init__(buffer, trajectory.version)
         self._worker = worker
         self._trajectory = trajectory
         self._parallel_from = PARALLEL_FROM
         first = trajectory.evaluations[0] if trajectory.evaluations else None
         self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
         # All segments share programs, so that each is encoded for the kernels once.
-        self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
-        self._updates: dict[int, Programs] = {}  # programs of single updates, by step
-        self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
-
-    @property
-    def version(self) -> int:
-        """The present version. See ``Perturber``."""
-        return self._trajectory.version
+        self._compiled: Callable[[Update], Programs] = cache(lambda update: compile_updates([update]))
+        self._move = cache(partial(compile_moves, zo_eps=trajectory.zo_eps))  # from one evaluation's weights to the next's
 
     def _origin(self, evaluation: int) -> Evaluation | None:
         """The evaluation from whose weights another one is perturbed in place; None: it is perturbed from the stores."""
         return self._trajectory.evaluations[evaluation - 1] if evaluation and self._trajectory.perturb_in_place else None
 
-    def _compiled(self, update: Update) -> Programs:
-        """Return the program of a single update, whose directions this sweep draws."""
-        if update.step not in self._updates:
-            self._updates[update.step] = compile_updates([update])
-            self.seeds.update(self._updates[update.step][False].seeds)
-        return self._updates[update.step]
+    def _missing_updates(self, version: int) -> list[Sequence[Update]]:
+        """The updates that a version lacks, in parts for whose seeds a thread draws in turn."""
+        return list(split_updates(self._trajectory.updates[version : self.version], SEEDS_IN_TURN))
 
     def _kernels(self, index: int) -> ModuleType | None:
         """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
@@ -82,11 +115,49 @@ class TrajectoryPerturber(Perturber):
         found = [triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64]
         return found[0] if found and len(found) == len(views) and all(found) else None
 
-    def _move(self, before: Evaluation | None, evaluation: Evaluation | None) -> Program:
-        """Return the program that leads from one evaluation's weights to those of the next."""
-        if (before, evaluation) not in self._moves:
-            self._moves[before, evaluation] = compile_moves(before, evaluation, self._trajectory.zo_eps)
-        return self._moves[before, evaluation]
+    def _divide(self, index: int, tasks: Iterable[Callable[[], object]], helpers: int = 1) -> None:
+        """Do a segment's tasks on several threads if that saves time."""
+        left = deque(tasks)
+
+        @torch.inference_mode()
+        def work() -> None:
+            while True:
+                try:
+                    task = left.popleft()
+                except IndexError:  # all are begun
+                    return
+                task()
+
+        others = [self._worker.submit(work) for _ in range(helpers)] if self._worker and self._divides(index) else []
+        try:
+            work()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def _divides(self, index: int) -> bool:
+        """Whether a segment is so large that a second thread saves time."""
+        return self._worker is not None and self.buffer.elements[index] >= self._parallel_from
+
+
+def in_one_launch(work: Iterable[tuple[ParameterView, Program]]) -> list[tuple[Program, list[ParameterView]]]:
+    """Divide parameters into those that one launch changes: they share a program and a dtype."""
+    groups: dict[tuple[int, torch.dtype], tuple[Program, list[ParameterView]]] = {}
+    for view, program in work:
+        groups.setdefault((id(program), view.spec.dtype), (program, []))[1].append(view)
+    return list(groups.values())
+
+
+def _weights(view: ParameterView, stores: Stores | None, *, copied: bool = False) -> torch.Tensor:
+    """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in their stored dtype."""
+    if stores is None:
+        return view.targets()[0]
+    stored = view.stored(stores)
+    if view.spec.is_low_bit and (copied or stored.dtype is not view.spec.dtype):
+        assert copied or view.spec.transfer_back, "weights that are not transferred back are replayed in their stored dtype"
+        return view.targets()[0]
+    return stored
 
 
 class CounterPerturber(TrajectoryPerturber):
@@ -105,25 +176,26 @@ class CounterPerturber(TrajectoryPerturber):
         self._distribution = noise.distribution
         self._helpers = helpers
         self._is_prepared = False  # whether a replay has written the first evaluation's weights to the work buffer
-        self._replays: dict[tuple[int, bool], list[Programs]] = {}  # by the arguments of ``_programs``
-        self._copies: dict[Evaluation, Program] = {}
+        self._programs = cache(self._compiled_programs)
+        # Perturbs a copy of the weights, which stay unchanged.
+        self._copy = cache(lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False])
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
         self._is_prepared = False
         if self.buffer.transfers_back[index]:
             self._replay_low_bit(index, stores, version)
-            return self._trajectory.version
+            return self.version
         prepares = not self.buffer.is_low_bit[index]
         for programs in self._programs(version, prepares=prepares):
             is_last = programs[False].then is not None
-            self._run(index, stores, programs, self._copy(self._first) if is_last and self._first is not None else None)
+            self._run(index, stores, programs, self._copy(self._first) if is_last else None)
         self._is_prepared = prepares and self._first is not None
-        return self._trajectory.version
+        return self.version
 
     def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
         """Replay one update at a time, and round to the transfer dtype after each, as a device does."""
-        missing = self._trajectory.updates[version : self._trajectory.version]
+        missing = self._trajectory.updates[version : self.version]
         if missing:
             self.buffer.load_low_bit(index, stores)
         if missing and version == 0:  # the base has not been rounded to the transfer dtype
@@ -147,101 +219,45 @@ class CounterPerturber(TrajectoryPerturber):
             copy = self._copy(at)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
-    def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
+    def _compiled_programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
-        if (version, prepares) not in self._replays:
-            trajectory = self._trajectory
-            *before, last = split_updates(trajectory.updates[version : trajectory.version], SEEDS_IN_TURN)
-            programs = [compile_updates(updates) for updates in before]
-            programs.append(compile_updates(last, self._first if prepares else None, trajectory.zo_eps))
-            self.seeds.update(seed for program in programs for seed in program[False].seeds)
-            self._replays[version, prepares] = programs
-        return self._replays[version, prepares]
-
-    def _copy(self, evaluation: Evaluation) -> Program:
-        """Return the program that perturbs a copy of the weights, which stay unchanged."""
-        if evaluation not in self._copies:
-            self._copies[evaluation] = compile_updates((), evaluation, self._trajectory.zo_eps)[False]
-        return self._copies[evaluation]
+        *before, last = self._missing_updates(version)
+        then = self._first if prepares else None
+        return [*map(compile_updates, before), compile_updates(last, then, self._trajectory.zo_eps)]
 
     def _run(self, index: int, stores: Stores | None, owned: Programs, borrowed: Program | None) -> None:
         """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
         if not owned[False].instructions and owned[False].then is None:
             return
-
-        def program_of(view: ParameterView) -> Program:
-            program = owned[view.spec.decays] if view.owner == index else borrowed
-            assert program is not None
-            return program
-
-        def run(view: ParameterView, start: int, stop: int) -> None:
-            program, (out, rounded) = program_of(view), view.targets(start, stop)
-            apply_drawing(
-                _weights(view, stores, copied=program.then is not None)[start:stop],
-                program,
-                self._distribution,
-                view.spec.index,
-                start,
-                out=None if program.then is None else out,
-                rounded=None if program.then is None and stores is not None else rounded,
-            )
-
-        views = [view for view in self.buffer.segments[index] if view.owner == index or borrowed is not None]
+        programs = [
+            (view, owned[view.spec.decays] if view.owner == index else borrowed) for view in self.buffer.segments[index]
+        ]
+        work = [(view, program) for view, program in programs if program is not None]
         if (kernels := self._kernels(index)) is None:
-            self._run_all(index, run, views)
+            length = RANGE if self._divides(index) else max(self.buffer.elements[index], 1)
+            tasks = [
+                partial(self._run_range, view, program, stores, start, min(start + length, view.spec.numel))
+                for view, program in work
+                for start in range(0, view.spec.numel, length)
+            ]
+            self._divide(index, tasks, self._helpers)
             return
-        for program, group in in_one_launch(views, program_of):
+        for program, group in in_one_launch(work):
             thetas = [_weights(view, stores, copied=program.then is not None) for view in group]
             outs = None if program.then is None else [view.work for view in group]
             kernels.apply_drawing(thetas, program, self._distribution, [view.spec.index for view in group], outs=outs)
 
-    def _run_all(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
-        """Run on all ranges of these parameters, on several threads if that saves time."""
-        worker = self._worker if self.buffer.elements[index] >= self._parallel_from else None
-        ranges: deque[tuple[ParameterView, int, int]] = deque()
-        for view in views:
-            numel = view.spec.numel
-            length = max(numel, 1) if worker is None else RANGE
-            ranges.extend((view, start, min(start + length, numel)) for start in range(0, numel, length))
-
-        def work() -> None:
-            with torch.inference_mode():
-                while True:
-                    try:
-                        view, start, stop = ranges.popleft()
-                    except IndexError:  # all ranges are done
-                        return
-                    run(view, start, stop)
-
-        others = [] if worker is None else [worker.submit(work) for _ in range(self._helpers)]
-        try:
-            work()
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
-
-
-def _weights(view: ParameterView, stores: Stores | None, *, copied: bool = False) -> torch.Tensor:
-    """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in their stored dtype."""
-    if stores is None:
-        return view.targets()[0]
-    store = stores[view.owner]
-    if view.spec.is_low_bit and (copied or not view.is_stored_in(store)):
-        assert copied or view.spec.transfer_back, "weights that are not transferred back are replayed in their stored dtype"
-        return view.targets()[0]
-    return store[view.position]
-
-
-def in_one_launch(
-    views: Iterable[ParameterView], program_of: Callable[[ParameterView], P]
-) -> list[tuple[P, list[ParameterView]]]:
-    """Divide parameters into those that one launch changes: they share a program and a dtype."""
-    groups: dict[tuple[int, torch.dtype], tuple[P, list[ParameterView]]] = {}
-    for view in views:
-        program = program_of(view)
-        groups.setdefault((id(program), view.spec.dtype), (program, []))[1].append(view)
-    return list(groups.values())
+    def _run_range(self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int) -> None:
+        copies, (out, rounded) = program.then is not None, view.targets(start, stop)
+        apply_drawing(
+            _weights(view, stores, copied=copies)[start:stop],
+            program,
+            self._distribution,
+            view.spec.index,
+            start,
+            out=out if copies else None,
+            rounded=rounded if copies or stores is None else None,
+        )
 
 
 class DrawnPerturber(TrajectoryPerturber):
@@ -252,31 +268,33 @@ class DrawnPerturber(TrajectoryPerturber):
     ) -> None:
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
-        self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
-        self._ahead: Future[bool] | None = None  # whether the second thread has written the first evaluation's weights
-        self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
+        self.seeds: set[int] = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
+        self._missing = cache(self._compiled_parts)
+        self._ahead: Future[None] | None = None  # writes the first evaluation's weights on the second thread
         self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
-        self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
+        # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the weight is tied.
+        self._drawn: dict[str, int] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version. See the contract."""
-        self._drawn = None
         replayed: Replayed = SimpleQueue()
         try:
             missing = self._missing(version)
-            ahead = self._draw_ahead(index, stores, missing, replayed)
+            self._begin_ahead(index, stores, missing, replayed)
             for programs in missing:
-                is_last = programs is missing[-1]
-                self._replay_segment(index, stores[index], programs, replayed if ahead and is_last else None)
+                is_awaited = self._ahead is not None and programs is missing[-1]
+                self._replay_segment(index, stores[index], programs, replayed if is_awaited else None)
         except BaseException:
             replayed.put(None)  # ends the second thread's work, if it has any
             self.finish()
             raise
-        return self._trajectory.version
+        return self.version
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Write an evaluation's weights, unless the second thread has done so. See the contract."""
-        if self._join() and evaluation == 0:
+        if self._ahead is not None:
+            self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
+            self._ahead = None
             return
         origin = self._origin(evaluation)
         program = self._move(origin, self._trajectory.evaluations[evaluation])
@@ -285,7 +303,7 @@ class DrawnPerturber(TrajectoryPerturber):
         sources = None if origin is not None else stores
         for instruction in program.instructions:
             assert isinstance(instruction, Perturb)
-            self._perturb_segment(index, instruction, program.seeds[instruction.direction], sources)
+            self._perturb_segment(index, instruction, program, sources)
             sources = None
 
     def finish(self) -> None:
@@ -295,12 +313,11 @@ class DrawnPerturber(TrajectoryPerturber):
 
     # ---- replay
 
-    def _missing(self, version: int) -> list[Sequence[Programs]]:
-        """Compile the updates that a version lacks, and return their programs in parts."""
-        if version not in self._replays:
-            parts = split_updates(self._trajectory.updates[version : self._trajectory.version], SEEDS_IN_TURN)
-            self._replays[version] = [[self._compiled(update) for update in updates] for updates in parts]
-        return self._replays[version]
+    def _compiled_parts(self, version: int) -> list[Sequence[Programs]]:
+        """Compile the updates that a version lacks, one by one: z of each takes memory."""
+        parts = self._missing_updates(version)
+        self.seeds.update(seed for updates in parts for update in updates for seed in seeds_of(update))
+        return [[self._compiled(update) for update in updates] for updates in parts]
 
     def _replay_segment(self, index: int, store: Store, programs: Sequence[Programs], replayed: Replayed | None) -> None:
         views = [view for view in self.buffer.segments[index] if view.owner == index]
@@ -312,9 +329,8 @@ class DrawnPerturber(TrajectoryPerturber):
             return
         for owned in programs:
             for part, zs in self._drawn_together(views, owned[False].seeds[0]):
-                for program, group in in_one_launch(part, partial(_program_of, owned)):
-                    drawn = [zs[view.spec.index] for view in group]
-                    kernels.apply([store[view.position] for view in group], program, [drawn])
+                for program, group in in_one_launch((view, owned[view.spec.decays]) for view in part):
+                    kernels.apply([store[view.position] for view in group], program, [[zs[v.spec.index] for v in group]])
 
     def _replay_parameter(
         self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: Replayed | None
@@ -334,95 +350,66 @@ class DrawnPerturber(TrajectoryPerturber):
             if replayed is not None:
                 replayed.put(stop)
 
-    # ---- the first evaluation, on the second thread
-
-    def _draw_ahead(self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed) -> bool:
+    def _begin_ahead(self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed) -> None:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
-        if self._worker is None or self._first is None or self._kernels(index) is not None:
-            return False
+        first = self._first
+        if self._worker is None or first is None or self._kernels(index) is not None:
+            return
         owned = sum(view.spec.numel for view in self.buffer.segments[index] if view.owner == index)
         if owned < self._parallel_from:
-            return False  # there is little to replay; later both threads perturb the borrowed weights
-        if any(self._first.seed in program[False].seeds for programs in missing for program in programs):
-            return False  # two threads would draw from one seed's generator, which would start over for each chunk
-        self._ahead = self._worker.submit(self._prepare, index, stores, self._first, replayed)
-        return True
+            return  # there is little to replay; later both threads perturb the borrowed weights
+        if any(first.seed in program[False].seeds for programs in missing for program in programs):
+            return  # two threads would draw from one seed's generator, which would start over for each chunk
+        move = Perturb(0, first.shift, self._trajectory.zo_eps)
+        self._ahead = self._worker.submit(self._perturb_chunks, index, move, first.seed, stores, replayed=replayed)
 
-    def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: Replayed) -> bool:
-        """On the second thread, draw a direction and perturb each chunk along it as soon as the chunk is replayed."""
-        move = Perturb(0, evaluation.shift, self._trajectory.zo_eps)
-        for view in self.buffer.segments[index]:
-            theta = stores[view.owner][view.position]
-            for start, stop in view.chunks:
-                z = self._noise_memory(view, start, stop, "ahead")
-                if self._drawn_tied.get(view.spec.name) != evaluation.seed:
-                    self._noise.fill(z, evaluation.seed, view.spec, start)
-                if view.owner == index and replayed.get() is None:
-                    return False
-                self._perturb_chunk(view, start, stop, theta, z, move, "ahead")
-            self._note_drawn(view, evaluation.seed)
-        self._drawn = evaluation.seed
-        return True
+    # ---- evaluations
 
-    def _join(self) -> bool:
-        """Wait for the second thread, and return whether it has written the first evaluation's weights."""
-        if self._ahead is None:
-            return False
-        prepared = self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
-        self._ahead = None
-        return prepared
-
-    # ---- other evaluations
-
-    def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
+    def _perturb_segment(self, index: int, move: Perturb, program: Program, sources: Stores | None) -> None:
         """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
+        seed = program.seeds[move.direction]
         if (kernels := self._kernels(index)) is not None:
             for part, zs in self._drawn_together(self.buffer.segments[index], seed):
-                for _, group in in_one_launch(part, lambda _: move):
+                for _, group in in_one_launch((view, program) for view in part):
                     thetas, drawn = [_weights(view, sources) for view in group], [zs[view.spec.index] for view in group]
                     kernels.perturb([view.work for view in group], thetas, drawn, move)
-            return
-        if not self.buffer.keeps_noise:
-            self._perturb_part(index, move, 0, 1, sources, seed)
-            return
-        if self._drawn != seed:
-            self._draw(index, seed)
-        self._halve(index, move, sources)
+        elif all(self._drawn.get(view.spec.name) == seed for view in self.buffer.segments[index]):
+            halves = [partial(self._perturb_chunks, index, move, seed, sources, part=part, parts=2) for part in range(2)]
+            self._divide(index, halves)
+        else:
+            self._perturb_chunks(index, move, seed, sources)
 
-    def _halve(self, index: int, move: Perturb, sources: Stores | None) -> None:
-        """Perturb along kept noise, with every other chunk on a second thread if that saves time."""
-        if self._worker is None or self.buffer.elements[index] < self._parallel_from:
-            self._perturb_part(index, move, 0, 1, sources)
-            return
-        other = self._worker.submit(self._perturb_part, index, move, 1, 2, sources)
-        try:
-            self._perturb_part(index, move, 0, 2, sources)
-        finally:
-            other.result()
-
-    def _perturb_part(
-        self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None, seed: int | None = None
+    @torch.inference_mode()
+    def _perturb_chunks(
+        self,
+        index: int,
+        move: Perturb,
+        seed: int,
+        sources: Stores | None,
+        *,
+        part: int = 0,
+        parts: int = 1,
+        replayed: Replayed | None = None,
     ) -> None:
-        """Perturb every ``parts``-th chunk of each parameter, along noise that is kept or drawn; chunks do not overlap."""
+        """Perturb every ``parts``-th chunk of each parameter, along z that is in the noise buffer or is drawn now.
+
+        With ``replayed``, each chunk of the segment's own parameters waits for a message that it is up to date.
+        """
         for view in self.buffer.segments[index]:
+            name, dtype, own = view.spec.name, view.spec.dtype, view.owner == index
+            z = self.buffer.drawing(dtype, "z move") if view.z is None else view.z  # a chunk at a time, or all
+            is_drawn = self._drawn.get(name) == seed
             for start, stop in view.chunks[part::parts]:
-                z = self._noise_memory(view, start, stop, "move")
-                if seed is not None:
-                    self._noise.fill(z, seed, view.spec, start)
-                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move, f"move {part}")
-
-    def _perturb_chunk(
-        self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, move: Perturb, scratch: str
-    ) -> None:
-        out, rounded = view.targets(start, stop)
-        perturb(
-            out,
-            theta[start:stop],
-            z,
-            move,
-            scratch=self.buffer.scratch(view.spec.dtype, scratch)[: stop - start],
-            rounded=rounded,
-        )
+                drawn = z[: stop - start] if view.z is None else z[start:stop]
+                if not is_drawn:
+                    self._noise.fill(drawn, seed, view.spec, start)
+                if replayed is not None and own and replayed.get() is None:
+                    return
+                (out, rounded), theta = view.targets(start, stop), _weights(view, sources)[start:stop]
+                scratch = self.buffer.scratch(dtype, f"move {part}")[: stop - start]
+                perturb(out, theta, drawn, move, scratch=scratch, rounded=rounded)
+            if view.z is not None:
+                self._drawn[name] = seed
 
     # ---- several parameters in one launch
 
@@ -458,29 +445,73 @@ class DrawnPerturber(TrajectoryPerturber):
                 self._drawn_at_once = (seed, *zs)
             yield part, zs
 
-    # ---- kept noise
 
-    def _draw(self, index: int, seed: int) -> None:
-        """Draw one direction for a segment into the noise buffer, where tied weights keep theirs for other segments."""
-        for view in self.buffer.segments[index]:
-            if self._drawn_tied.get(view.spec.name) == seed:
-                continue
-            for start, stop in view.chunks:
-                self._noise.fill(self._noise_memory(view, start, stop, "move"), seed, view.spec, start)
-            self._note_drawn(view, seed)
-        self._drawn = seed
+class FactorPerturber(Perturber):
+    """Perturbs beside the activations: streams that are stacked run as one batch. Weights are only read."""
 
-    def _note_drawn(self, view: ParameterView, seed: int) -> None:
-        if view.tied and view.z is not None:
-            self._drawn_tied[view.spec.name] = seed
+    def __init__(
+        self, model: StackedModel, factors: FactorStore, buffer: WorkBuffer, worker: Executor | None, trajectory: Trajectory
+    ) -> None:
+        super().__init__(buffer, trajectory.version)
+        self._model, self._factors, self._worker, self._trajectory = model, factors, worker, trajectory
+        self._perturbations: list[Program] = []  # of each stack
+        factors.begin_sweep()
 
-    def _noise_memory(self, view: ParameterView, start: int, stop: int, purpose: str) -> torch.Tensor:
-        """Return the memory for a chunk of z: a part of the noise buffer, or scratch that the next chunk overwrites."""
-        if view.z is not None:
-            return view.z[start:stop]
-        return self.buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
+    def streams(self, groups: Groups, forward: Forward) -> Sequence[Sequence[Stream]]:
+        """Have each stack run with perturbations of its own. See ``Perturber``."""
+        stacks, factors = list(_stacks(forward, groups, self._factors.most_streams)), self._factors
+        self._perturbations = [
+            factors.perturbations([groups[group][0] for group in stack.groups], self._trajectory.zo_eps) for stack in stacks
+        ]
+        return [[stack] for stack in stacks]
+
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring the segment's factors to the present version; its weights stay as they are."""
+        for spec, theta in zip(self._model.layouts[index].parameters, stores[index], strict=True):
+            if not spec.frozen:
+                self._factors.advance(spec, theta, self._trajectory.updates, self.version)
+        return version
+
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read all of a segment's weights. See ``Perturber``."""
+        views = self.buffer.views(index)
+        self._model.bind(index, {view.spec.name: self._readable(view, stores) for view in views})
+
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Add the perturbations of a stack beside the activations. See ``Perturber``."""
+        program = self._perturbations[evaluation]
+        perturbed = {
+            view.spec.name: self._factors.perturbed(view.spec, view.stored(stores), program)
+            for view in self.buffer.segments[index]
+        }
+        self._model.perturb(index, perturbed, len(program.instructions))
+
+    def finish(self) -> None:
+        """Remove the perturbations from the model, which another engine may use next."""
+        self._model.perturb(0, {}, 1)
+
+    def _readable(self, view: ParameterView, stores: Stores) -> torch.Tensor:
+        """Return the tensor from which modules read a parameter, with past periods if it has many."""
+        if not self._factors.forms(view.spec):
+            return view.readable(stores, self._worker)
+        theta, weight = view.stored(stores), view.work.view(view.spec.shape)
+        if view.is_encoded(theta):
+            view.load(stores, self._worker)
+            theta = weight
+        self._factors.form(view.spec, theta, weight, self._worker)
+        return weight
 
 
-def _program_of(owned: Programs, view: ParameterView) -> Program:
-    """Return the program of one of the segment's own parameters."""
-    return owned[view.spec.decays]
+def _stacks(forward: Forward, groups: Groups, most_streams: int | None) -> Iterator[Stream]:
+    """Stack the evaluations of each micro-batch, at most so many at a time; those that cannot be stacked run alone."""
+    for number in range(max((len(batches) for _, batches in groups), default=0)):
+        streams = [(group, batches[number]) for group, (_, batches) in enumerate(groups) if number < len(batches)]
+        most = len(streams) if most_streams is None else most_streams
+        for start in range(0, len(streams), most):
+            part = streams[start : start + most]
+            batches = [batch for _, batch in part]
+            stacked = forward.stacked(batches) if len(part) > 1 and isinstance(forward, StackedForward) else None
+            if stacked is None:
+                yield from (Stream(batch, [batch], [group]) for group, batch in part)
+            else:
+                yield Stream(stacked, batches, [group for group, _ in part])

@@ -7,7 +7,7 @@ their version: a run's visitor cannot tell that others share its segments.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -16,6 +16,7 @@ from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decode
 from zo2core.protocols import BlockModel, Device, Replaying, Store, Visitor
 from zo2core.sources.loader import BaseDigests, SegmentDigest
+from zo2core.sweep.work_buffer import named_views
 from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, packed_bytes
 
 
@@ -25,26 +26,18 @@ class RunSegments:
     def __init__(
         self, model: BlockModel, base: BlockModel, device: Device, digests: BaseDigests, *, changes_base: bool
     ) -> None:
-        self._model = model
-        self._digests = digests
+        self._model, self._digests = model, digests
         self._checked: set[int] = set()
         if [layout.kind for layout in model.layouts] != [layout.kind for layout in base.layouts]:
             raise _other_base(f"{len(model.layouts)} segments", f"the {len(base.layouts)} segments of the shared base")
-        positions = [_positions(model, base, index) for index in range(len(base.layouts))]
-        own = [
-            [spec for spec in layout.parameters if spec.name not in shared]
-            for layout, shared in zip(model.layouts, positions, strict=True)
-        ]
-        memory = device.empty(sum(map(packed_bytes, own)))
-        self._sources: list[list[int | torch.Tensor]] = []  # for each parameter: its position in the base, or own memory
-        self._versions: list[int | None] = [None] * len(own)  # of own memory; None: it has to be read
-        for layout, shared, specs in zip(model.layouts, positions, own, strict=True):
-            views = dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
-            memory = memory[packed_bytes(specs) :]
-            self._sources.append(
-                [shared[spec.name] if spec.name in shared else views[spec.name] for spec in layout.parameters]
-            )
-        _require_unchanged(model, positions, changes_base=changes_base)
+        # For each parameter: its position in the base, or own memory.
+        self._sources: list[list[int | torch.Tensor]] = []
+        self._versions: list[int | None] = [None] * len(base.layouts)  # of own memory; None: it has to be read
+        for index, layout in enumerate(model.layouts):
+            shared = _positions(model, base, index, changes_base=changes_base)
+            own = [spec for spec in layout.parameters if spec.name not in shared]
+            sources: dict[str, int | torch.Tensor] = {**shared, **named_views(own, device.empty(packed_bytes(own)))}
+            self._sources.append([sources[spec.name] for spec in layout.parameters])
 
     def views(self, index: int, shared: Store) -> tuple[torch.Tensor, ...]:
         """Return a segment's parameters in the order of the run's layout, given those of the base."""
@@ -107,12 +100,10 @@ class BlockDecoder:
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
         """Return a segment's parameters, of which a block's are decoded."""
-        layout = self._layouts[index]
-        encoded = [spec for spec in layout.parameters if spec.encoding is not None]
-        if not encoded or layout.kind is not SegmentKind.BLOCK:  # embedding and head are decoded by each run, if at all
+        layout, memory, decoded = self._layouts[index], self._memory, list(store)
+        if layout.kind is not SegmentKind.BLOCK:  # embedding and head are decoded by each run, if at all
             return store
-        views = iter(flat_views([spec.decoded for spec in encoded], self._memory))
-        decoded = list(store)
+        views = iter(flat_views([spec.decoded for spec in layout.parameters if spec.encoding is not None], memory))
         for position, spec in enumerate(layout.parameters):
             if spec.encoding is not None:
                 decoded[position] = next(views)
@@ -174,8 +165,8 @@ class RunReplay:
         return version
 
 
-def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int]:
-    """Find the base's parameters in a segment of a run.
+def _positions(model: BlockModel, base: BlockModel, index: int, *, changes_base: bool) -> dict[str, int]:
+    """Find the base's parameters in a segment of a run, and refuse those that are not the base's, or that would change.
 
     An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
     """
@@ -191,6 +182,13 @@ def _positions(model: BlockModel, base: BlockModel, index: int) -> dict[str, int
         if spec.name in positions:
             expected = shared.parameters[positions[spec.name]]
             _require_same(spec, expected, _file(model, spec), _file(base, expected))
+            if changes_base and not spec.frozen:
+                raise OptionError(
+                    "shared",
+                    found=f"a run that would change {spec.name}",
+                    expected="runs that only read the base",
+                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
+                )
         elif not layout.resident or spec in renamed:
             raise _other_base(spec.name, f"only the parameters that {shared.name} has")
     return positions
@@ -208,19 +206,6 @@ def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_
     for name, (found, expected) in attributes.items():
         if found != expected:
             raise _other_base(f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base")
-
-
-def _require_unchanged(model: BlockModel, positions: Sequence[Mapping[str, int]], *, changes_base: bool) -> None:
-    """Refuse a run that would change the base."""
-    for layout, shared in zip(model.layouts, positions, strict=True):
-        for spec in layout.parameters:
-            if changes_base and not spec.frozen and spec.name in shared:
-                raise OptionError(
-                    "shared",
-                    found=f"a run that would change {spec.name}",
-                    expected="runs that only read the base",
-                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
-                )
 
 
 def _other_base(found: str, expected: str) -> OptionError:

@@ -18,7 +18,7 @@ from torch import nn
 
 from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import Store, Stores, TensorReader
-from zo2core.sweep.visitor import Perturber
+from zo2core.sweep.perturbers import Perturber
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, ParameterSpec
 
@@ -41,12 +41,34 @@ def _owned(layouts: Sequence[BlockLayout]) -> list[_Owned]:
     return sorted(owned, key=lambda one: one.spec.index)
 
 
-class TrainedParameters:
+class TrainedWeights(Perturber):
+    """The present weights, which no sweep perturbs, and their gradients."""
+
+    updated: Collection[int] = ()  # segments that are updated in the backward pass of the present sweep
+
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Load trained weights into the work buffer. See ``Perturber``."""
+        self.buffer.load(index, stores)
+
+    def complete(self, index: int) -> dict[str, torch.Tensor]:
+        """Check the gradients of a segment's own parameters, which are all there, and return those that it is updated with.
+
+        If it raises, nothing has changed.
+        """
+        return {}
+
+    def update(self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]) -> int:
+        """Change a segment's stored weights, if this sweep updates it; returns the new version."""
+        return version
+
+
+class TrainedParameters(TrainedWeights):
     """The values and gradients of an adapter's parameters, and the version of the copies in segments."""
 
-    updated: Collection[int] = ()  # segments that a sweep updates: the optimizer changes the parameters afterwards
-
-    def __init__(self, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device) -> None:
+    def __init__(
+        self, buffer: WorkBuffer, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device
+    ) -> None:
+        super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
         trained = [one for one in _owned(layouts) if not one.spec.frozen]
         in_blocks = [one.spec.name for one in trained if not layouts[one.segment].resident]
         if in_blocks or not trained:
@@ -56,7 +78,6 @@ class TrainedParameters:
                 expected="trained parameters that stay in memory, such as an adapter's, and blocks that are only read",
                 remedy="open the model with an adapter, or train all parameters",
             )
-        self.version = 0  # version of the segments' copies; it rises with each sweep
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
         self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}  # by segment: position in its store, and the parameter
         for segment, position, spec in trained:
@@ -80,12 +101,12 @@ class TrainedParameters:
         """Raise the version, so that segments copy the values again: not every optimizer marks what it has changed."""
         self.version += 1
 
-    def replay(self, index: int, store: Store, version: int) -> int:
+    def replay(self, index: int, stores: Stores, version: int) -> int:
         """Copy the present values into a segment, and return its new version."""
         if index not in self._copies or version == self.version:
             return version
         for position, parameter in self._copies[index]:
-            store[position].copy_(parameter.detach().view(-1))
+            stores[index][position].copy_(parameter.detach().view(-1))
         return self.version
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
@@ -95,13 +116,6 @@ class TrainedParameters:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad += gradient.to(parameter.dtype)
-
-    def complete(self, index: int) -> None:
-        """Do nothing: gradients are complete when the sweep has ended."""
-
-    def update(self, index: int, store: Store, version: int) -> int:
-        """Change nothing: the optimizer changes the parameters after the sweep."""
-        return version
 
     def clear_gradients(self) -> None:
         """Free all gradients."""
@@ -114,12 +128,11 @@ Complete: TypeAlias = Callable[[dict[str, torch.Tensor]], None]  # checks, clips
 Update: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Store], None]
 
 
-class StoredParameters:
+class StoredParameters(TrainedWeights):
     """The trained parameters of all segments, their gradients, and the versions of the segments."""
 
-    version = 0  # segments are always at their present version: there is none that all of them share
-
-    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+    def __init__(self, buffer: WorkBuffer, layouts: Sequence[BlockLayout]) -> None:
+        super().__init__(buffer, 0)  # segments are always at their present version: there is none that all of them share
         self._layouts = layouts
         self._owned = {one.spec.name: one for one in _owned(layouts)}
         for one in self._owned.values():
@@ -127,9 +140,7 @@ class StoredParameters:
         self.versions: dict[int, int] = {}  # that segments have to have, as on disk; 0 if there is none
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # those whose gradients have memory of their own
-        self._completed: dict[str, torch.Tensor] = {}  # gradients of the segment that is updated next
         self._loading: Mapping[str, torch.Tensor] | None = None  # values that replace the weights in this sweep
-        self.updated: Collection[int] = ()  # segments that are updated in the backward pass of the present sweep
         self._complete: Complete
         self._update: Update | None = None
         self._next: int | None = None  # version after the next update; None: the next number
@@ -166,16 +177,17 @@ class StoredParameters:
         """Forget the gradients of a sweep that failed."""
         self.clear_gradients()
 
-    def replay(self, index: int, store: Store, version: int) -> int:
+    def replay(self, index: int, stores: Stores, version: int) -> int:
         """Return the version: a store always holds the present weights, unless others are loaded."""
+        expected = self.versions.get(index, 0)
         if self._loading is not None and self.names_of(index):
-            self.set_values(index, store, self._loading)
+            self.set_values(index, stores[index], self._loading)
             self.versions[index] = version = version + 1
-        elif version != self.versions.get(index, 0):
+        elif version != expected:
             raise ClosedError(
                 self._layouts[index].name,
                 found=f"weights of version {version}: an update was interrupted, or written bytes are damaged",
-                expected=f"version {self.versions.get(index, 0)}",
+                expected=f"version {expected}",
                 remedy="open the run again, which resumes from what was saved whole; if this is repeated, begin it anew",
             )
         return version
@@ -197,21 +209,21 @@ class StoredParameters:
             self._summed.add(name)
 
     @torch.no_grad()
-    def complete(self, index: int) -> None:
-        """Have the gradients of a segment's own parameters checked, which are all there. If it raises, nothing has changed.
+    def complete(self, index: int) -> dict[str, torch.Tensor]:
+        """Have the gradients of a segment's own parameters checked, clipped and converted. See the base class.
 
         A parameter that several segments use belongs to the first of them, whose backward pass is the last.
         """
-        if index in self.updated:
-            names = [name for name in self.names_of(index) if name in self._gradients]
-            self._summed.difference_update(names)
-            self._completed = {name: self._gradients.pop(name) for name in names}
-            self._complete(self._completed)
+        if index not in self.updated:
+            return {}
+        gradients = {name: self._gradients.pop(name) for name in self.names_of(index) if name in self._gradients}
+        self._summed.difference_update(gradients)
+        self._complete(gradients)
+        return gradients
 
     @torch.no_grad()
-    def update(self, index: int, store: Store, version: int) -> int:
+    def update(self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]) -> int:
         """Have a segment's stored weights changed, if this sweep updates it; returns the new version."""
-        gradients, self._completed = self._completed, {}
         if index in self.updated and self._update is not None:
             weights = {name: self._shaped(name, store) for name in self.names_of(index)}
             self._update(index, weights, gradients, store)
@@ -222,7 +234,6 @@ class StoredParameters:
         """Free all gradients."""
         self._gradients.clear()
         self._summed.clear()
-        self._completed = {}
 
     def _shaped(self, name: str, store: Store) -> torch.Tensor:
         _, position, spec = self._owned[name]
@@ -245,24 +256,3 @@ def _require_trainable(spec: ParameterSpec) -> None:
             expected="weights that travel as they are stored",
             remedy="leave it out",
         )
-
-
-class PresentWeights(Perturber):
-    """A perturber without perturbations: it loads the present weights into the work buffer."""
-
-    def __init__(self, trained: TrainedParameters | StoredParameters, buffer: WorkBuffer) -> None:
-        super().__init__(buffer)
-        self.trained = trained
-
-    @property
-    def version(self) -> int:
-        """The present version."""
-        return self.trained.version
-
-    def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version. See ``Perturber``."""
-        return self.trained.replay(index, stores[index], version)
-
-    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Load trained weights into the work buffer. See ``Perturber``."""
-        self.buffer.load(index, stores)

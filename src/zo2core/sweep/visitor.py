@@ -7,69 +7,22 @@ forwards.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import torch
 
 from zo2core.kernels import Distribution, apply, fill
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
-from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Stores, Streams, Visitor
+from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, Visitor
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import Batch, BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+from zo2core.sweep.perturbers import Groups, Perturber, Stream
+from zo2core.types import BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
 
 EVERY = 100  # steps from one measurement to the next
 SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
-Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
-
-
-class Stream(NamedTuple):
-    """Batches whose activations pass from segment to segment as those of one batch."""
-
-    batch: Batch  # the one batch, or all of them joined
-    batches: Sequence[Batch]
-    groups: Sequence[int]  # for each of them, the position of its evaluation in the sweep
-
-
-class Perturber(ABC):
-    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights to the work buffer."""
-
-    seeds: Collection[int] = ()  # of the directions that this sweep draws
-
-    def __init__(self, buffer: WorkBuffer) -> None:
-        self.buffer = buffer
-
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """The present version of the weights, at which segments are after ``replay``."""
-
-    def streams(self, groups: Groups) -> Sequence[Sequence[Stream]]:
-        """Divide a sweep's batches by the weights with which they run."""
-        return [[Stream(batch, [batch], [group]) for batch in batches] for group, (_, batches) in enumerate(groups)]
-
-    @abstractmethod
-    def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
-
-        The work buffer may then hold weights of the first evaluation already.
-        """
-
-    def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let the forward read a segment's frozen weights. Called once a visit."""
-        self.buffer.load_frozen(index, stores)
-
-    @abstractmethod
-    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write the weights of a segment's next evaluation, by its position in the sweep, to the work buffer."""
-
-    def finish(self) -> None:  # noqa: B027 - a perturber without a thread of its own has nothing to wait for
-        """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
 class UpdateLoss:
@@ -135,7 +88,7 @@ class Visits:
     """The objects that a run's sweeps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    perturber: Callable[[int, Groups, Forward], Perturber]  # of a sweep: to a version and through evaluations
+    perturber: Callable[[int, Sequence[Evaluation | None]], Perturber]  # of a sweep: to a version and through evaluations
     activations: StreamActivations  # between segments; one sweep uses it at a time
     streams: Streams
     timeline: Timeline
@@ -146,8 +99,9 @@ class SegmentVisitor:
     """Visits the segments for one sweep."""
 
     def __init__(self, visits: Visits, version: int, groups: Groups, forward: Forward) -> None:
-        self._visits, self._forward, self._perturber = visits, forward, visits.perturber(version, groups, forward)
-        self._streams = self._perturber.streams(groups)
+        self._visits, self._forward = visits, forward
+        self._perturber = visits.perturber(version, [evaluation for evaluation, _ in groups])
+        self._streams = self._perturber.streams(groups, forward)
         self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # of the head, by evaluation
         may_offload = any(evaluation is not None for evaluation, _ in groups)

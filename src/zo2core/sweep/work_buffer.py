@@ -12,6 +12,7 @@ to a device in fewer bits are converted back there before they are perturbed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import torch
@@ -46,11 +47,30 @@ class ParameterView(NamedTuple):
     unrounded: torch.Tensor | None  # the perturbed weight in its stored dtype; None: it is perturbed in the work buffer
     z: torch.Tensor | None  # flat view of the noise buffer; None if noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) of the chunks in which z is drawn
-    tied: bool  # whether more than one segment uses it
 
-    def is_stored_in(self, store: Store) -> bool:
-        """Whether a store holds the weight in its stored dtype, and not in its transfer dtype."""
-        return store[self.position].dtype is self.spec.dtype
+    def stored(self, stores: Stores) -> torch.Tensor:
+        """The weight in its store."""
+        return stores[self.owner][self.position]
+
+    def is_encoded(self, stored: torch.Tensor) -> bool:
+        """Whether a store has the codes of the weight; a shared base hands out decoded weights."""
+        return self.spec.encoding is not None and stored.dtype is self.spec.stored_dtype
+
+    def load(self, stores: Stores, helper: Executor | None = None) -> None:
+        """Copy or decode the weight to the memory where it is perturbed or read."""
+        stored, (target, _) = self.stored(stores), self.targets()
+        if self.is_encoded(stored):
+            encoding.decode(self.spec, stored, target, helper)
+        else:
+            target.copy_(stored)
+
+    def readable(self, stores: Stores, helper: Executor | None = None) -> torch.Tensor:
+        """Return the memory from which modules read the weight: its store if that gives the same bits, else the buffer."""
+        stored = self.stored(stores)
+        if stored.dtype is self.spec.in_forward().dtype and stored.data_ptr() % _READ_ALIGNMENT == 0:
+            return stored.view(self.spec.shape)
+        self.load(stores, helper)
+        return self.work.view(self.spec.shape)
 
     def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the memory of a range's perturbed weights: unrounded, and rounded for the forward; None if not rounded."""
@@ -73,18 +93,12 @@ class WorkBuffer:
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         tied, untied = divide_tied(layouts)
-        tied_names = {spec.name for spec in tied}
-        tied_bytes = packed_bytes(tied)
         work = (device.empty if allocate is None else allocate)(work_bytes(layouts))
         unrounded_memory = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
         self._low_bit = device.empty(low_bit_bytes(layouts))  # in which parameters are rounded
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
-
-        def noise_views(specs: Sequence[ParameterSpec], start: int) -> dict[str, torch.Tensor]:
-            return {} if z is None else dict(zip((spec.name for spec in specs), flat_views(specs, z[start:]), strict=True))
-
-        tied_noise = noise_views(tied, 0)  # the same memory for all segments that use a weight
+        tied_noise = {} if z is None else named_views(tied, z)  # the same memory for all segments that use a weight
         locations = {
             spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
@@ -94,21 +108,22 @@ class WorkBuffer:
         self._frozen: list[tuple[ParameterView, ...]] = []  # for each segment, frozen parameters
         for layout, untied_specs in zip(layouts, untied, strict=True):
             used = {spec.name: spec for spec in layout.used}
-            kept_noise = {**tied_noise, **noise_views(untied_specs, tied_bytes)}
-            works = flat_views([spec.in_forward() for spec in used.values()], work)
-            specs = [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)]
-            unrounded = dict(zip((spec.name for spec in specs), flat_views(specs, unrounded_memory), strict=True))
+            kept_noise = {} if z is None else tied_noise | named_views(untied_specs, z[packed_bytes(tied) :])
+            works = named_views([spec.in_forward() for spec in used.values()], work)
+            unrounded = named_views(
+                [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)],
+                unrounded_memory,
+            )
             views = [
                 ParameterView(
                     spec,
-                    *locations[spec.name],
-                    perturbed,
-                    unrounded.get(spec.name),
-                    kept_noise.get(spec.name),
+                    *locations[name],
+                    works[name],
+                    unrounded.get(name),
+                    kept_noise.get(name),
                     [] if spec.frozen else noise.chunks(spec),
-                    spec.name in tied_names,
                 )
-                for spec, perturbed in zip(used.values(), works, strict=True)
+                for name, spec in used.items()
             ]
             views.sort(key=lambda view: view.spec.index)
             self.segments.append(tuple(view for view in views if not view.spec.frozen))
@@ -128,24 +143,21 @@ class WorkBuffer:
         """Make the buffer's views the parameters of a model's modules."""
         self._bind = bind
         self.bound: list[dict[str, torch.Tensor]] = [  # each segment's weights since its last visit, by name
-            {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}
-            for views, frozen in zip(self.segments, self._frozen, strict=True)
+            {view.spec.name: view.work.view(view.spec.shape) for view in self.views(index)}
+            for index in range(len(self.segments))
         ]
         self._reads_stores = False
         for index, parameters in enumerate(self.bound):
             bind(index, parameters)
 
+    def views(self, index: int) -> tuple[ParameterView, ...]:
+        """All parameters of a segment."""
+        return (*self.segments[index], *self._frozen[index])
+
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let a segment's modules read frozen weights, from the store or else decoded or rounded into the buffer."""
-        frozen = {}
-        for view in self._frozen[index]:
-            stored = stores[view.owner][view.position]
-            if can_be_read(view.spec, stored):
-                self._reads_stores = True
-                frozen[view.spec.name] = stored.view(view.spec.shape)
-            else:
-                _load(view, stores)
-                frozen[view.spec.name] = view.work.view(view.spec.shape)
+        frozen = {view.spec.name: view.readable(stores) for view in self._frozen[index]}
+        self._reads_stores |= any(frozen[view.spec.name].data_ptr() != view.work.data_ptr() for view in self._frozen[index])
         if self._reads_stores and frozen:  # segments share modules, which may still read another segment's store
             self.bound[index].update(frozen)
             self._bind(index, frozen)
@@ -156,7 +168,7 @@ class WorkBuffer:
         for view in self.segments[index]:
             target, rounded = view.targets()
             if not view.spec.is_low_bit:
-                _load(view, stores)
+                view.load(stores)
             if rounded is not None:
                 rounded.copy_(target)
 
@@ -164,18 +176,18 @@ class WorkBuffer:
         """Convert a segment's low-bit weights to where they are perturbed, with the rounding of their transfer."""
         for view in self.segments[index]:
             if view.spec.is_low_bit:
-                store, (target, _) = stores[view.owner], view.targets()
-                if view.is_stored_in(store):
-                    round_low_bit(view.spec, store[view.position], target, self._low_bit)
+                stored, (target, _) = view.stored(stores), view.targets()
+                if stored.dtype is view.spec.dtype:
+                    round_low_bit(view.spec, stored, target, self._low_bit)
                 else:
-                    decode(store[view.position], None if view.scales is None else store[view.scales], target)
+                    decode(stored, None if view.scales is None else stores[view.owner][view.scales], target)
 
     def round_to_transfer_dtype(self, index: int, store: Store) -> None:
         """Round a segment's weights to their transfer dtype, if they are transferred back from the device."""
         for view in self.segments[index]:
             if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
-                if view.is_stored_in(store):
+                if theta.dtype is view.spec.dtype:
                     round_low_bit(view.spec, theta, theta, self._low_bit)
                     continue
                 scales, (target, _) = None if view.scales is None else store[view.scales], view.targets()
@@ -198,20 +210,6 @@ class WorkBuffer:
         return self._scratch[key]
 
 
-def can_be_read(spec: ParameterSpec, stored: torch.Tensor) -> bool:
-    """Whether a forward that reads a weight from its store gives the same bits as with the work buffer."""
-    return stored.dtype is spec.in_forward().dtype and stored.data_ptr() % _READ_ALIGNMENT == 0
-
-
-def is_encoded(spec: ParameterSpec, stored: torch.Tensor) -> bool:
-    """Whether a store has the codes of a weight; a shared base hands out decoded weights."""
-    return spec.encoding is not None and stored.dtype is spec.stored_dtype
-
-
-def _load(view: ParameterView, stores: Stores) -> None:
-    """Copy or decode a weight to the memory where it is perturbed or read."""
-    stored, (target, _) = stores[view.owner][view.position], view.targets()
-    if is_encoded(view.spec, stored):
-        encoding.decode(view.spec, stored, target)
-    else:
-        target.copy_(stored)
+def named_views(specs: Sequence[ParameterSpec], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Flat typed views of packed parameters, by name."""
+    return dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
