@@ -165,7 +165,7 @@ MOST_LINES = {
     "zo2core/kernels": 1130,
     "zo2core/methods": 822,
     "zo2core/planning": 613,
-    "zo2core/sources": 872,
+    "zo2core/sources": 861,
     "zo2core/sweep": 2036,
 }
 

@@ -54,8 +54,8 @@ from zo2core.runner import JournalSteps, Runner, Steps, TrainedSteps
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
-from zo2core.sources.loader import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.low_bit import LowBitSource
+from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import sole_use

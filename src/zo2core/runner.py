@@ -34,7 +34,7 @@ from zo2core.protocols import (
     Scheduler,
     ZOEstimator,
 )
-from zo2core.sources.loader import BaseDigests
+from zo2core.sources.segment_store import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import ExclusiveUse

@@ -31,7 +31,7 @@ from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart
 from zo2core.planning.run_spec import RunRequest, plan_host
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
 

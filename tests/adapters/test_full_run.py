@@ -26,7 +26,7 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.io.record_log import RecordFile
 from zo2core.names import OptimizerName
 from zo2core.optimizers import make_block_update
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.segment_store import laid_out_as_on_disk
 
 STEPS = 6
 LR = 1e-2

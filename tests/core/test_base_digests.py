@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from toy import ToyBlockModel
 
-import zo2core.sources.loader
+import zo2core.sources.segment_store
 from zo2core import (
     BlockLayout,
     Engine,
@@ -30,7 +30,7 @@ from zo2core import (
 from zo2core.checkpoint import SafetensorsReader, parse_header
 from zo2core.errors import CheckpointError
 from zo2core.protocols import BlockModel
-from zo2core.sources.loader import BaseDigests, SegmentDigest, laid_out_as_on_disk, verify_base
+from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk, verify_base
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -194,7 +194,7 @@ def digests_of(
 
 def test_digests_depend_on_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the source, on where a tensor lies in its file, or on how the file is cut into shards."""
-    monkeypatch.setattr(zo2core.sources.loader, "DIGEST_CHUNK", 1 << 16)
+    monkeypatch.setattr(zo2core.sources.segment_store, "DIGEST_CHUNK", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     sizes = {"a": (3, 5), "b": (700, 1900), "c": (1,), "d": (1_100_003,)}
     values = {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}

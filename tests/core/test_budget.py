@@ -20,7 +20,7 @@ from zo2core.planning.run_spec import RunRequest, plan_host
 from zo2core.planning.speeds import evaluation_seconds
 from zo2core.protocols import NoiseGenerator
 from zo2core.ranges import parse_size
-from zo2core.sources.loader import READERS
+from zo2core.sources.segment_store import READERS
 from zo2core.types import Program, shown_bytes
 
 MiB = 2**20

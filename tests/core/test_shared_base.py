@@ -38,7 +38,7 @@ from zo2core.errors import (
 )
 from zo2core.planning.memory import DevicePlan
 from zo2core.shared import Lockstep
-from zo2core.sources.loader import SegmentLoader
+from zo2core.sources.segment_store import SegmentLoader
 from zo2core.sweep.gradient_visitor import GraphRoom
 from zo2core.types import Lane
 

@@ -19,7 +19,7 @@ from zo2core.checkpoint import parse_header
 from zo2core.errors import CheckpointError, ClosedError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.protocols import BlockSource, TensorReader
-from zo2core.sources.loader import Loading, laid_out_as_on_disk
+from zo2core.sources.segment_store import Loading, laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch
 
 Layouts = tuple[BlockLayout, ...]

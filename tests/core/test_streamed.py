@@ -19,7 +19,7 @@ from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentKind, Segment
 from zo2core.errors import OptionError, ScratchError
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
-from zo2core.sources.loader import READERS, SegmentLoader
+from zo2core.sources.segment_store import READERS, SegmentLoader
 from zo2core.sources.slot_file import Scratch
 
 

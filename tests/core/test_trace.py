@@ -22,7 +22,7 @@ from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
 from zo2core.protocols import Device
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.types import Lane
 
 STEPS = 3

@@ -25,7 +25,7 @@ from zo2adapters import open_checkpoint
 from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.io.direct_file import byte_view
 from zo2core.planning.memory import resident_memory
-from zo2core.sources.loader import CHUNK, READERS, BaseDigests, laid_out_as_on_disk
+from zo2core.sources.segment_store import CHUNK, READERS, BaseDigests, laid_out_as_on_disk
 
 SETTLE = 2.0  # seconds
 

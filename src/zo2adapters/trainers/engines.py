@@ -47,7 +47,7 @@ from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.planning.memory import free_memory
 from zo2core.planning.run_spec import RunRequest
 from zo2core.planning.speeds import kept_blocks
-from zo2core.sources.loader import laid_out_as_on_disk, verify_base
+from zo2core.sources.segment_store import laid_out_as_on_disk, verify_base
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, trained
 

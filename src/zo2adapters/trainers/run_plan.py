@@ -53,7 +53,7 @@ from zo2core.planning.speeds import (
 )
 from zo2core.protocols import CounterNoise
 from zo2core.ranges import counted, parse_size, require_whole
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
 from zo2core.types import shown_bytes

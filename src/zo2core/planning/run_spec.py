@@ -34,8 +34,8 @@ from zo2core.planning.speeds import MeasuredSpeeds, write_interval
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.ranges import parse_size
 from zo2core.schedulers import SLOTS
-from zo2core.sources.loader import READERS
 from zo2core.sources.low_bit import staging_bytes
+from zo2core.sources.segment_store import READERS
 from zo2core.types import BlockLayout, SegmentKind, aligned, trained, unrounded_bytes, work_bytes
 
 Replay: TypeAlias = Literal["auto", "host", "device"]

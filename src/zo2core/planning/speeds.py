@@ -21,7 +21,7 @@ from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import apply, apply_drawing
 from zo2core.planning.memory import MOST_USEFUL_BUCKETS, WriteBackPolicy
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
-from zo2core.sources.loader import CHUNK, READERS
+from zo2core.sources.segment_store import CHUNK, READERS
 from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program, shown_bytes, trained
 
 _BYTES = 64 << 20  # written to measure a disk

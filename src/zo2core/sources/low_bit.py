@@ -18,7 +18,7 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_positions
 from zo2core.profiling import Timeline
 from zo2core.protocols import BlockSource, Store
-from zo2core.sources.loader import portions
+from zo2core.sources.segment_store import portions
 from zo2core.types import BlockLayout, Bucket, Lane
 
 STAGES = 3  # encoded blocks: one is being copied, one is ready, one is being encoded
