@@ -35,8 +35,7 @@ from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core.checkpoint import find_tensors, write_checkpoint
-from zo2core.checkpoint.shards import MAX_SHARD, TensorEntry, new_checkpoint
+from zo2core.checkpoint.shards import MAX_SHARD, TensorEntry, find_tensors, new_checkpoint, write_checkpoint
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.types import ParameterSpec
 

@@ -6,8 +6,8 @@ Importing this package imports nothing else, since torch takes a second. A name 
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
-    from zo2core.checkpoint import find_tensors as find_tensors
+    from zo2core.checkpoint.shards import SafetensorsReader as SafetensorsReader
+    from zo2core.checkpoint.shards import find_tensors as find_tensors
     from zo2core.devices import CudaDevice as CudaDevice
     from zo2core.devices import HostDevice as HostDevice
     from zo2core.engine import Engine as Engine

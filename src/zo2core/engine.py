@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from zo2core.build import Method, RunOptions, build, require_whole_model
-from zo2core.checkpoint import CustomExport, Snapshots, require_unused, write_checkpoint
+from zo2core.checkpoint.shards import CustomExport, require_unused, write_checkpoint
+from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import OptionError
 from zo2core.factors import Learned
 from zo2core.journal import Journal

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.factors import FactorStore
 from zo2core.journal import Journal

@@ -23,7 +23,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import ClosedError, OptionError, WorkerError
 from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal

@@ -21,8 +21,7 @@ from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import matching
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MemoryPolicy, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
-from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
-from zo2core.checkpoint.shards import parse_header
+from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header, write_checkpoint
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.planning.memory import HostPlan
 from zo2core.types import SavedForm, SavedPart

@@ -21,7 +21,7 @@ from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.row_reader import RowReader
 from zo2core import BAdam, FirstOrder, Journal
 from zo2core.build import RunOptions, request_of
-from zo2core.checkpoint import Snapshots
+from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.record_log import RecordFile
 from zo2core.names import OptimizerName

@@ -26,7 +26,7 @@ from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
 from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
-from zo2core.checkpoint import read_gguf
+from zo2core.checkpoint.gguf import read_gguf
 from zo2core.errors import OptionError, UnsupportedModelError
 
 MIXED = {"token_embd": "Q8_0", "attn_k": "F16", "ffn_down": "Q5_0", "": "Q4_0"}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import zo2core.engine
 from zo2adapters import ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2core import Engine, Journal
-from zo2core.checkpoint import write_checkpoint
+from zo2core.checkpoint.shards import write_checkpoint
 from zo2core.errors import JournalError
 
 

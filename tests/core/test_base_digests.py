@@ -27,7 +27,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.checkpoint.shards import SafetensorsReader, parse_header
 from zo2core.errors import CheckpointError
 from zo2core.protocols import BlockModel
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk, verify_base

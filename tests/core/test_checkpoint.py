@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zo2core import ParameterSpec
-from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header, write_checkpoint
-from zo2core.checkpoint.shards import new_directory
+from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, new_directory, parse_header, write_checkpoint
 from zo2core.errors import CheckpointError, OutputError
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -14,7 +14,7 @@ import pytest
 from gguf_files import Tensor, damage, gguf_bytes, write_gguf
 
 from zo2core import ZO2Error
-from zo2core.checkpoint import GGUFFile, read_gguf
+from zo2core.checkpoint.gguf import GGUFFile, read_gguf
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError
 

@@ -15,7 +15,7 @@ from counted_weights import CountingWeights, layouts
 from segments import checkpoint, tensors
 
 from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentStore
-from zo2core.checkpoint import parse_header
+from zo2core.checkpoint.shards import parse_header
 from zo2core.errors import CheckpointError, ClosedError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.protocols import BlockSource, TensorReader

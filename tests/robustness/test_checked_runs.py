@@ -17,7 +17,7 @@ from zo2adapters.commands.export import Export
 from zo2adapters.trainers.options import Execution, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
-from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.checkpoint.shards import SafetensorsReader, parse_header
 from zo2core.errors import CheckpointError, JournalError, OptionError
 from zo2core.planning.speeds import terabytes_written
 

@@ -31,7 +31,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Evaluation, Journal, Update, ZO2Error
-from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
+from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
 from zo2core.errors import CheckpointError
 
 SECONDS = 5  # an example takes some milliseconds

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
-from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.checkpoint.shards import SafetensorsReader, parse_header
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.checkpoint.shards import SafetensorsReader, parse_header
 from zo2core.types import Batch, BlockLayout, ParameterSpec, SegmentKind
 
 

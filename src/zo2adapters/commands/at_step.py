@@ -228,7 +228,7 @@ class AtStep(Command):
         """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.trainers.engines import parameters_at
         from zo2core import AtSnapshot, Engine
-        from zo2core.checkpoint import Snapshots
+        from zo2core.checkpoint.snapshots import Snapshots
 
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
@@ -256,7 +256,7 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
     It is the step whose model the run exports: that of the best evaluation if it keeps the best, otherwise the last step.
     A first-order run that was stopped has no weights of its last step, but those of its last snapshot.
     """
-    from zo2core.checkpoint import Snapshots
+    from zo2core.checkpoint.snapshots import Snapshots
 
     last = journal.version
     losses = criteria_of({step: results for step, results in journal.evaluations.items() if step <= last})

@@ -53,8 +53,7 @@ class WriteRows(Command):
 
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint import require_unused
-        from zo2core.checkpoint.shards import new_directory
+        from zo2core.checkpoint.shards import new_directory, require_unused
 
         require_unused(self.output)
         files = self.files()

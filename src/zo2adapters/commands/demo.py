@@ -32,7 +32,7 @@ class Demo(Command):
 
     def run(self) -> None:
         """Run the demo."""
-        from zo2core.checkpoint import require_unused
+        from zo2core.checkpoint.shards import require_unused
 
         if self.keep is not None:
             require_unused(self.keep)

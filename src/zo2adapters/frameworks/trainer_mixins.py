@@ -35,7 +35,7 @@ from zo2adapters.models.peft_adapter import Adapter, read_values
 from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
-from zo2core.checkpoint import Snapshot, Snapshots
+from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import OptionError
 from zo2core.journal import copy_journal
 

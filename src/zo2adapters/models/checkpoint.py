@@ -29,8 +29,8 @@ from zo2adapters.models.precision import Precision, choose_precision, exact_wher
 from zo2adapters.models.quantized import encodings_of
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2core import ZO2Error
-from zo2core.checkpoint import check_float, is_gguf
-from zo2core.checkpoint.shards import INDEX_FILE, SINGLE_FILE
+from zo2core.checkpoint.gguf import is_gguf
+from zo2core.checkpoint.shards import INDEX_FILE, SINGLE_FILE, check_float
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole

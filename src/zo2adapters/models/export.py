@@ -39,8 +39,8 @@ from zo2adapters.models.peft_kinds import (
 )
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
-from zo2core.checkpoint import is_gguf, read_gguf, require_unused, write_checkpoint
-from zo2core.checkpoint.shards import new_directory, write_companions
+from zo2core.checkpoint.gguf import is_gguf, read_gguf
+from zo2core.checkpoint.shards import new_directory, require_unused, write_checkpoint, write_companions
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError
 

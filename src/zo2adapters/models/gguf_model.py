@@ -27,7 +27,8 @@ from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, byte_level_tokenize
 from zo2adapters.models.matching import OverlaidReader
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
-from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, StoredArray, StoredText, TensorEntry, is_gguf, read_gguf
+from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
+from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.encoding import grid_of, row_order

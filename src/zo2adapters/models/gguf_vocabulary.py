@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from zo2core.checkpoint import GGUFFile, StoredText
+from zo2core.checkpoint.gguf import GGUFFile, StoredText
 from zo2core.errors import UnsupportedModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens

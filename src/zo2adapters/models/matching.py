@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2core import ParameterSpec
-from zo2core.checkpoint import Piece, TensorEntry, check_float, same_samples
+from zo2core.checkpoint.shards import Piece, TensorEntry, check_float, same_samples
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.types import SavedForm, SavedPart

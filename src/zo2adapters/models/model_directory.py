@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantized import EncodedTensor, Quantization
-from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, find_tensors, require_own_file
+from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, find_tensors, require_own_file
 from zo2core.errors import CheckpointError, UnsupportedModelError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader

@@ -37,7 +37,7 @@ from zo2adapters.models.peft_kinds import (
 )
 from zo2adapters.models.peft_prefix import PrefixKind
 from zo2adapters.optional_package import optional_package
-from zo2core.checkpoint import SafetensorsReader, parse_header, require_own_file
+from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
 from zo2core.errors import CheckpointError, OptionError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole

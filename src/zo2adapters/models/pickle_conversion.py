@@ -14,8 +14,14 @@ from pathlib import Path
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.model_directory import portable_companions, remote_code_note
-from zo2core.checkpoint import require_own_file, require_unused
-from zo2core.checkpoint.shards import new_directory, shard_names, write_companions, write_index
+from zo2core.checkpoint.shards import (
+    new_directory,
+    require_own_file,
+    require_unused,
+    shard_names,
+    write_companions,
+    write_index,
+)
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.durable import open_regular
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.checkpoint import Piece, TensorEntry
-from zo2core.checkpoint.shards import DTYPE_NAMES, DTYPES
+from zo2core.checkpoint.shards import DTYPE_NAMES, DTYPES, Piece, TensorEntry
 from zo2core.encodings import (
     MXFP4_BLOCK,
     Encoding,

@@ -20,7 +20,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.model_directory import json_object
 from zo2adapters.models.quantized import INT8_FORMAT, MATRIX, NF4_STATE, SUFFIXES
 from zo2core import ParameterSpec
-from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.checkpoint.shards import require_unused, write_checkpoint
 from zo2core.encodings import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.kernels.encoding import encode

@@ -22,7 +22,7 @@ from zo2adapters.models.gguf_model import gguf_tokenizer
 from zo2adapters.models.model_directory import companion_files
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2core import ZO2Error
-from zo2core.checkpoint import is_gguf
+from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
 
 SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds

@@ -71,7 +71,7 @@ def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool 
     """Make a base model, and a task held out from its pre-training."""
     import torch
 
-    from zo2core.checkpoint import require_unused
+    from zo2core.checkpoint.shards import require_unused
 
     require_unused(directory)
     files = source_texts(seed=seed)

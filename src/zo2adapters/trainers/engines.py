@@ -38,7 +38,7 @@ from zo2core import (
 )
 from zo2core.build import RunOptions as EngineOptions
 from zo2core.build import request_of
-from zo2core.checkpoint import Snapshots
+from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import CheckpointError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.encoding import decoded

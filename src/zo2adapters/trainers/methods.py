@@ -28,7 +28,7 @@ from zo2adapters.trainers.metrics import best_step, criteria_of
 from zo2adapters.trainers.options import Resources, TrainedState, TrainOptions
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import AtSnapshot, BlockLayout, DevicePlan, Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
-from zo2core.checkpoint import Snapshots
+from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.estimators import ESTIMATORS
 from zo2core.factors import kept_bytes_a_step

@@ -24,7 +24,7 @@ from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
-from zo2core.checkpoint import is_gguf
+from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import ZO2Error
 from zo2core.types import Commit
 

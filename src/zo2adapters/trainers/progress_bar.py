@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Engine
-from zo2core.checkpoint import CustomExport
+from zo2core.checkpoint.shards import CustomExport
 
 _SECONDS = 2.0  # a sweep that takes less has no bar
 

@@ -14,7 +14,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2core.errors import OptionError
 
 if TYPE_CHECKING:
-    from zo2core.checkpoint import GGUFFile
+    from zo2core.checkpoint.gguf import GGUFFile
 
 
 _TOKENIZER_FILES = (
@@ -121,7 +121,7 @@ def _schedule(options: TrainOptions) -> dict[str, Any]:
 
 def tokenizer_sha256(base: Path) -> str:
     """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
-    from zo2core.checkpoint import is_gguf, read_gguf
+    from zo2core.checkpoint.gguf import is_gguf, read_gguf
 
     digest = hashlib.sha256()
     if is_gguf(base):
@@ -136,7 +136,7 @@ def tokenizer_sha256(base: Path) -> str:
 
 def _tokenizer_values(file: GGUFFile) -> Iterator[tuple[str, Any]]:
     """Yield what a file says of its tokenizer, by key: numbers, texts, and the elements of arrays one after the other."""
-    from zo2core.checkpoint import StoredArray
+    from zo2core.checkpoint.gguf import StoredArray
 
     for key in sorted(file.metadata):
         if key.startswith("tokenizer."):

@@ -249,7 +249,7 @@ def remove_trials(run: Path) -> None:
 
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed before its run started."""
-    from zo2core.checkpoint import require_unused
+    from zo2core.checkpoint.shards import require_unused
 
     _require_unstarted(path)
     if _ended_before_start(path):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2core.checkpoint import Snapshots
+from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 from zo2core.journal import json_object
 from zo2core.methods.first_order import FirstOrder, LossScale
