@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from zo2core.errors import JournalError, OptionError, reason
 from zo2core.io.durable import DisturbedFileError, LockedFileError
@@ -208,85 +210,61 @@ def decode_evaluation(record: Record, version: int) -> tuple[int, Mapping[str, f
     return step, values
 
 
-class _Field(NamedTuple):
-    """How a value of a step is written and read."""
-
-    write: Callable[[Any], object]
-    read: Callable[[object, str], object]
-    item: str | None = None  # what an item is called, where the value is a list
-
-
-def _of_type(kind: type, expected: str) -> Callable[[object, str], object]:
-    def read(value: object, name: str) -> object:
-        if type(value) is not kind:
-            raise ImpossibleRecordError(f"{shown(value)} as {name}", expected)
-        return value
-
-    return read
-
-
-def _read_real(value: object, name: str) -> object:
-    if type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            pass
-    return _of_type(float, "a finite number")(value, name)
-
-
-def _read_evaluation(value: object, name: str) -> object:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ImpossibleRecordError(f"{name} {shown(value)}", "[seed, shift]")
-    return Evaluation(_whole.read(value[0], "a seed"), _read_real(value[1], "a shift"))  # type: ignore[arg-type]
-
-
-_whole, _number = _Field(int, _of_type(int, "a whole number")), _Field(float, _read_real)
-_FIELDS: Mapping[type[Update | Commit], Mapping[str, _Field]] = {  # in the order of the record
-    Update: {
-        "step": _whole,
-        "evaluations": _Field(lambda one: [int(one.seed), float(one.shift)], _read_evaluation, "the evaluation"),
-        "seeds": _whole._replace(item="a seed"),
-        "projected_grads": _number._replace(item="a projected gradient"),
-        "lr": _number,
-        "zo_eps": _number,
-        "weight_decay": _number,
-        "perturb_in_place": _Field(bool, _of_type(bool, "true or false")),
-        "losses": _number._replace(item="a loss"),
-    },
-    Commit: {"step": _whole, **dict.fromkeys(("loss", "grad_norm", "lr"), _Field(float, _of_type(float, "a float")))},
-}
+_SCALARS = {"int": (int, "a whole number"), "float": (float, "a finite number"), "bool": (bool, "true or false")}
 
 
 def encode(step: Update | Commit) -> dict[str, Any]:
-    """The record of a step."""
-    values = {
-        name: field.write(getattr(step, name)) if field.item is None else [*map(field.write, getattr(step, name))]
-        for name, field in _FIELDS[type(step)].items()
-    }
+    """The record of a step: its fields in their order."""
+    values = {field.name: _written(str(field.type), getattr(step, field.name)) for field in fields(step)}
     return {COMMIT: values} if isinstance(step, Commit) else values
 
 
 def decode(record: Record) -> Update | Commit:
     """The step of a record."""
     kind, values = (Commit, record[COMMIT]) if COMMIT in record else (Update, record)
-    fields = _FIELDS[kind]
-    if kind is Commit and (len(record) != 1 or not isinstance(values, dict) or values.keys() != fields.keys()):
-        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of {', '.join(fields)} alone")
+    kinds = {field.name: str(field.type) for field in fields(kind)}
+    if kind is Commit and (len(record) != 1 or not isinstance(values, dict) or values.keys() != kinds.keys()):
+        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of {', '.join(kinds)} alone")
     if "workers" in values:
         raise ImpossibleRecordError(f"workers {shown(values['workers'])}", "an update from the losses of all workers")
-    step = kind(**{name: _read(field, name, values) for name, field in fields.items()})
+    for name in kinds:
+        if name not in values:
+            raise ImpossibleRecordError(f"no {name}", f"an update with {name}")
+        if kind is Commit and kinds[name] == "float" and type(values[name]) is int:
+            raise ImpossibleRecordError(f"{shown(values[name])} as {name}", "a float")
+    step = kind(**{name: _read(kinds[name], values[name], name) for name in kinds})
     contradiction = step.contradiction()
     if contradiction is not None:
         raise ImpossibleRecordError(*contradiction)
     return step
 
 
-def _read(field: _Field, name: str, values: Mapping[str, Any]) -> Any:
-    if name not in values:
-        raise ImpossibleRecordError(f"no {name}", f"an update with {name}")
-    value, item = values[name], field.item
-    if item is None:
-        return field.read(value, name)
+def _written(kind: str, value: Any) -> object:
+    """A value of a step, of the type that its field is annotated with, as JSON."""
+    if kind == Evaluation.__name__:
+        return [int(value.seed), float(value.shift)]
+    return _SCALARS[kind][0](value) if kind in _SCALARS else [_written(_item(kind), one) for one in value]
+
+
+def _read(kind: str, value: object, name: str) -> Any:
+    """The value that ``_written`` has written."""
+    if kind in _SCALARS:
+        scalar, expected = _SCALARS[kind]
+        if scalar is float and type(value) is int:
+            with contextlib.suppress(OverflowError):
+                value = float(value)
+        if type(value) is not scalar:
+            raise ImpossibleRecordError(f"{shown(value)} as {name}", expected)
+        return value
+    if kind == Evaluation.__name__:
+        if not isinstance(value, list) or len(value) != 2:
+            raise ImpossibleRecordError(f"{name} {shown(value)}", "[seed, shift]")
+        return Evaluation(_read("int", value[0], "a seed"), _read("float", value[1], "a shift"))
     if not isinstance(value, list):
         raise ImpossibleRecordError(f"{name} {shown(value)}", f"a list as {name}")
-    return tuple(field.read(one, item) for one in value)
+    return tuple(_read(_item(kind), one, f"an item of {name}") for one in value)
+
+
+def _item(kind: str) -> str:
+    """The type of a tuple's items."""
+    return kind.removeprefix("tuple[").removesuffix(", ...]")
