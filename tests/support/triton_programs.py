@@ -35,12 +35,8 @@ ARGUMENTS = {
     "parameter": "i32",
     "start": "i64",
     "seed": "i64",
-    "z": "*{}",
     "first": "i32",
     "given": "*{}",
-    "kind": "i32",
-    "scale": "fp32",
-    "rate": "fp32",
     "base": "*{}",
     "left": "*fp32",
     "right": "*fp32",
@@ -110,7 +106,7 @@ def compile_to_ptx() -> None:
     from zo2core.kernels import triton_kernels
 
     drawing = [{"GIVEN": False, "GAUSSIAN": is_gaussian} for is_gaussian in (True, False)]
-    one_dimension = [*product((triton_kernels._run, triton_kernels._fill), drawing), (triton_kernels._perturb, {})]
+    one_dimension = [*product((triton_kernels._run, triton_kernels._fill), drawing)]
     one_dimension.append((triton_kernels._run, {"GIVEN": True, "GAUSSIAN": True}))
     variants = [(kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
     variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))

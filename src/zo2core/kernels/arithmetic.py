@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -107,22 +107,19 @@ def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Ten
                 descend(chunk, z, instruction, scratch=first, decay_scratch=second)
 
 
-class Row(NamedTuple):
-    """One instruction, without its direction."""
-
-    kind: int
-    scale: float
-    rate: float
-    weight_decay: float
-
-
-def row(instruction: Perturb | Descend) -> Row:
-    """Code one instruction."""
+def _row(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
+    """Code one instruction, without its direction."""
     if not isinstance(instruction, Perturb):
-        return Row(_DESCEND, instruction.projected_grad, instruction.lr, instruction.weight_decay)
+        return _DESCEND, instruction.projected_grad, instruction.lr, instruction.weight_decay
     if folds(instruction.shift):
-        return Row(_PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0)
-    return Row(_PERTURB, instruction.shift, instruction.zo_eps, 0.0)
+        return _PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0
+    return _PERTURB, instruction.shift, instruction.zo_eps, 0.0
+
+
+@lru_cache(maxsize=256)
+def copying(by: Perturb) -> Program:
+    """The program of one perturbed copy. Cached: coding it takes as long as the pass over a small parameter."""
+    return Program((0,), (), then=by._replace(direction=0))
 
 
 def table(program: Program, device: torch.device) -> Table:
@@ -135,9 +132,9 @@ def table(program: Program, device: torch.device) -> Table:
 def _coded(program: Program, device: torch.device) -> Table:
     """Code a program and copy it to the device. The host does not wait for the copy."""
     run = program.instructions if program.then is None else (*program.instructions, program.then)
-    rows = [row(instruction) for instruction in run]
+    rows = [_row(instruction) for instruction in run]
     instructions = torch.empty((len(rows), 5), dtype=torch.int32)
-    instructions[:, 0] = torch.tensor([coded.kind for coded in rows], dtype=torch.int32)
+    instructions[:, 0] = torch.tensor([kind for kind, *_ in rows], dtype=torch.int32)
     instructions[:, 1] = torch.tensor([instruction.direction for instruction in run], dtype=torch.int32)
     scalars = torch.tensor([coded[1:] for coded in rows], dtype=torch.float64).view(len(rows), 3)
     instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)  # rounded as C rounds a double

@@ -37,9 +37,7 @@ class _Direction(ctypes.Structure):
 def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor, rounded: Tensor | None = None) -> None:
     """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
-        # Without a program: coding one takes as long as the pass over a small chunk.
-        coded, results = arithmetic.row(by), _results(theta, out, rounded)
-        native.functions().zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), *results, z.data_ptr(), theta.numel(), *coded)
+        _walk(theta, arithmetic.copying(by), _given([z]), (0, 0, 0), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         kernels.perturb([out], [theta], [z], by)
@@ -52,8 +50,7 @@ def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tens
 def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
     """Do what ``arithmetic.apply`` does."""
     if native.takes(theta, *zs):
-        directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
-        _walk(theta, program, directions, (0, 0, 0))
+        _walk(theta, program, _given(zs), (0, 0, 0))
     elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply([theta], program, [[z] for z in zs])
     else:
@@ -159,6 +156,11 @@ def _walk(
     memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
     run = coded, in_place, in_place + (out is not None), directions
     native.functions().zo2core_walk(*memory, *run, *drawn)
+
+
+def _given(zs: Sequence[Tensor]) -> object:
+    """Directions that were already drawn."""
+    return (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
 
 
 def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple[int | None, int, int | None]:

@@ -279,16 +279,6 @@ PUBLIC void zo2core_walk(
     }
 }
 
-/* Write theta, moved by one instruction along z, to out and to rounded, either of which may be NULL. theta and out may be the
- * same memory, else none of them must overlap. */
-PUBLIC void zo2core_move(
-    int dtype, const void *theta, void *out, int rounded_dtype, void *rounded, const void *z, uint64_t count, int32_t kind,
-    float scale, float rate, float weight_decay) {
-    const struct instruction move = {kind, 0, scale, rate, weight_decay};
-    const struct direction direction = {0, z};
-    zo2core_walk(dtype, (void *)theta, out, rounded_dtype, rounded, count, &move, 0, 1, &direction, GAUSSIAN, 0, 0);
-}
-
 /* Write theta, moved by each of `length` instructions by itself, to as many rows of out, rounded to its dtype. A scale of 0
  * moves nothing. Instructions along one direction that follow each other share what is drawn. */
 PUBLIC void zo2core_move_each(

@@ -79,11 +79,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
     integer, real, size, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_size_t, ctypes.c_void_p
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
     matrix = (integer, pointer, pointer, pointer)
-    scalars = (ctypes.c_int32, real, real, real)
     for name, arguments in {
         "fill": (integer, pointer, u64, integer, u64, u32, u64),
         "walk": (integer, pointer, pointer, integer, pointer, u64, pointer, size, size, pointer, integer, u32, u64),
-        "move": (integer, pointer, pointer, integer, pointer, pointer, u64, *scalars),
         "move_each": (integer, pointer, integer, pointer, u64, pointer, size, pointer, integer, u32),
         "twister_seed": (pointer, u64),
         "twister_fill": (pointer, integer, pointer, u64),

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.arithmetic import row, table
+from zo2core.kernels.arithmetic import copying, table
 from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
@@ -169,18 +169,6 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
     tl.store(out + at, z.to(out.dtype.element_ty), mask=(at >= 0) & (at < numel))
 
 
-@triton.jit(do_not_specialize=["kind"])
-def _perturb(out, theta, z, places, kind, scale, rate, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    number = theta.dtype.element_ty
-    place, block = _place(places, ROWS)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(place + 4 * ROWS)
-    weights = tl.load(theta + tl.load(place + ROWS) + at, mask=inside, other=0.0).to(tl.float32)
-    direction = tl.load(z + tl.load(place + 3 * ROWS) + at, mask=inside, other=0.0).to(tl.float32)
-    weights = _run_instruction(weights, direction, kind, scale, rate, 0.0, number)
-    tl.store(out + tl.load(place + 2 * ROWS) + at, weights.to(out.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["rows", "columns", "rank"])
 def _form(base, out, left, right, rows, columns, rank, HIGH: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
@@ -293,8 +281,8 @@ def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequenc
 
 def perturb(outs: Sequence[torch.Tensor], thetas: Sequence[torch.Tensor], zs: Sequence[torch.Tensor], by: Perturb) -> None:
     """Do what ``dispatch.perturb`` does, for parameters of one dtype in one launch."""
-    places, coded = _launch_over(thetas, outs, zs), row(by)
-    _launch(_perturb, places, outs[0], thetas[0], zs[0], places.table, coded.kind, coded.scale, coded.rate)
+    places, coded = _launch_over(thetas, outs, zs), table(copying(by), thetas[0].device)
+    _launch(_run, places, thetas[0], outs[0], zs[0], places.table, *coded, 0, 0, 1, 0, GIVEN=True, GAUSSIAN=True)
 
 
 def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
