@@ -130,7 +130,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
-    """The error for a file that is damaged, or of another format."""
+    """The error for a file that is missing, damaged, or of another format."""
     return CheckpointError(where, found=found, expected=expected, remedy=remedy)
 
 
@@ -152,12 +152,8 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         require_own_file(directory / SINGLE_FILE, directory)
         return parse_header(directory / SINGLE_FILE)
     if not index_path.exists():
-        raise CheckpointError(
-            directory,
-            found="no safetensors weights",
-            expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-            remedy="pass a directory with a model in the Hugging Face layout",
-        )
+        remedy = "pass a directory with a model in the Hugging Face layout"
+        raise malformed(directory, "no safetensors weights", f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
     require_own_file(index_path, directory)
     weight_map = _parse_index(index_path)
     entries: dict[str, TensorEntry] = {}
@@ -167,12 +163,8 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         entries |= {name: entry for name, entry in found.items() if weight_map.get(name, shard) == shard}
     for name, shard in weight_map.items():
         if name not in entries:
-            raise CheckpointError(
-                directory / shard,
-                found=f"no tensor {name}",
-                expected=f"the tensor, as {INDEX_FILE} says",
-                remedy="download the shard and the index again, from one revision",
-            )
+            remedy = "download the shard and the index again, from one revision"
+            raise malformed(directory / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says", remedy=remedy)
     return entries
 
 
@@ -193,24 +185,17 @@ def _parse_index(path: Path) -> dict[str, str]:
         # Printable: no NUL and no lone surrogate, with which a file cannot be opened.
         plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
         if not plain or shard in {"", ".", ".."}:
-            raise malformed(
-                f"{path}: {name}",
-                f"shard {str(shard)[:200]!r}",
-                "the name of a file in the index's own directory",
-                remedy="do not use this checkpoint unless you know why its index points elsewhere",
-            )
+            expected = "the name of a file in the index's own directory"
+            remedy = "do not use this checkpoint unless you know why its index points elsewhere"
+            raise malformed(f"{path}: {name}", f"shard {str(shard)[:200]!r}", expected, remedy=remedy)
     return dict(pairs)
 
 
 def check_float(entry: TensorEntry) -> torch.dtype:
     """Return a tensor's floating-point dtype."""
     if entry.torch_dtype is None:
-        raise CheckpointError(
-            f"{entry.path}: {entry.name}",
-            found=f"dtype {entry.dtype}",
-            expected=f"one of {', '.join(_FLOATS)}",
-            remedy="use the unquantised checkpoint, or one whose config.json says how it is quantised",
-        )
+        remedy = "use the unquantised checkpoint, or one whose config.json says how it is quantised"
+        raise malformed(f"{entry.path}: {entry.name}", f"dtype {entry.dtype}", f"one of {', '.join(_FLOATS)}", remedy=remedy)
     return entry.torch_dtype
 
 
@@ -354,12 +339,8 @@ def require_own_file(path: Path, directory: Path) -> Path:
     is_snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if target.is_relative_to(root) or (is_snapshot and target.is_relative_to(cached / "blobs")):
         return target
-    raise CheckpointError(
-        path,
-        found=f"a link to {target}",
-        expected="a file of the model's own directory",
-        remedy="do not use this model unless you know why it links there; if so, replace the link by a copy",
-    )
+    remedy = "do not use this model unless you know why it links there; if so, replace the link by a copy"
+    raise malformed(path, f"a link to {target}", "a file of the model's own directory", remedy=remedy)
 
 
 @runtime_checkable

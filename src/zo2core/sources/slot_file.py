@@ -187,7 +187,8 @@ class SlotFile(ABC):
     def _parsed(self, record: Any) -> tuple[int | None, Written | None]:
         """A record's segment and content; None where they are not valid."""
         keys = "segment", "slot", "version", "chain", "xxh3"
-        segment, slot, version, chain, xxh3 = (record.get(key) if isinstance(record, dict) else None for key in keys)
+        values: list[Any] = [record.get(key) for key in keys] if isinstance(record, dict) else [None] * len(keys)
+        segment, slot, version, chain, xxh3 = values
         if type(segment) is not int or not 0 <= segment < len(self._sizes):
             return None, None
         is_valid = type(slot) is type(version) is type(chain) is int and isinstance(xxh3, str)
