@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from engines import first_order, inner, memory
+from engines import Proxy, assert_equal, assert_same_outcome, behind_copies, first_order, inner, memory, outcome
+from full_loops import WholeModel
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from peft_models import TARGETS, lora, monolithic, values_of
 from profiles import each_choice, examples
-from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
 
 from zo2adapters import Adapter, open_checkpoint
@@ -25,8 +24,7 @@ from zo2adapters.frameworks.trainer_mixins import TrainerLoss
 from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError
-from zo2core.optimizers import copied_state
-from zo2core.planning.memory import DevicePlan
+from zo2core.optimizer_states import copied_state
 from zo2core.sweep.gradient_visitor import BlockGraph
 from zo2core.types import Lane
 
@@ -46,40 +44,45 @@ OPTIMIZERS: Mapping[str, Any] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
 }
+ADAMW = OPTIMIZERS["adamw"]
+BATCH = make_batch(40, [7, 5])
 
 
-class Resident:
+class Resident(WholeModel):
     """transformers, peft and torch.optim on the whole model: the oracle."""
 
     def __init__(
-        self, base: Path, config: Any, values: Mapping[str, torch.Tensor], make: Any, auto_class: Any = AutoModelForCausalLM
+        self,
+        base: Path,
+        config: Any,
+        model: Any,
+        make: Any = ADAMW,
+        auto_class: Any = AutoModelForCausalLM,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        self.model = monolithic(base, config, values, auto_class=auto_class)
-        self.trained = {name: p for name, p in self.model.named_parameters() if name in values}
+        values = values_of(model)
+        super().__init__(monolithic(base, config, values, auto_class=auto_class), autocast=autocast)
+        self.trained = {name: parameter for name, parameter in self.parameters.items() if name in values}
         self.optimizer = make(list(self.trained.values()))
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], clip: float | None) -> float:
-        self.optimizer.zero_grad()
-        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches]
-        total = 0.0
-        for batch, count in zip(micro_batches, tokens, strict=True):
-            loss = self.model(**batch, use_cache=False).loss
-            if len(micro_batches) > 1:
-                total += loss.double().item() * count
-                (loss * (count / sum(tokens))).backward()
-            else:
-                total = loss.item() * count
-                loss.backward()
+        loss = self.backward(micro_batches)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(list(self.trained.values()), clip)
         self.optimizer.step()
-        return total / sum(tokens)
+        return loss
+
+    def assert_equals(self, engine: Engine) -> None:
+        ours = {name: value.clone() for name, value in engine.parameters_now() if name in self.trained}
+        assert_equal(ours, {name: value.detach() for name, value in self.trained.items()})
 
 
-def assert_equal(engine: Engine, resident: Resident) -> None:
-    for name, value in engine.parameters_now():
-        if name in resident.trained:
-            assert torch.equal(value, resident.trained[name].detach()), name
+def assert_equal_steps(engine: Engine, resident: Resident, micro_batches: Any, clip: float | None = None) -> None:
+    """Three steps on both sides have the same losses and parameters."""
+    for _ in range(3):
+        expected = resident.step(micro_batches, clip)
+        assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6 if len(micro_batches) > 1 else 0)
+        resident.assert_equals(engine)
 
 
 @pytest.mark.few(2)
@@ -113,19 +116,16 @@ def test_a_step_is_that_of_the_resident_model(
     config = data.draw(CONFIGS[model_type])
     micro_batches = [data.draw(batches(config.vocab_size)) for _ in range(accumulated)]
     base = save_model(tmp / "base", config, dtype)
-    adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), seed=1)
-    model = open_checkpoint(base, adapter=adapter)
-    resident = Resident(base, adapter.config, values_of(model), OPTIMIZERS[optimizer])
-    with Engine(
-        model, FirstOrder(OPTIMIZERS[optimizer], clip=clip), memory=memory(buckets, room), overlap=overlap
-    ) as engine:
-        for _ in range(3):
-            expected = resident.step(micro_batches, clip)
-            assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
-            assert_equal(engine, resident)
+    config = lora(target_modules=TARGETS[model_type], **options)
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    resident = Resident(base, config, model, OPTIMIZERS[optimizer])
+    method = FirstOrder(OPTIMIZERS[optimizer], clip=clip)
+    with Engine(model, method, memory=memory(buckets, room), overlap=overlap) as engine:
+        assert_equal_steps(engine, resident, micro_batches, clip)
 
 
 KINDS: Mapping[str, Any] = {
+    "lora": lambda targets: lora(target_modules=targets, init_lora_weights=False),
     "lora and modules": lambda targets: lora(
         target_modules=targets,
         modules_to_save=["final_layer_norm", "fc2"] if "fc1" in targets else ["input_layernorm", "norm", "v_proj"],
@@ -139,20 +139,27 @@ KINDS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "dtype", "room"), each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28]))
-def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "room", "precision"),
+    each_choice(list(KINDS), [torch.float32, torch.bfloat16], [1, 1 << 28], ["exact", "mixed"]),
+)
+def test_every_kind_of_adapter_is_that_of_peft_and_of_autocast(
+    kind: str, dtype: torch.dtype, room: int, precision: str, tmp_path: Path
+) -> None:
+    is_mixed = precision == "mixed" and kind not in ("dora", "loha")  # whose bits differ
     for model_type in ("opt", "llama"):
-        base = save_model(tmp_path / model_type, small_config(model_type), dtype)
-        adapter = Adapter(config=KINDS[kind](TARGETS[model_type]), seed=1)
-        model = open_checkpoint(base, adapter=adapter)
-        resident = Resident(base, adapter.config, values_of(model), OPTIMIZERS["adamw"])
-        micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6])]
-        with Engine(model, FirstOrder(OPTIMIZERS["adamw"], clip=0.05), memory=memory(1, room)) as engine:
-            for _ in range(3):
-                expected = resident.step(micro_batches, 0.05)
-                assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
-                assert_equal(engine, resident)
+        base = save_model(tmp_path / model_type, small_config(model_type, tie_word_embeddings=is_mixed), dtype)
+        config = KINDS[kind](TARGETS[model_type])
+        options: Any = {"precision": "mixed", "dtype": "bfloat16", "loss_chunk": None} if is_mixed else {}
+        model = open_checkpoint(base, adapter=Adapter(config=config, seed=1), **options)
+        frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters if spec.frozen]
+        assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
+        resident = Resident(base, config, model, autocast=torch.bfloat16 if is_mixed else None)
+        if is_mixed:
+            resident.model.float()
+        with Engine(model, FirstOrder(ADAMW, clip=0.05), memory=memory(1, room)) as engine:
+            assert_equal_steps(engine, resident, [BATCH, make_batch(40, [6])], 0.05)
 
 
 @pytest.mark.few(2)
@@ -160,15 +167,11 @@ def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, ro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("gpt2"), dtype)
-    told = Adapter(config=lora(target_modules=targets), seed=1)
     corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
-    model = open_checkpoint(base, adapter=told)
-    resident = Resident(base, corrected, values_of(model), OPTIMIZERS["adamw"])
-    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(2, 1)) as engine:
-        for _ in range(3):
-            batch = make_batch(40, [9, 5])
-            assert engine.step(batch).loss == resident.step([batch], None)
-            assert_equal(engine, resident)
+    model = open_checkpoint(base, adapter=Adapter(config=lora(target_modules=targets), seed=1))
+    resident = Resident(base, corrected, model)
+    with Engine(model, FirstOrder(ADAMW), memory=memory(2, 1)) as engine:
+        assert_equal_steps(engine, resident, [make_batch(40, [9, 5])])
         engine.export(tmp_path / "adapter")
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["fan_in_fan_out"], "peft loads it without a warning"
@@ -176,11 +179,9 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
         open_checkpoint(base, adapter=Adapter(config=lora(target_modules=["c_attn"], use_dora=True)))
 
 
-def make(
-    base: Path, buckets: int | None = None, room: int = 1 << 28, optimizer: Any = OPTIMIZERS["adamw"], **options: Any
-) -> Engine:
+def make(base: Path, buckets: int | None = None, room: int = 1 << 28, optimizer: Any = ADAMW, **options: Any) -> Engine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-    return first_order(model, optimizer, memory=memory(buckets, room), **options)
+    return first_order(model, optimizer, **{"memory": memory(buckets, room), **options})
 
 
 def trained(engine: Engine) -> dict[str, torch.Tensor]:
@@ -193,22 +194,16 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
-    batch = make_batch(40, [7, 5])
-    with make(base) as resident:
-        losses = [resident.step(batch).loss for _ in range(3)]
-        expected = trained(resident)
+    expected = outcome(make(base), [BATCH] * 3, "lora")
     for kept, buckets in ((0, None), (2, None), (1, 3)):
-        plan = DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28)
-        policy = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan)
-        with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
-            model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-            with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), device=device, memory=policy) as engine:
-                results = [engine.step(batch) for _ in range(3)]
-                assert [result.loss for result in results] == losses
-                assert all(torch.equal(value, expected[name]) for name, value in trained(engine).items())
-        assert all(result.lanes[Lane.WRITE].nbytes == 0 for result in results)
-        offloaded = sum(result.lanes[Lane.OFFLOAD].nbytes for result in results)
-        assert offloaded == 0, "a base that is only read never comes back"
+        with (
+            behind_copies(1e-4) as device,
+            make(base, device=device, memory=memory(buckets, kept=kept, budget=1 << 40)) as engine,
+        ):
+            results = [engine.step(BATCH) for _ in range(3)]
+            assert_same_outcome(([result.losses for result in results], trained(engine)), expected)
+        for lane in (Lane.WRITE, Lane.OFFLOAD):
+            assert sum(result.lanes[lane].nbytes for result in results) == 0, "a base that is only read never comes back"
 
 
 @pytest.mark.few(2)
@@ -226,33 +221,6 @@ def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
     assert reads <= (steps * 2 * (blocks - buckets) + begun_before + read_for_the_next) * block
 
 
-def test_what_has_no_room_on_the_way_passes_in_turns_with_the_same_bits(base: Path) -> None:
-    batch = make_batch(40, [7, 5, 6, 4])
-    outcomes = []
-    for room in (1 << 28, 1):
-        with make(base, room=room, micro_batch_size=1) as engine:
-            losses = [engine.step(batch).loss for _ in range(2)]
-            outcomes.append((losses, trained(engine)))
-    (losses, values), (in_turns, others) = outcomes
-    assert losses == in_turns
-    assert all(torch.equal(values[name], others[name]) for name in values)
-
-
-class Counted:
-    """A model that counts the forwards of its blocks."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.forwards = [0] * (len(model.layouts) - 2)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def block(self, index: int, activations: Any) -> Any:
-        self.forwards[index] += 1
-        return self._model.block(index, activations)
-
-
 def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them() -> None:
     values = torch.ones(1 << 20, requires_grad=True)
     graph = BlockGraph({}, [values])
@@ -268,16 +236,21 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
 def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
     for room in (1, 40_000, 80_000, 1 << 28):
+        forwards = [0] * 6
+
+        def counted(block: Any, index: int, activations: Any, forwards: list[int] = forwards) -> Any:
+            forwards[index] += 1
+            return block(index, activations)
+
         with make(base, buckets, room=room, micro_batch_size=2) as engine:
-            forward: Any = Counted(engine._runner.model)
-            engine._runner.model = forward
+            engine._runner.model = cast("Any", Proxy(engine._runner.model, block=counted))
             losses = [engine.step(batch).loss for _ in range(3)]
-            outcomes[room] = (forward.forwards, losses, [value.tolist() for value in trained(engine).values()])
+            outcomes[room] = (forwards, losses, [value.tolist() for value in trained(engine).values()])
     assert outcomes[1][0] == [12] * 6, "three steps, two micro-batches, forward and backward"
     assert outcomes[1 << 28][0] == [6] * 6
     fewer, more = outcomes[40_000][0], outcomes[80_000][0]
-    assert fewer == sorted(fewer, reverse=True), "the last ones keep theirs"
-    assert more == sorted(more, reverse=True)
+    for counts in (fewer, more):
+        assert counts == sorted(counts, reverse=True), "the last ones keep theirs"
     assert 36 < sum(more) < sum(fewer) < 72
     assert all(outcome[1:] == outcomes[1][1:] for outcome in outcomes.values())
 
@@ -285,16 +258,15 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "down_proj"]])
 def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, targets: list[str]) -> None:
     """As in torch's checkpointing: behind the last tensor that a backward reads, a frozen projection is not repeated."""
-    config, batch = lora(target_modules=targets, init_lora_weights=False), make_batch(40, [7, 5])
+    config = lora(target_modules=targets, init_lora_weights=False)
     model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     projection, calls = model._layers[0].mlp.down_proj, []
     getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
-    resident = Resident(base, config, values_of(model), OPTIMIZERS["sgd"])
+    resident = Resident(base, config, model, OPTIMIZERS["sgd"])
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"]), memory=memory(1, 1)) as engine:
-        for _ in range(2):
-            calls.clear()  # the first step of a shape tries it out before
-            assert engine.step(batch).loss == resident.step([batch], None)
-            assert_equal(engine, resident)
+        assert_equal_steps(engine, resident, [BATCH])
+        calls.clear()  # the first step of a shape tries it out before
+        engine.step(BATCH)
     is_last_projection_trained = "down_proj" in targets
     assert len(calls) == (2 if is_last_projection_trained else 1)
 
@@ -311,40 +283,8 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
         model: Any = engine._runner.model
         model._layers[0].input_layernorm.register_forward_hook(changed)
         with pytest.raises(OptionError, match="saves other tensors for its backward when it runs again"):
-            engine.step(make_batch(40, [7, 5]))
+            engine.step(BATCH)
         assert engine.version == 0
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("model_type", "dtype", "room", "kind"),
-    each_choice(
-        ["opt", "llama"],
-        [torch.float32, torch.bfloat16],
-        [1, 1 << 28],
-        ["lora", *(kind for kind in KINDS if kind not in ("dora", "loha"))],
-    ),
-)
-def test_mixed_precision_is_that_of_autocast(
-    model_type: str, dtype: torch.dtype, room: int, kind: str, tmp_path: Path
-) -> None:
-    base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=True), dtype)
-    targets = TARGETS[model_type]
-    config = lora(target_modules=targets, init_lora_weights=False) if kind == "lora" else KINDS[kind](targets)
-    adapter = Adapter(config=config, seed=1)
-    model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
-    frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters]
-    assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
-    resident = Resident(base, config, values_of(model), OPTIMIZERS["adamw"])
-    whole: Any = resident.model
-    whole.float()
-    batch = make_batch(40, [7, 5])
-    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(1, room)) as engine:
-        for _ in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                expected = resident.step([batch], None)
-            assert engine.step(batch).loss == expected
-            assert_equal(engine, resident)
 
 
 def test_kinds_whose_bits_differ_under_autocast_are_refused_in_mixed_precision(base: Path) -> None:
@@ -372,20 +312,18 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
     auto_class: Any = AutoModelForSequenceClassification
     auto_class.from_config(plain).save_pretrained(tmp_path / "base")
     config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
-    adapter = Adapter(config=config, seed=1)
-    model = open_checkpoint(tmp_path / "base", adapter=adapter, head="sequence-classification")
-    resident = Resident(tmp_path / "base", config, values_of(model), OPTIMIZERS["adamw"], auto_class)
-    classifier: Any = resident.model
-    classifier.eval()
+    model = open_checkpoint(tmp_path / "base", adapter=Adapter(config=config, seed=1), head="sequence-classification")
+    resident = Resident(tmp_path / "base", config, model, auto_class=auto_class)
+    resident.model.eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
-    with Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=memory(buckets)) as engine:
+    with Engine(model, FirstOrder(ADAMW), memory=memory(buckets)) as engine:
         for _ in range(3):
             resident.optimizer.zero_grad()
             loss = resident.model(**batch).loss
             loss.backward()
             resident.optimizer.step()
             assert engine.step(batch).loss == loss.item()
-            assert_equal(engine, resident)
+            resident.assert_equals(engine)
         engine.export(tmp_path / "adapter")
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", dtype="auto")
     with torch.inference_mode():
@@ -407,7 +345,7 @@ def test_weights_are_read_where_they_are_stored_with_the_same_bits(
         policy = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False))
         if rank is None:
             model = open_checkpoint(directory, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-            engine: Any = Engine(model, FirstOrder(OPTIMIZERS["adamw"]), memory=policy)
+            engine: Any = Engine(model, FirstOrder(ADAMW), memory=policy)
         else:
             model = open_checkpoint(directory)
             perturbation = LowRankPerturbation(rank=rank)
@@ -427,50 +365,57 @@ def begin_data_at(path: Path, offset: int) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
+FORGED: Mapping[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a parameter less": (lambda state: state["parameters"].popitem(), "23 parameters that are not all of the 24"),
+    "values that are not finite": (
+        lambda state: state["optimizer"]["state"][3]["exp_avg"].view(-1)[:1].fill_(float("nan")),
+        "exp_avg of parameter 3 with values that are not finite",
+    ),
+    "another shape": (
+        lambda state: state["optimizer"]["state"][3].update(exp_avg=torch.zeros(1)),
+        "exp_avg, a state of parameter 3",
+    ),
+    **{
+        f"{option} {value}": (
+            lambda state, changes={option: value}: state["optimizer"]["param_groups"][0].update(changes),  # type: ignore[misc]
+            "an optimizer with other options",
+        )
+        for option, value in (
+            ("eps", float("nan")),
+            ("betas", [0.9, float("inf")]),
+            ("weight_decay", "0"),
+            ("maximize", 1),
+        )
+    },
+}
+
+
 def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
-    rows = [make_batch(40, [7, 5]), make_batch(40, [4, 6]), make_batch(40, [3, 8])]
+    rows = [BATCH, make_batch(40, [4, 6]), make_batch(40, [3, 8])]
     with make(base) as engine:
         engine.step(rows[0])
         torch.save(engine.state_dict(), tmp_path / "state.pt")
-        losses = [engine.step(batch).loss for batch in rows[1:]]
-        expected = trained(engine)
+        losses = [engine.step(batch).losses for batch in rows[1:]]
+        expected = losses, trained(engine)
         evaluated = engine.evaluate(rows).losses
     with make(base) as other:
         other.step(rows[2])  # another way, which is left
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert other.version == 1
-        assert [other.step(batch).loss for batch in rows[1:]] == losses
-        assert all(torch.equal(value, expected[name]) for name, value in trained(other).items())
+        assert_same_outcome(([other.step(batch).losses for batch in rows[1:]], trained(other)), expected)
         assert other.evaluate(rows).losses == evaluated
-        state = other.state_dict()
-        state["parameters"].popitem()
-        with pytest.raises(CheckpointError, match="23 parameters that are not all of the 24"):
-            other.load_state_dict(state)
+        for forge, told in FORGED.values():
+            state = copied_state(other.state_dict())
+            forge(state)
+            with pytest.raises(CheckpointError, match=told):
+                other.load_state_dict(state)
+        assert other.evaluate(rows).losses == evaluated
         for factory in (torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad):
             with (
                 make(base, optimizer=factory) as another,
                 pytest.raises(CheckpointError, match="an optimizer with other options"),
             ):
                 another.load_state_dict(other.state_dict())
-        state = copied_state(other.state_dict())
-        state["optimizer"]["state"][3]["exp_avg"][0, 0] = float("nan")
-        with pytest.raises(CheckpointError, match="exp_avg of parameter 3 with values that are not finite"):
-            other.load_state_dict(state)
-        for option, forged in (
-            ("eps", float("nan")),
-            ("betas", [0.9, float("inf")]),
-            ("weight_decay", "0"),
-            ("maximize", 1),
-        ):
-            state = copied_state(other.state_dict())
-            state["optimizer"]["param_groups"][0][option] = forged
-            with pytest.raises(CheckpointError, match="an optimizer with other options"):
-                other.load_state_dict(state)
-        state = copied_state(other.state_dict())
-        state["optimizer"]["state"][3]["exp_avg"] = torch.zeros(1)
-        with pytest.raises(CheckpointError, match="exp_avg, a state of parameter 3"):
-            other.load_state_dict(state)
-        assert other.evaluate(rows).losses == evaluated
 
 
 @pytest.mark.few(1)
@@ -481,51 +426,44 @@ def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: P
     quantize(tmp_path / "base", tmp_path / method, method)
     with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
-    batch, outcomes = make_batch(40, [7, 5]), []
-    for directory in ("plain", method):
-        with make(tmp_path / directory, 1) as engine:
-            losses = [engine.step(batch).loss for _ in range(3)]
-            outcomes.append((losses, [value.tolist() for value in trained(engine).values()]))
-    assert outcomes[0] == outcomes[1]
+    plain, quantised = (outcome(make(tmp_path / name, 1), [BATCH] * 3, "lora") for name in ("plain", method))
+    assert_same_outcome(plain, quantised)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 def test_an_export_is_loaded_by_peft(base: Path, tmp_path: Path) -> None:
-    batch = make_batch(40, [7, 5])
     with make(base) as engine:
-        before = engine.evaluate([batch]).loss
+        before = engine.evaluate([BATCH]).loss
         for _ in range(4):
-            engine.step(batch)
-        loss = engine.evaluate([batch]).loss
+            engine.step(BATCH)
+        loss = engine.evaluate([BATCH]).loss
         engine.export(tmp_path / "adapter")
     assert loss < before
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
     with torch.inference_mode():
-        assert loaded(**batch).loss.item() == loss
+        assert loaded(**BATCH).loss.item() == loss
 
 
 def test_a_prefix_is_trained(base: Path) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    batch = make_batch(40, [7, 5])
-    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    with Engine(model, FirstOrder(OPTIMIZERS["adamw"])) as engine:
-        losses = [engine.step(batch).loss for _ in range(4)]
+    losses = outcome(Engine(open_checkpoint(base, adapter=Adapter(config=config, seed=1)), FirstOrder(ADAMW)), [BATCH] * 4)[
+        0
+    ]
     assert losses[-1] < losses[0]
 
 
 def test_a_step_that_fails_changes_nothing(base: Path) -> None:
-    batch = make_batch(40, [7, 5])
     with make(base) as engine:
-        engine.step(batch)
+        engine.step(BATCH)
         before = trained(engine)
         with pytest.raises(BatchError):
-            engine.step({key: value for key, value in batch.items() if key != "labels"})
+            engine.step({key: value for key, value in BATCH.items() if key != "labels"})
         name = next(iter(before))
         with torch.no_grad():
             engine.parameters[name][0, 0] = float("nan")
         with pytest.raises(NonFiniteLossError, match="step 1: found loss nan"):
-            engine.step(batch)
+            engine.step(BATCH)
         with torch.no_grad():
             engine.parameters[name].copy_(before[name])
         assert all(torch.equal(value, before[name]) for name, value in trained(engine).items())
@@ -533,33 +471,11 @@ def test_a_step_that_fails_changes_nothing(base: Path) -> None:
         assert all(parameter.grad is None for parameter in inner(engine)._runner.trained.parameters.values())
 
 
-def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
-    adapter = Adapter(config=lora(), seed=1)
-    with pytest.raises(OptionError, match="a trained parameter of a block"):
-        Engine(open_checkpoint(base), FirstOrder(OPTIMIZERS["adamw"]))
-    with pytest.raises(OptionError, match="LBFGS, whose step evaluates the loss again by a closure"):
-        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(torch.optim.LBFGS))
+def test_what_has_no_optimizer_or_no_gradient_is_refused(base: Path) -> None:
     with pytest.raises(OptionError, match="a factory that is called with the parameters"):
-        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(3))  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"clip: found 0"):
-        Engine(open_checkpoint(base, adapter=adapter), FirstOrder(OPTIMIZERS["adamw"], clip=0.0))
-
-
-def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
-    class Rounded:
-        def __init__(self, model: Any) -> None:
-            self._model = model
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._model, name)
-
-        def head(self, batch: Any, activations: Any) -> torch.Tensor:
-            with torch.no_grad():
-                loss: torch.Tensor = self._model.head(batch, activations)
-            return loss
-
+        make(base, optimizer=3)
     with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
-        engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._runner.model))
+        engine.step(BATCH, forward=cast("Any", Proxy(engine._runner.model, head=lambda head, *given: head(*given).detach())))
 
 
 def smoothed(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -581,10 +497,10 @@ def preferred(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, loss: Any) -> None:
     config = lora(init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=4))
-    resident = Resident(base, config, values_of(model), OPTIMIZERS["adamw"])
+    resident = Resident(base, config, model)
     forward = TrainerLoss(model, lambda called, batch: loss(called, batch), adds_up=True)
     with Engine(model, FirstOrder(None), memory=memory(1)) as engine:
-        optimizer = OPTIMIZERS["adamw"](list(engine.parameters.values()))
+        optimizer = ADAMW(list(engine.parameters.values()))
         for step in range(3):
             batches = [make_batch(40, [7, 5], seed=2 * step + number) for number in range(2)]
             resident.optimizer.zero_grad()
@@ -598,7 +514,7 @@ def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, lo
             resident.optimizer.step()
             optimizer.step()
             optimizer.zero_grad()
-            assert_equal(engine, resident)
+            resident.assert_equals(engine)
         together = engine.gradients(batches, forward)
         with torch.no_grad():
             apart = [loss(resident.model, batch).double() for batch in batches]
@@ -609,15 +525,12 @@ def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, lo
 
 def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tmp_path: Path) -> None:
     """Doge's masks depend on trained parameters: without a graph torch takes another attention, which rounds otherwise."""
-    directory, batch = tmp_path / "doge", make_batch(40, [7, 5])
-    save_model(directory, DogeConfig(**SIZES, keep_window_size=16), torch.float32)
+    directory = save_model(tmp_path / "doge", DogeConfig(**SIZES, keep_window_size=16), torch.float32)
     config = lora(target_modules=["dt_proj", "v_proj"], init_lora_weights=False)
     model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
-    resident = Resident(directory, config, values_of(model), OPTIMIZERS["sgd"])
+    resident = Resident(directory, config, model, OPTIMIZERS["sgd"])
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
-        for _ in range(3):
-            assert engine.step(batch).loss == resident.step([batch], None)
-            assert_equal(engine, resident)
+        assert_equal_steps(engine, resident, [BATCH])
 
 
 def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
@@ -638,5 +551,5 @@ def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
     model = open_checkpoint(directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1))
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
         with pytest.raises(OptionError, match=r"block \d, which passes tensors to later blocks besides its output"):
-            engine.step(make_batch(40, [7, 5]))
+            engine.step(BATCH)
         assert engine.version == 0

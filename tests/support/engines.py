@@ -1,13 +1,18 @@
-"""Engines from mixed options: those of a method go to the method."""
+"""Engines from mixed options, of which those of a method go to the method, and what tests do with engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
+from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy, ZerothOrder
+from zo2core.planning.memory import DevicePlan
 
 
 def zeroth_order(model: Any, estimator: Any, **options: Any) -> Engine:
@@ -35,6 +40,50 @@ def weights(engine: Engine, part: str = "") -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.parameters_now() if part in name}
 
 
-def memory(buckets: int | None = None, activations: int = 1 << 28) -> MemoryPolicy:
-    """Host memory for so many blocks, for all of them if None, and so many bytes for activations."""
-    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=activations)
+def memory(
+    buckets: int | None = None, activations: int = 1 << 28, *, kept: int | None = None, budget: int = 0
+) -> MemoryPolicy:
+    """Host memory for so many blocks, for all of them if None; a device of its own memory keeps so many of them."""
+    device = "auto" if kept is None else DevicePlan((), 1 << 40, kept, activations)
+    host = HostPlan((), budget, buckets, keep_noise=False)
+    return MemoryPolicy(host=host, device=device, activations=activations)
+
+
+@contextmanager
+def behind_copies(seconds: float = 0.0) -> Iterator[ThreadedDevice]:
+    """A device with memory of its own, to and from which each copy takes so long."""
+    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: seconds))) as device:
+        yield device
+
+
+def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """The same names, and equal tensors."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+Outcome = tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]
+
+
+def outcome(engine: Engine, batches: Iterable[Any], part: str = "") -> Outcome:
+    """The losses of steps, and the weights after them, of an engine that is closed then."""
+    with engine:
+        return [engine.step(batch).losses for batch in batches], weights(engine, part)
+
+
+def assert_same_outcome(ours: Outcome, theirs: Outcome) -> None:
+    assert ours[0] == theirs[0]
+    assert_equal(ours[1], theirs[1])
+
+
+class Proxy:
+    """An object, some of whose methods are others: each of these gets the object's own method first."""
+
+    def __init__(self, wrapped: Any, **changed: Any) -> None:
+        self._wrapped, self._changed = wrapped, changed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._changed:
+            return partial(self._changed[name], getattr(self._wrapped, name, None))
+        return getattr(self._wrapped, name)

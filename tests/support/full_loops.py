@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,16 +17,20 @@ class WholeModel:
     """A whole model and its gradients.
 
     Args:
-        directory: The checkpoint.
-        stored: The dtype of its parameters; None: the checkpoint's.
+        source: The model, or its checkpoint.
+        stored: The dtype of a checkpoint's parameters; None: the checkpoint's.
         autocast: The dtype of products, under autocast; None: none.
     """
 
-    def __init__(self, directory: Path, stored: torch.dtype | None = None, autocast: torch.dtype | None = None) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=stored or "auto")
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
-        self.parameters = dict(self.model.named_parameters())
+    def __init__(
+        self, source: Path | PreTrainedModel, stored: torch.dtype | None = None, autocast: torch.dtype | None = None
+    ) -> None:
+        if isinstance(source, Path):
+            source = cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(source, dtype=stored or "auto"))
+            for parameter in source.parameters():
+                parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
+        self.model = source
+        self.parameters = dict(source.named_parameters())
         self._autocast = autocast
 
     def backward(self, micro_batches: Sequence[Values]) -> float:
