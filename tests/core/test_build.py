@@ -81,6 +81,7 @@ def test_policies_check_themselves(make: Callable[[], object], message: str) -> 
         ({"memory": MemoryPolicy(device="8GiB")}, "memory.device"),
         ({"memory": MemoryPolicy(least_activations=1)}, "memory.least_activations"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": -1}, "micro_batch_size"),
         ({"device": "abacus"}, "device"),
     ],
 )

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import first_order, weights
+from engines import assert_equal, first_order, weights
 from models import make_batch, save_model, small_config
+from profiles import short_first
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import LOMO, AdaLOMO, AtSnapshot, BAdam, Engine, Journal, MeZOSGD, TorchOptimizer, ZerothOrder, branch_journal
@@ -26,6 +27,7 @@ from zo2core.types import Commit
 peft: Any = pytest.importorskip("peft")
 
 HEADER = {"base": "b", "parameters": "p", "method": {"name": "adamw"}}
+COMMIT = {"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}
 COMMITS = [Commit(step, 2.5 - step, 0.1 * step, 1e-3) for step in range(3)]
 
 
@@ -53,12 +55,12 @@ def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("commit", "told"),
     [
-        ({"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, "found step 1; expected step 0"),
+        ({**COMMIT, "step": 1}, "found step 1; expected step 0"),
         ({"step": 0, "loss": 1.0, "grad_norm": 1.0}, "expected an object of step, loss, grad_norm, lr alone"),
-        ({"step": 0, "loss": 1, "grad_norm": 1.0, "lr": 1.0}, "found 1 as loss; expected a float"),
-        ({"step": True, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, "found True as step"),
-        ({"step": 0, "loss": 1.0, "grad_norm": -1.0, "lr": 1.0}, "found grad_norm -1.0"),
-        ({"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": -1.0}, "found lr -1.0"),
+        ({**COMMIT, "loss": 1}, "found 1 as loss; expected a float"),
+        ({**COMMIT, "step": True}, "found True as step"),
+        ({**COMMIT, "grad_norm": -1.0}, "found grad_norm -1.0"),
+        ({**COMMIT, "lr": -1.0}, "found lr -1.0"),
         ([], r"found commit \[\]"),
     ],
 )
@@ -69,7 +71,7 @@ def test_a_commit_that_no_step_can_have_made_is_refused(commit: Any, told: str, 
 
 def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
     zeroth = {"base": "b", "parameters": "p", "noise": "n", "estimator": {}, "seed": 0}
-    commit = {"commit": {"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}}
+    commit = {"commit": COMMIT}
     with pytest.raises(JournalError, match="found a commit; expected an update, as the header says"):
         Journal(journal_of(tmp_path / "a.jsonl", commit, header=zeroth))
     with pytest.raises(JournalError, match="found no commit; expected a commit, as the header says"):
@@ -88,31 +90,56 @@ def model_of(base: Path) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
 
 
-def engine_of(base: Path, run: Path, **options: Any) -> Engine:
-    told = {"options": {"name": "adamw"}, "lr": lambda step: 1e-2 / (step + 1), **options}
-    return first_order(model_of(base), partial(torch.optim.AdamW, lr=1.0), run=run, **told)
-
-
+ADAMW: Any = partial(torch.optim.AdamW, lr=1.0)
+UPDATES: Mapping[str, Any] = {
+    "lomo": lambda: LOMO(weight_decay=0.1),
+    "adalomo": AdaLOMO,
+    "adamw": lambda: TorchOptimizer(ADAMW),
+    "badam": lambda: BAdam(ADAMW, every=2, seed=3),
+}
 BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(5)]
 
 
-def test_an_engine_repeats_the_steps_since_its_snapshot(base: Path, tmp_path: Path) -> None:
-    with engine_of(base, tmp_path / "whole") as engine:
+def engine_of(base: Path, run: Path, kind: str = "adapter", **options: Any) -> Engine:
+    """Of forwards, of an adapter, or of all parameters."""
+    if kind == "forwards":
+        return Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), run=run)
+    told = {"lr": lambda step: 1e-2 / (step + 1), "memory": "4GiB", **options}
+    if kind == "adapter":
+        return first_order(model_of(base), ADAMW, run=run, **{"options": {"name": "adamw"}, **told})
+    return first_order(open_checkpoint(base), UPDATES[kind](), run=run, **told)
+
+
+@pytest.mark.parametrize("kind", short_first(["forwards", "adapter", "adamw"], ["lomo", "adalomo", "badam"]))
+def test_a_run_goes_on_in_its_directory_and_repeats_the_steps_since_its_snapshot(kind: str, tmp_path: Path) -> None:
+    dtype = torch.float32 if kind in ("adapter", "lomo") else torch.bfloat16
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=kind in UPDATES), dtype)
+    with engine_of(base, tmp_path / "whole", kind) as engine:
         losses = [engine.step(batch).loss for batch in BATCHES]
-        expected = engine.state_dict()["parameters"]
-    with engine_of(base, tmp_path / "run") as engine:
+        expected = weights(engine)
+    with engine_of(base, tmp_path / "run", kind) as engine:
         for batch in BATCHES[:2]:
             engine.step(batch)
-        engine.take_snapshot()
+        if kind != "forwards":
+            engine.take_snapshot()
         engine.step(BATCHES[2])
-    with engine_of(base, tmp_path / "run") as engine:
-        assert (engine.version, engine.journal.version) == (2, 3)
-        with pytest.raises(JournalError, match="step 2: found loss"):
-            engine.step(BATCHES[4])
-        assert engine.version == 2
-        assert [engine.step(batch).loss for batch in BATCHES[2:]] == losses[2:]
-        assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict()["parameters"].items())
+    with engine_of(base, tmp_path / "run", kind) as engine:
+        first = 3 if kind == "forwards" else 2
+        assert (engine.version, engine.journal.version) == (first, 3)
+        if kind == "adapter":
+            with pytest.raises(JournalError, match="step 2: found loss"):
+                engine.step(BATCHES[4])
+            assert engine.version == 2
+        assert [engine.step(batch).loss for batch in BATCHES[first:]] == losses[first:]
+        assert_equal(weights(engine), expected)
+        if kind != "forwards":
+            engine.take_snapshot()
+            parameters = engine.snapshots.read(5).state["parameters"]
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
+    if kind in UPDATES:
+        with Engine(open_checkpoint(base), AtSnapshot(5, parameters)) as replayer:
+            assert replayer.version == 5
+            assert_equal(weights(replayer), expected)
 
 
 def test_a_journal_that_cannot_be_written_refuses_the_step(
@@ -132,7 +159,7 @@ def test_a_journal_that_cannot_be_written_refuses_the_step(
                 engine.take_snapshot()
         after = engine.state_dict()
         assert after["steps"] == before["steps"] == 1
-        assert all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+        assert_equal(before["parameters"], after["parameters"])
         assert {path.name for path in (tmp_path / "run").iterdir()} == {"journal.jsonl"}
         engine.step(BATCHES[1])
         engine.take_snapshot()
@@ -176,22 +203,6 @@ def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
         Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))
 
 
-class Full:
-    """An engine of all parameters, its optimizer, and its journal's method."""
-
-    UPDATES: Mapping[str, Any] = {
-        "lomo": lambda: LOMO(weight_decay=0.1),
-        "adalomo": AdaLOMO,
-        "adamw": lambda: TorchOptimizer(partial(torch.optim.AdamW, lr=1.0)),
-        "badam": lambda: BAdam(partial(torch.optim.AdamW, lr=1.0), every=2, seed=3),
-    }
-
-    @classmethod
-    def engine(cls, base: Path, run: Path, name: str, **options: Any) -> Engine:
-        rate = {"lr": lambda step: 1e-2 / (step + 1), **options}
-        return first_order(open_checkpoint(base), cls.UPDATES[name](), **rate, run=run)
-
-
 DEEP = "nested too deep"  # stands for a value that json cannot write
 
 FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
@@ -229,65 +240,45 @@ def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any,
         snapshots.read(1)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", Full.UPDATES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_of_all_parameters_repeats_the_steps_since_its_snapshot(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), dtype)
-    with Full.engine(base, tmp_path / "whole", name) as engine:
-        losses = [engine.step(batch).loss for batch in BATCHES]
-        expected = weights(engine)
-    with Full.engine(base, tmp_path / "run", name) as engine:
-        for batch in BATCHES[:3]:
-            engine.step(batch)
-        engine.take_snapshot()
-        engine.step(BATCHES[3])
-    with Full.engine(base, tmp_path / "run", name) as engine:
-        assert (engine.version, engine.journal.version) == (3, 4)
-        assert [engine.step(batch).loss for batch in BATCHES[3:]] == losses[3:]
-        assert all(torch.equal(value, expected[key]) for key, value in weights(engine).items())
-        engine.take_snapshot()
-        parameters = engine.snapshots.read(5).state["parameters"]
-    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
-    with Engine(open_checkpoint(base), AtSnapshot(5, parameters)) as replayer:
-        assert replayer.version == 5
-        assert all(torch.equal(value, expected[key]) for key, value in replayer.parameters_now())
-
-
 def test_a_repeated_step_of_all_parameters_that_differs_closes_the_engine(base: Path, tmp_path: Path) -> None:
-    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+    with engine_of(base, tmp_path / "run", "lomo") as engine:
         engine.step(BATCHES[0])
         engine.take_snapshot()
         engine.step(BATCHES[1])
-    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+    with engine_of(base, tmp_path / "run", "lomo") as engine:
         with pytest.raises(JournalError, match="step 1: found loss"):
             engine.step(BATCHES[4])
         with pytest.raises(ClosedError):
             engine.take_snapshot()
-    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+    with engine_of(base, tmp_path / "run", "lomo") as engine:
         engine.step(BATCHES[1])
         assert engine.version == engine.journal.version == 2
 
 
-def test_a_run_of_all_parameters_is_not_resumed_with_another_optimizer(base: Path, tmp_path: Path) -> None:
-    with Full.engine(base, tmp_path / "run", "lomo") as engine:
+def test_a_run_is_not_resumed_with_another_method(base: Path, tmp_path: Path) -> None:
+    with engine_of(base, tmp_path / "all", "lomo") as engine:
         engine.step(BATCHES[0])
-    with pytest.raises(JournalError, match="method"):
-        Full.engine(base, tmp_path / "run", "badam")
-    with pytest.raises(JournalError, match="method"):
-        Full.engine(base, tmp_path / "run", "lomo", clip_value=1.0)
+    for other, options in (("badam", {}), ("lomo", {"clip_value": 1.0})):
+        with pytest.raises(JournalError, match="method"):
+            engine_of(base, tmp_path / "all", other, **options)
+    make = partial(torch.optim.SGD, lr=1e-2)
+    with first_order(model_of(base), make, clip=1.0, run=tmp_path / "adapter") as engine:
+        engine.step(BATCHES[0])
+        assert engine.journal.header is not None
+        assert engine.journal.header["method"] == {"name": "SGD", "lr": 1e-2, "clip_norm": 1.0}
+    for changed in ({"clip": 2.0}, {"lr": 1.0, "clip": 1.0}, {}):
+        with pytest.raises(JournalError, match="method"):
+            first_order(model_of(base), make, run=tmp_path / "adapter", **changed)
 
 
 def test_the_state_of_all_parameters_is_views_of_the_stored_weights_and_what_a_snapshot_has(
     base: Path, tmp_path: Path
 ) -> None:
-    with Full.engine(base, tmp_path / "run", "adamw") as engine:
+    with engine_of(base, tmp_path / "run", "adamw") as engine:
         engine.step(BATCHES[0])
         first, second = engine.state_dict(), engine.state_dict()
         for name, value in first["parameters"].items():
             assert value.data_ptr() == second["parameters"][name].data_ptr(), "a view of the store"
         engine.take_snapshot()
         read = engine.snapshots.read(1).state
-        assert all(torch.equal(value, read["parameters"][name]) for name, value in first["parameters"].items())
+        assert_equal(first["parameters"], read["parameters"])
