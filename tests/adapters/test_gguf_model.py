@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import Tensor, damage, gguf_bytes
+from damages import damaged
+from gguf_files import Tensor, gguf_bytes
 from gguf_models import BOS, EOS, MERGES, TOKENS, metadata, save_gguf, tensors, tiny_config
 from models import make_batch, random_model
 from peft import LoraConfig
@@ -366,7 +367,7 @@ def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: py
     start, end = whole.index(b"llama.block_count"), whole.index(b"tokenizer.ggml.tokens")
     rng, opened = random.Random(0), 0
     for number in range(600 if pytestconfig.getoption("--long") else 60):
-        changed = damage(whole[start:end], rng) if number % 2 else damage(whole[: end + 200], rng) + whole[end + 200 :]
+        changed = damaged(whole[start:end], rng) if number % 2 else damaged(whole[: end + 200], rng) + whole[end + 200 :]
         (tmp_path / "model.gguf").write_bytes(whole[:start] + changed + whole[end:] if number % 2 else changed)
         with contextlib.suppress(ZO2Error):
             open_checkpoint(tmp_path / "model.gguf")

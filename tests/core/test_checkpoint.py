@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zo2core import ParameterSpec
@@ -60,7 +58,15 @@ def test_malformed_headers_are_refused(header: object, data: bytes, tmp_path: Pa
     assert "x.safetensors" in info.value.where
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 9) + b"{}", struct.pack("<Q", 2**63) + b"{}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 9) + b"{}",
+        *(struct.pack("<Q", length) + b"{}" for length in (0, 1, 2**31, 2**63, 2**64 - 1)),
+    ],
+)
 def test_truncated_files_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
@@ -73,21 +79,6 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
         parse_header(tmp_path / "missing.safetensors")
     with pytest.raises(CheckpointError):
         parse_header(tmp_path)
-
-
-@given(data=st.data())
-def test_a_mutated_header_is_refused_or_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
-    save_file({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}, path)
-    raw = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(raw[: data.draw(st.integers(len(raw) - 30, len(raw)))])
-    try:
-        entries = parse_header(path)
-    except CheckpointError:
-        return
-    assert all(entry.start + entry.nbytes <= path.stat().st_size for entry in entries.values())
 
 
 def test_tensors_are_read_bit_for_bit_and_converted_on_request(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import Tensor, damage, gguf_bytes, write_gguf
+from damages import damaged
+from gguf_files import Tensor, gguf_bytes, write_gguf
 
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import GGUFFile, read_gguf
@@ -167,7 +168,7 @@ def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, p
     rng, refused, used, peak = random.Random(0), 0, 0, 0
     path = tmp_path / "model.gguf"
     for number in range(10_000 if pytestconfig.getoption("--long") else 2_000):
-        raw = whole[:tables] + damage(whole[tables:], rng) if number % 4 == 0 else damage((whole, front)[number % 2], rng)
+        raw = whole[:tables] + damaged(whole[tables:], rng) if number % 4 == 0 else damaged((whole, front)[number % 2], rng)
         path.write_bytes(raw)
         try:
             tracemalloc.start() if number % 50 == 0 else None

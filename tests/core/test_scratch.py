@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import zeroth_order
+from damages import Damage, cut, damage_file, double_line, drop_line, exchange, flip, move_lines, zero
+from engines import memory, zeroth_order
 from toy import ToyBlockModel
 
-from zo2core import Engine, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, SegmentStore, WriteBackPolicy
+from zo2core import Engine, MeZOSGD, PhiloxNoise, SegmentStore, WriteBackPolicy
 from zo2core.errors import JournalError
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.io.record_log import RecordFile, to_line
@@ -37,7 +38,7 @@ def engine(run: Path, buckets: int | None, every: int | None = 1) -> Engine:
         MeZOSGD(lr=1e-2, zo_eps=1e-3),
         noise=PhiloxNoise(),
         journal=run / "journal.jsonl",
-        memory=MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False)),
+        memory=memory(buckets, budget=1 << 28),
         write_back=WriteBackPolicy(directory=run, every=every),
     )
 
@@ -78,51 +79,6 @@ def rewrite(run: Path, changed: list[dict[str, Any]]) -> None:
     (run / "scratch.jsonl").write_bytes(b"".join(to_line(record) for record in changed))
 
 
-def flip_a_bit(run: Path, rng: random.Random) -> None:
-    data = bytearray((run / "scratch.bin").read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    (run / "scratch.bin").write_bytes(data)
-
-
-def zero_a_page(run: Path, rng: random.Random) -> None:
-    data = bytearray((run / "scratch.bin").read_bytes())
-    at = rng.randrange(len(data) // PAGE) * PAGE
-    data[at : at + PAGE] = bytes(PAGE)
-    (run / "scratch.bin").write_bytes(data)
-
-
-def exchange_pages(run: Path, rng: random.Random) -> None:
-    data = bytearray((run / "scratch.bin").read_bytes())
-    one, other = (rng.randrange(len(data) // PAGE) * PAGE for _ in range(2))
-    data[one : one + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[one : one + PAGE]
-    (run / "scratch.bin").write_bytes(data)
-
-
-def cut_the_file(run: Path, rng: random.Random) -> None:
-    data = (run / "scratch.bin").read_bytes()
-    (run / "scratch.bin").write_bytes(data[: rng.randrange(PAGE, len(data))])  # the next damage finds a page
-
-
-def cut_the_manifest(run: Path, rng: random.Random) -> None:
-    manifest = (run / "scratch.jsonl").read_bytes()
-    (run / "scratch.jsonl").write_bytes(manifest[: rng.randrange(len(manifest))])
-
-
-def drop_lines(run: Path, rng: random.Random) -> None:
-    header, *rest = records(run)
-    rewrite(run, [header, *(record for record in rest if rng.random() < 0.7)])
-
-
-def reorder_lines(run: Path, rng: random.Random) -> None:
-    header, *rest = records(run)
-    rewrite(run, [header, *rng.sample(rest, len(rest))])
-
-
-def repeat_lines(run: Path, rng: random.Random) -> None:
-    header, *rest = records(run)
-    rewrite(run, [header, *rest, *rng.choices(rest, k=5)])
-
-
 def exchange_what_records_name(run: Path, rng: random.Random) -> None:
     header, *rest = records(run)
     one, other = rng.sample(rest, 2)
@@ -143,37 +99,37 @@ def write_nonsense(run: Path, rng: random.Random) -> None:
     rewrite(run, [header, *rest])
 
 
-DAMAGES: list[Callable[[Path, random.Random], None]] = [
-    flip_a_bit,
-    zero_a_page,
-    exchange_pages,
-    cut_the_file,
-    cut_the_manifest,
-    drop_lines,
-    reorder_lines,
-    repeat_lines,
-    exchange_what_records_name,
-    write_nonsense,
-]
+def damaging(name: str, damage: Damage) -> Callable[[Path, random.Random], None]:
+    return lambda run, rng: damage_file(run / name, damage, rng)
+
+
+TO_DATA = {f"{damage.__name__} data": damaging("scratch.bin", damage) for damage in (flip, zero, exchange, cut)}
+TO_RECORDS = (cut, drop_line, double_line, move_lines)
+DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    **TO_DATA,
+    **{f"{damage.__name__} of records": damaging("scratch.jsonl", damage) for damage in TO_RECORDS},
+    "exchange what records name": exchange_what_records_name,
+    "write nonsense": write_nonsense,
+}
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
-    damage: Callable[[Path, random.Random], None],
+    damage: str,
     written: Path,
     undisturbed: dict[str, bytes],
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     for seed in range(300 if request.config.getoption("--long") else 5):
-        rng = random.Random(f"{damage.__name__} {seed}")
+        rng = random.Random(f"{damage} {seed}")
         (tmp_path / str(seed)).mkdir()
         buckets = rng.choice(list(BUCKETS.values()))
         run = copied(written, tmp_path / str(seed), buckets)
-        damage(run, rng)
+        DAMAGES[damage](run, rng)
         if rng.random() < 0.3:
-            rng.choice(DAMAGES[:3])(run, rng)
+            rng.choice([*TO_DATA.values()])(run, rng)
         assert train(run, buckets, AFTER) == undisturbed, seed
         shutil.rmtree(tmp_path / str(seed))
 

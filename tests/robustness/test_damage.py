@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from command_lines import assert_typed, run_here
+from damages import IN_LINES, damage_file, flip
 from runs import small_run
 
 from zo2adapters.trainers.options import Storage
@@ -55,94 +56,29 @@ def weights(model: Path) -> bytes:
     return (model / "model.safetensors").read_bytes()
 
 
-Damage = Callable[[random.Random, Path, Path], None]  # what is done to a file of a run, given another copy of the run
-
-
-def flip(rng: random.Random, file: Path, other: Path) -> None:
-    """One bit."""
-    raw = bytearray(file.read_bytes())
-    if raw:
-        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-        file.write_bytes(raw)
-
-
-def zero(rng: random.Random, file: Path, other: Path) -> None:
-    """A stretch of zeros, as a disk leaves them."""
-    raw = bytearray(file.read_bytes())
-    start = rng.randrange(len(raw) + 1)
-    stop = min(start + rng.choice([1, 16, 512, 4096]), len(raw))
-    raw[start:stop] = bytes(stop - start)
-    file.write_bytes(raw)
-
-
-def cut(rng: random.Random, file: Path, other: Path) -> None:
-    """Anything off the end."""
-    raw = file.read_bytes()
-    file.write_bytes(raw[: rng.randrange(len(raw) + 1)])
-
-
-def grow(rng: random.Random, file: Path, other: Path) -> None:
-    """Something at the end."""
-    with file.open("ab") as stream:
-        stream.write(rng.choice([b"\n", b"{}\n", b'{"step":3}\n', rng.randbytes(40)]))
-
-
-def drop_line(rng: random.Random, file: Path, other: Path) -> None:
-    lines = file.read_bytes().splitlines(keepends=True)
-    if lines:
-        del lines[rng.randrange(len(lines))]
-    file.write_bytes(b"".join(lines))
-
-
-def double_line(rng: random.Random, file: Path, other: Path) -> None:
-    lines = file.read_bytes().splitlines(keepends=True)
-    if lines:
-        lines.insert(rng.randrange(len(lines) + 1), rng.choice(lines))
-    file.write_bytes(b"".join(lines))
-
-
-def move_line(rng: random.Random, file: Path, other: Path) -> None:
-    lines = file.read_bytes().splitlines(keepends=True)
-    rng.shuffle(lines)
-    file.write_bytes(b"".join(lines))
-
-
-def from_another_copy(rng: random.Random, file: Path, other: Path) -> None:
-    """As if the files of a live run had been copied at different moments."""
-    if (other / file.name).exists():
-        shutil.copyfile(other / file.name, file)
-
-
-def exchange(rng: random.Random, file: Path, other: Path) -> None:
-    """The contents of two files of the run."""
-    partner = rng.choice(files(file.parent))
-    ours, theirs = file.read_bytes(), partner.read_bytes()
-    file.write_bytes(theirs)
-    partner.write_bytes(ours)
-
-
-def remove(rng: random.Random, file: Path, other: Path) -> None:
-    file.unlink()
-
-
-DAMAGE: tuple[Damage, ...] = (
-    flip, flip, zero, cut, grow, drop_line, double_line, move_line, from_another_copy, exchange, remove,
-)  # fmt: skip
-
-
 def files(run: Path) -> list[Path]:
     return sorted(path for path in run.iterdir() if path.is_file())
 
 
 def damaged(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
-    """Copy a run and damage it; say what was done."""
+    """Copy a run, damage it, and say what was done; files of copies of other moments and of each other are mixed up, too."""
     taken = rng.choice(SNAPSHOTS)
     shutil.copytree(runs.copies[taken], run)
     yield f"after {taken} steps"
     for _ in range(rng.choice([1, 1, 2, 3])):
-        file, damage = rng.choice(files(run)), rng.choice(DAMAGE)
-        damage(rng, file, runs.copies[rng.choice(SNAPSHOTS)])
-        yield f"{damage.__name__} {file.name}"
+        file, other, partner = rng.choice(files(run)), runs.copies[rng.choice(SNAPSHOTS)], rng.choice(files(run))
+        kind = rng.choice([flip, *IN_LINES, "from another copy", "exchange", "remove"])
+        if callable(kind):
+            damage_file(file, kind, rng)
+        elif kind == "remove":
+            file.unlink()
+        elif kind == "exchange":
+            ours, theirs = file.read_bytes(), partner.read_bytes()
+            file.write_bytes(theirs)
+            partner.write_bytes(ours)
+        elif (other / file.name).exists():
+            shutil.copyfile(other / file.name, file)
+        yield f"{kind} {file.name}"
 
 
 def test_damage_ends_in_the_undisturbed_bits_or_in_one_typed_line(

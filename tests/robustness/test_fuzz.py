@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import os
+import random
 import re
 import resource
 import signal
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from damages import damaged
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, save_model, save_tokenizer, small_config
@@ -32,7 +34,6 @@ from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
-from zo2core.errors import CheckpointError
 
 SECONDS = 5  # an example takes some milliseconds
 MEMORY = 1 << 30  # bytes; every file here is smaller than 200 kB
@@ -88,25 +89,6 @@ def to_json(value: object) -> bytes:
         lambda found: b"[" * int(found[1]) + b"]" * int(found[1]),
         json.dumps(value).encode(),
     )
-
-
-@st.composite
-def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
-    """Bytes overwritten, cut off, put in, taken out or repeated."""
-    for _ in range(draw(st.integers(1, 3))):
-        begin = draw(st.integers(0, len(raw)))
-        end = min(len(raw), begin + draw(st.integers(0, 40)))
-        kind = draw(st.sampled_from(["overwrite", "cut", "insert", "remove", "repeat"]))
-        middle = {
-            "overwrite": draw(st.binary(min_size=1, max_size=2)),
-            "insert": draw(
-                st.one_of(st.binary(max_size=9), st.sampled_from([b'{"a":1,', b'"a":', b"[" * 5000, b"9" * 5000]))
-            ),
-            "repeat": raw[begin:end] * 2,
-        }.get(kind, b"")
-        after = {"overwrite": raw[begin + len(middle) :], "cut": b"", "insert": raw[begin:]}.get(kind, raw[end:])
-        raw = raw[:begin] + middle + after
-    return raw
 
 
 def places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -291,9 +273,9 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of much that it finds odd
-@given(data=st.data())
-def test_a_damaged_file_is_used_or_refused(reader: Reader, data: st.DataObject) -> None:
-    reader.path.write_bytes(data.draw(damaged(reader.whole)))
+@given(seed=st.integers(0, 2**32))
+def test_a_damaged_file_is_used_or_refused(reader: Reader, seed: int) -> None:
+    reader.path.write_bytes(damaged(reader.whole, random.Random(seed)))
     used_or_refused(lambda: reader.use(reader.path))
 
 
@@ -306,26 +288,6 @@ def test_a_file_with_any_value_is_used_or_refused(reader: Reader) -> None:
             parts = [*others[:place], to_json(changed), *others[place + 1 :]]
             reader.path.write_bytes(reader.packed(parts))
             used_or_refused(lambda: reader.use(reader.path))
-
-
-@pytest.mark.parametrize("length", [0, 1, 20, 2**31, 2**63, 2**64 - 1])
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_header_of_another_length_or_with_a_name_twice_is_refused(length: int, twice: bool, tmp_path: Path) -> None:
-    made = shard(tmp_path)
-    header = to_json(made.parts[0])
-    if twice:
-        header, length = header.replace(b"{", b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},', 1), 0
-    made.path.write_bytes(struct.pack("<Q", length or len(header)) + header + made.whole[-20:])
-    used_or_refused(lambda: read_shard(made.path))
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_a_shard_name_that_is_no_plain_name_is_refused(name: str, tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    index = {"weight_map": {"a": "a.safetensors", "b": name}}
-    (tmp_path / "model.safetensors.index.json").write_bytes(to_json(index))
-    with pytest.raises(CheckpointError):
-        find_tensors(tmp_path)
 
 
 def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -56,11 +56,17 @@ def behind_copies(seconds: float = 0.0) -> Iterator[ThreadedDevice]:
         yield device
 
 
+def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    assert ours.dtype == theirs.dtype, name
+    assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
+
+
 def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    """The same names, and equal tensors."""
+    """The same names, and the same bits."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+        assert_same_bits(name, value.detach(), theirs[name].detach())
 
 
 Outcome = tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,6 @@ TYPE_NUMBERS: dict[str, int] = {
     "IQ3_XXS": 18,
     "IQ3_S": 21,
 }
-HOSTILE = [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 _KINDS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
 
 
@@ -85,24 +83,3 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
     """Write a GGUF file, and return its path."""
     path.write_bytes(gguf_bytes(metadata, tensors))
     return path
-
-
-def damage(raw: bytes, rng: random.Random) -> bytes:
-    """Overwrite some numbers or bytes, or cut, repeat or take out a part; most of it in the header's ends."""
-    for _ in range(rng.randint(1, 3)):
-        end = max(len(raw), 1)
-        at = rng.randrange(min(300, end)) if rng.random() < 0.5 else rng.randrange(end)
-        kind = rng.randrange(6)
-        if kind == 0:
-            raw = raw[:at] + struct.pack("<Q", rng.choice(HOSTILE)) + raw[at + 8 :]
-        elif kind == 1:
-            raw = raw[:at] + struct.pack("<I", rng.choice(HOSTILE) & 0xFFFFFFFF) + raw[at + 4 :]
-        elif kind == 2:
-            raw = raw[:at] + rng.randbytes(rng.randint(1, 9)) + raw[at + 1 :]
-        elif kind == 3:
-            raw = raw[:at]
-        elif kind == 4:
-            raw = raw[: at + rng.randint(0, 40)] + raw[at:]
-        else:
-            raw = raw[:at] + raw[at + rng.randint(1, 40) :]
-    return raw

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from engines import assert_same_bits as assert_same_bits
 from engines import zeroth_order
 from hypothesis import strategies as st
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -116,12 +117,6 @@ def fzoo_plans(draw: st.DrawFn) -> Plan:
     q = draw(st.integers(2, 4))
     rademacher = Distribution.RADEMACHER
     return draw(plans())._replace(name="fzoo", queries=q, perturb_in_place=False, distribution=rademacher)
-
-
-def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-    assert ours.dtype == theirs.dtype, name
-    assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
 
 
 def assert_same_weights(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]) -> None:
