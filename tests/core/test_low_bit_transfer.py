@@ -6,8 +6,8 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,15 +16,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from command_lines import refusal
-from engines import weights, zeroth_order
+from engines import assert_equal, assert_same_outcome, memory, outcome, weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_bit_loop import LowBitMeZO, through
 from models import save_model, small_config
-from parity import assert_same_bits, assert_same_weights
+from parity import assert_same_bits
 from runs import small_run
 from threaded_device import ThreadedDevice, ThreadedStreams
-from toy import ToyBlockModel
+from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Precision, open_checkpoint
@@ -49,7 +49,6 @@ from zo2core import (
 from zo2core.errors import JournalError, OptionError
 from zo2core.kernels import fill, native
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
-from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.perturbers import CounterPerturber
@@ -58,9 +57,10 @@ from zo2core.types import Bucket, Lane, ParameterSpec
 VOCAB, WIDTH, LAYERS = 50, 16, 5
 DTYPES = [torch.bfloat16, torch.float16, FP8]
 BATCH = {"input_ids": torch.arange(12).view(2, 6) % VOCAB, "labels": torch.arange(12).view(2, 6) % VOCAB}
+NOISE, MEZO = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
 
-def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool, computed: torch.dtype | None = None) -> ToyBlockModel:
+def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool) -> ToyBlockModel:
     """A toy whose layers' matrices are carried in a dtype."""
     model = ToyBlockModel(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32, file=file)
 
@@ -76,66 +76,35 @@ def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool, computed: 
     return model
 
 
-class Monolithic:
-    """The loop over the whole toy, with weights that are carried before each evaluation or after each update."""
-
-    def __init__(self, model: ToyBlockModel, dtype: torch.dtype, *, back: bool, distribution: Distribution) -> None:
-        self.toy, self.dtype, self.back, self.distribution = model.toy, dtype, back, distribution
-        self.theta = {name: parameter.detach().clone() for name, parameter in model.toy.named_parameters()}
-        self.index = {name: i for i, name in enumerate(self.theta)}
-
-    def z(self, name: str, seed: int) -> torch.Tensor:
-        z = torch.empty_like(self.theta[name]).flatten()
-        fill(z, self.distribution, seed, self.index[name])
-        return z.view(self.theta[name].shape)
-
-    def transfer_dtype(self, name: str) -> torch.Tensor:
-        theta = self.theta[name]
-        return through(theta, self.dtype) if name.startswith("layers") and theta.ndim == 2 else theta.clone()
-
-    @torch.inference_mode()
-    def loss(self, weights: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        result: torch.Tensor = torch.func.functional_call(self.toy, dict(weights), kwargs=dict(batch)).loss
-        return result
-
-    def step(self, seed: int, *, lr: float, zo_eps: float, decay: float, perturbs_in_place: bool) -> float:
-        weights = {name: self.transfer_dtype(name) for name in self.theta}
-        self.theta = dict(weights) if self.back else self.theta
-        losses: list[torch.Tensor] = []
-        for move, shift in ((1.0, 1.0), (-2.0, -1.0)):
-            for name in weights:
-                if perturbs_in_place:
-                    weights[name] = weights[name] + (move * self.z(name, seed)) * zo_eps
-                else:
-                    weights[name] = self.transfer_dtype(name) + (shift * self.z(name, seed)) * zo_eps
-            losses.append(self.loss(weights, BATCH))
-        grad = ((losses[0] - losses[1]) / (2 * zo_eps)).item()
-        for name, theta in self.theta.items():
-            z = self.z(name, seed)
-            for move in (1.0, -2.0, 1.0) if perturbs_in_place else ():
-                theta += (move * z) * zo_eps
-            decays = decay != 0 and "bias" not in name and "layernorm" not in name
-            theta -= lr * (grad * z + decay * theta) if decays else lr * (grad * z)
-            if self.back:
-                self.theta[name] = self.transfer_dtype(name)
-        return losses[0].item()
+def low_bit_loop(
+    whole: Any, dtype: torch.dtype, distribution: Distribution, *, back: bool = False, **options: Any
+) -> LowBitMeZO:
+    loop = LowBitMeZO(whole, **options, draw=lambda z, seed, place: fill(z, distribution, seed, place))
+    loop.transfer_dtype, loop.transfer_back = dtype, back
+    return loop
 
 
-def slow(_: Lane, nbytes: int) -> float:
-    return nbytes * 1e-7
+@contextmanager
+def behind_a_bus() -> Iterator[ThreadedDevice]:
+    with closing(ThreadedDevice(ThreadedStreams(lambda _, nbytes: nbytes * 1e-7))) as device:
+        yield device
 
 
+@contextmanager
 def on_device(
-    model: ToyBlockModel, estimator: ZOEstimator, tmp: Path, *, kept: int, buckets: int | None, **options: Any
-) -> tuple[Engine, ThreadedDevice]:
-    device = ThreadedDevice(ThreadedStreams(slow))
-    memory = MemoryPolicy(
-        host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, kept, 1 << 20)
-    )
-    if not options.get("overlap", True):
-        memory = replace(memory, device="auto")
+    model: ToyBlockModel,
+    tmp: Path,
+    estimator: ZOEstimator = MEZO,
+    *,
+    kept: int = 0,
+    buckets: int | None = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    policy = memory(buckets, kept=kept if options.get("overlap", True) else None, budget=1 << 40)
     write_back = None if buckets is None else WriteBackPolicy(directory=tmp / "scratch", every=1)
-    return zeroth_order(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
+    told = {"noise": NOISE, "memory": policy, "write_back": write_back, **options}
+    with behind_a_bus() as device, zeroth_order(model, estimator, device=device, **told) as engine:
+        yield engine
 
 
 @given(
@@ -164,31 +133,31 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
     between: list[str],
 ) -> None:
     tmp = tmp_path_factory.mktemp("carrying")
-    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, weight_decay=decay, perturb_in_place=perturbs_in_place)
-    own = Monolithic(carried_toy(tmp / "own", dtype, back=back), dtype, back=back, distribution=distribution)
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "weight_decay": decay, "perturb_in_place": perturbs_in_place}
+    toy = make_toy(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32)
+    own = low_bit_loop(toy, dtype, distribution, back=back, **numbers)
     options: dict[str, Any] = {"replay": replay, "overlap": overlap, "noise": PhiloxNoise(distribution)}
-    plan: dict[str, Any] = {"kept": kept if overlap else 0, "buckets": buckets}
-    model = carried_toy(tmp / "base", dtype, back=back)
-    engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
-    try:
+    options |= {"kept": kept if overlap else 0, "buckets": buckets, "journal": tmp / "journal"}
+
+    def opened() -> Engine:
+        return stack.enter_context(
+            on_device(carried_toy(tmp / "base", dtype, back=back), tmp, MeZOSGD(**numbers), **options)
+        )
+
+    with ExitStack() as stack:
+        engine = opened()
         for step, done in enumerate(between):
-            loss = own.step(step + 7, lr=1e-2, zo_eps=1e-2, decay=decay, perturbs_in_place=perturbs_in_place)
-            assert engine.step(BATCH, seed=step + 7).loss == loss
+            assert engine.step(BATCH, seed=step + 7).losses == own.step(BATCH, step + 7).losses
             if done == "evaluate":
-                assert engine.evaluate([BATCH]).loss == own.loss({n: own.transfer_dtype(n) for n in own.theta}, BATCH).item()
+                assert engine.evaluate([BATCH]).loss == own.carried_loss(BATCH)
             elif done == "look":
                 weights(engine)
             elif done == "flush":
                 engine.flush()
             elif done == "again":
-                engine.close()
-                device.close()
-                model = carried_toy(tmp / "base", dtype, back=back)
-                engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
-        assert_same_weights(weights(engine).items(), own.theta.items())
-    finally:
-        engine.close()
-        device.close()
+                stack.close()
+                engine = opened()
+        assert_equal(weights(engine), dict(toy.named_parameters()))
 
 
 def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: Path) -> None:
@@ -220,9 +189,7 @@ def flush_twice(engine: Engine) -> None:
 
 
 def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-
-    calls = count(1)
+    calls, outcomes = count(1), []
 
     def broken(*arguments: Any) -> None:
         if threading.current_thread().name.startswith("zo2-low-bit") and next(calls) == 1:
@@ -230,11 +197,9 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
             raise OSError("broken")
         decode(*arguments)
 
-    outcomes = []
     for fails in (False, True):
         model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
-        engine, device = on_device(model, estimator, tmp_path / str(fails), kept=0, buckets=None, noise=noise)
-        with engine:
+        with on_device(model, tmp_path / str(fails)) as engine:
             engine.step(BATCH)
             if fails:
                 monkeypatch.setattr("zo2core.sources.low_bit.decode", broken)
@@ -243,8 +208,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
                 monkeypatch.undo()
             engine.step(BATCH)
             outcomes.append(weights(engine))
-        device.close()
-    assert_same_weights(outcomes[0].items(), outcomes[1].items())
+    assert_equal(*outcomes)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +224,12 @@ def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
     dtype: torch.dtype, back: bool, replay: Literal["host", "device"], lands: bool, tmp_path: Path
 ) -> None:
     """Updates of about 1e-5 change weights of about 0.4 in float32, and none in bfloat16; most weights are the blocks'."""
-    model = carried_toy(tmp_path / "base", dtype, back=back)
-    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False)
-    engine, device = on_device(model, estimator, tmp_path, kept=0, buckets=None, replay=replay, noise=noise)
-    with engine:
+    model, estimator = (
+        carried_toy(tmp_path / "base", dtype, back=back),
+        MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False),
+    )
+    with on_device(model, tmp_path, estimator, replay=replay) as engine:
         share_applied = engine.step(BATCH).share_applied
-    device.close()
     assert share_applied is not None
     assert (share_applied > 0.9) if lands else (share_applied < 0.7)
 
@@ -273,17 +237,12 @@ def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("back", [False, True])
 def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtype, back: bool, tmp_path: Path) -> None:
-    estimator, noise = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2), PhiloxNoise(Distribution.RADEMACHER)
-    outcomes = []
-    device = ThreadedDevice(ThreadedStreams(slow))
-    for where, kept in ((HostDevice(), None), (device, 2)):
-        memory = MemoryPolicy() if kept is None else MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 20))
-        model = carried_toy(tmp_path / "base", dtype, back=back)
-        with Engine(model, ZerothOrder(estimator, noise=noise), device=where, memory=memory) as engine:
-            outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights(engine)))
-    device.close()
-    assert outcomes[0][0] == outcomes[1][0]
-    assert_same_weights(outcomes[0][1].items(), outcomes[1][1].items())
+    estimator, outcomes = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2), []
+    with behind_a_bus() as device:
+        for where, policy in ((HostDevice(), MemoryPolicy()), (device, memory(kept=2, budget=1 << 40))):
+            model = carried_toy(tmp_path / "base", dtype, back=back)
+            outcomes.append(outcome(zeroth_order(model, estimator, noise=NOISE, device=where, memory=policy), [BATCH] * 3))
+    assert_same_outcome(*outcomes)
 
 
 @pytest.mark.parametrize(
@@ -301,25 +260,17 @@ def test_bytes_each_way(
     dtype: torch.dtype | None, back: bool, replay: Literal["host", "device"], up: int, down: int, tmp_path: Path
 ) -> None:
     model = carried_toy(tmp_path / "base", dtype, back=back)
-    noise = PhiloxNoise(Distribution.RADEMACHER)
-    engine, device = on_device(
-        model, MeZOSGD(lr=1e-2, zo_eps=1e-2), tmp_path, kept=0, buckets=None, replay=replay, noise=noise
-    )
-    with engine:
+    with on_device(model, tmp_path, replay=replay) as engine:
         steps = [engine.step(BATCH) for _ in range(3)]
-    device.close()
     blocks = [layout for layout in model.layouts if not layout.resident]
     matrices = sum(spec.numel for block in blocks for spec in block.parameters if len(spec.shape) == 2)
     transfer_dtype = sum(low_bit_layout(block).nbytes for block in blocks)
     residents = sum(layout.nbytes for layout in model.layouts if layout.resident)  # once, to stay
     rest = sum(block.nbytes for block in blocks) - 4 * matrices  # vectors, carried as they are stored
     up_bytes, down_bytes = (sum(step.lanes[lane].nbytes for step in steps) for lane in (Lane.UPLOAD, Lane.OFFLOAD))
-    assert (
-        0 <= up_bytes - 3 * transfer_dtype - residents <= 2 * transfer_dtype // LAYERS
-    )  # two may have come in for the next step
-    assert (
-        0 <= (2 * transfer_dtype if down else 0) - down_bytes <= transfer_dtype // LAYERS
-    )  # the last one may still be on its way
+    # Two blocks may have come in for the next step, and the last one may still be on its way.
+    assert 0 <= up_bytes - 3 * transfer_dtype - residents <= 2 * transfer_dtype // LAYERS
+    assert 0 <= (2 * transfer_dtype if down else 0) - down_bytes <= transfer_dtype // LAYERS
     assert up * matrices <= transfer_dtype <= up * matrices + rest + LAYERS * 4 * 64
 
 
@@ -338,49 +289,37 @@ def test_a_row_of_8_bits_keeps_its_largest_weight_and_zeros() -> None:
     assert_same_bits("carried twice", theta, out.view(3, 3))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "back", "device", "options", "said"),
-    [
-        (None, False, "cpu", {"replay": "host"}, "replay"),
-        (None, False, "bus", {"replay": "nobody"}, "replay"),
-        (None, False, "bus", {"replay": "host", "noise": None}, "noise"),
-        (torch.bfloat16, False, "bus", {"noise": None}, "noise"),
-        (torch.bfloat16, False, "cpu", {"noise": None}, "noise"),
-        (torch.bfloat16, False, "bus", {"replay": "device"}, "replay"),
-    ],
-)
-def test_what_cannot_be_heeded_is_refused(
-    dtype: torch.dtype | None, back: bool, device: str, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    model = carried_toy(tmp_path / "base", dtype, back=back)
-    bus = ThreadedDevice(ThreadedStreams(slow))
-    options = {"noise": PhiloxNoise(Distribution.RADEMACHER)} | options
-    with pytest.raises(OptionError, match=said):
-        zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=bus if device == "bus" else "cpu", **options)
-    bus.close()
+REFUSED: dict[str, tuple[torch.dtype | None, bool, dict[str, Any], str]] = {
+    "replay on a host that is the device": (None, False, {"replay": "host"}, "replay"),
+    "an unknown replay": (None, True, {"replay": "nobody"}, "replay"),
+    "replay on the host of noise that only torch draws": (None, True, {"replay": "host", "noise": None}, "noise"),
+    "such noise behind a bus": (torch.bfloat16, True, {"noise": None}, "noise"),
+    "such noise": (torch.bfloat16, False, {"noise": None}, "noise"),
+    "replay on the device": (torch.bfloat16, True, {"replay": "device"}, "replay"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_heeded_is_refused(case: str, tmp_path: Path) -> None:
+    dtype, on_bus, options, said = REFUSED[case]
+    model = carried_toy(tmp_path / "base", dtype, back=False)
+    with behind_a_bus() as bus, pytest.raises(OptionError, match=said):
+        zeroth_order(model, MEZO, device=bus if on_bus else "cpu", **{"noise": NOISE, **options})
 
 
 def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
     model, device = carried_toy(tmp_path / "base", torch.bfloat16, back=False), HostDevice()
-    source = SegmentStore(model.weights, model.layouts, device.host_memory)
-    with pytest.raises(OptionError, match="noise"):
-        Engine(
-            model,
-            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=SequentialNoise(model.layouts)),
-            source=source,
-            device=device,
-        )
-    source.close()
+    method = ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
+    with (
+        closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
+        pytest.raises(OptionError, match="noise"),
+    ):
+        Engine(model, method, source=source, device=device)
 
 
 def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
-    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-    with Engine(
-        carried_toy(tmp_path / "base", torch.bfloat16, back=False),
-        ZerothOrder(estimator, noise=noise),
-        journal=tmp_path / "journal",
-    ) as engine:
-        engine.step(BATCH)
+    model = carried_toy(tmp_path / "base", torch.bfloat16, back=False)
+    outcome(Engine(model, ZerothOrder(MEZO, noise=NOISE), journal=tmp_path / "journal"), [BATCH])
     for dtype, back in ((None, False), (torch.float16, False), (torch.bfloat16, True)):
         with pytest.raises(JournalError, match="parameters"):
             Engine(carried_toy(tmp_path / "base", dtype, back=back), journal=tmp_path / "journal")
@@ -390,19 +329,14 @@ def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
 def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated(
     fails: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-
     def run(interrupt: Callable[[Engine], None]) -> dict[str, torch.Tensor]:
         model, replay = carried_toy(tmp_path / "base", torch.bfloat16, back=back), "auto" if back else "host"
-        engine, device = on_device(model, estimator, tmp_path / fails, kept=1, buckets=4, replay=replay, noise=noise)
-        with engine:
+        with on_device(model, tmp_path / fails, kept=1, buckets=4, replay=replay) as engine:
             engine.step(BATCH)
             interrupt(engine)
             weights(engine)  # gives up what was made ready for the step that failed
             engine.step(BATCH)
-            found = weights(engine)
-        device.close()
-        return found
+            return weights(engine)
 
     def break_once(engine: Engine) -> None:
         owner: Any = SegmentStore if fails == "read" else CounterPerturber
@@ -426,7 +360,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
 
     undisturbed = run(lambda engine: None)
     shutil.rmtree(tmp_path / fails, ignore_errors=True)
-    assert_same_weights(run(break_once).items(), undisturbed.items())
+    assert_equal(run(break_once), undisturbed)
 
 
 @given(
@@ -451,26 +385,16 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
     save_model(base, small_config(model_type), torch.bfloat16)
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": perturbs_in_place}
     batch = {name: tokens % 20 for name, tokens in BATCH.items()}
-    distribution = Distribution.RADEMACHER
-    whole = LowBitMeZO(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        **numbers,
-        draw=lambda z, seed, place: fill(z, distribution, seed, place),
-        autocast=computed,
-    )
-    whole.transfer_dtype = dtype
-    model = open_checkpoint(
-        base, precision=Precision(stored=torch.float32, computed=computed, transfer_dtype=dtype), loss_chunk=None
-    )
-    device = ThreadedDevice(ThreadedStreams(slow))
-    options: dict[str, Any] = {"noise": PhiloxNoise(distribution)}
-    if where == "bus":
-        options |= {"device": device, "memory": MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))}
-    with zeroth_order(model, MeZOSGD(**numbers), **options) as engine:
-        for step in range(3):
-            assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
-        assert_same_weights(engine.parameters_now(), whole.model.named_parameters())
-    device.close()
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loop = low_bit_loop(whole, dtype, Distribution.RADEMACHER, **numbers, autocast=computed)
+    precision = Precision(stored=torch.float32, computed=computed, transfer_dtype=dtype)
+    model = open_checkpoint(base, precision=precision, loss_chunk=None)
+    with behind_a_bus() as device:
+        options: Any = {"device": device, "memory": memory(kept=kept, budget=1 << 40)} if where == "bus" else {}
+        with zeroth_order(model, MeZOSGD(**numbers), noise=NOISE, **options) as engine:
+            for step in range(3):
+                assert engine.step(batch, seed=step).losses == loop.step(batch, step).losses
+            assert_equal(weights(engine), dict(whole.named_parameters()))
 
 
 def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path) -> None:
@@ -517,14 +441,9 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--precision", "exact:transfer=float16", "--dtype", "bfloat16"], "precision.transfer_dtype"),
     ],
 )
-def test_options_that_do_not_go_together_are_one_line(
-    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_do_not_go_together_are_one_line(given: list[str], said: str, tmp_path: Path) -> None:
     options = small_run(tmp_path)
-    with pytest.raises(SystemExit):
-        main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *given])
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert said in refusal("train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run", *given)
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zo2adapters import MonolithicMeZO
+from zo2adapters.models.monolithic import MonolithicMeZO, MonolithicStep
 from zo2core.kernels.low_bit import FP8
 
 
@@ -25,18 +25,37 @@ class LowBitMeZO(MonolithicMeZO):
     """MeZO over the whole model, whose evaluations are made at the weights as a device is given them."""
 
     transfer_dtype: torch.dtype
+    transfer_back = False  # whether what the device was given is what is kept
+
+    def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
+        if self.transfer_back:
+            self._carry()
+        made = super().step(batch, *seeds)
+        if self.transfer_back:
+            self._carry()
+        return made
+
+    def carried_loss(self, batch: Mapping[str, torch.Tensor]) -> float:
+        saved = [p.data for _, p in self._trainable]
+        self._carry()
+        loss = self.loss(batch).item()
+        self._restore(saved)
+        return loss
+
+    def _carry(self) -> None:
+        for name, p in self._trainable:
+            p.data = through(p.data, self.transfer_dtype) if "layers." in name and p.ndim == 2 else p.data.clone()
 
     def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        saved = [p.data.clone() for _, p in self._trainable]
+        saved = [p.data for _, p in self._trainable]
         losses: list[torch.Tensor] = []
         for move, shift in ((1, 1), (-2, -1)):
             if not losses or not self.perturb_in_place:
-                for (name, p), own in zip(self._trainable, saved, strict=True):
-                    p.data.copy_(through(own, self.transfer_dtype) if ".layers." in name and own.ndim == 2 else own)
+                self._restore(saved)
+                self._carry()
             self._perturb(seed, move if self.perturb_in_place else shift)
             losses.append(self.loss(batch))
-        for (_, p), own in zip(self._trainable, saved, strict=True):
-            p.data.copy_(own)
+        self._restore(saved)
         for move in (1, -2, 1) if self.perturb_in_place else ():
             self._perturb(seed, move)
         plus, minus = losses
