@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,15 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import refusal
-from engines import zeroth_order
+from engines import assert_equal, behind_copies, memory, outcome, weights, zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
-from parity import assert_same_weights
 from profiles import examples
 from runs import small_run
 from stacked_loop import EPS, LR, StackedLoop
-from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
 from transformers import (
     AutoModelForCausalLM,
@@ -42,7 +40,6 @@ from zo2core import (
     Distribution,
     Engine,
     HostDevice,
-    HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
@@ -59,15 +56,27 @@ from zo2core import (
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
 from zo2core.perturbation import Factors, PerturbedParameter
-from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 MEZO = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
+BATCH = make_batch(40, [7, 4])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama"))
 
 
 def load_whole(base: Path) -> PreTrainedModel:
     whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")  # which is in evaluation mode
     return whole
+
+
+def beside(base: Path, estimator: ZOEstimator = MEZO, *, rank: int = 2, period: int = 100, **options: Any) -> Engine:
+    """An engine whose directions lie beside the activations."""
+    of_model = {name: options.pop(name) for name in ("loss_chunk", "head", "precision") if name in options}
+    perturbation = LowRankPerturbation(rank=rank, period=period)
+    return zeroth_order(open_checkpoint(base, **of_model), estimator, perturbation=perturbation, **options)
 
 
 @pytest.mark.few(2)
@@ -111,33 +120,21 @@ def test_a_run_is_the_stacked_loop(
     base = save_model(tmp / "base", config, dtype)
     loop = StackedLoop(load_whole(base), rank, period, distribution, run_seed=5)
     kept = kept if overlap and config.num_hidden_layers > 1 else 0
-    device = HostDevice() if where == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes * 1e-7))
-    plan: Any = DevicePlan((), 1 << 40, kept, 1 << 28) if where == "bus" and overlap else "auto"
+    policy = memory(buckets, kept=kept if where == "bus" and overlap else None, budget=1 << 40)
+    estimator = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries)
+    options: dict[str, Any] = {"rank": rank, "period": period, "seed": 5, "noise": PhiloxNoise(distribution)}
+    options |= {"loss_chunk": None, "journal": tmp / "journal.jsonl", "overlap": overlap, "memory": policy}
+    options |= {"write_back": WriteBackPolicy(directory=tmp)} if keeps_periods else {}
 
-    def opened() -> Engine:
-        return Engine(
-            open_checkpoint(base, loss_chunk=None),
-            ZerothOrder(
-                MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries),
-                noise=PhiloxNoise(distribution),
-                seed=5,
-                perturbation=LowRankPerturbation(rank=rank, period=period),
-            ),
-            journal=tmp / "journal.jsonl",
-            device=device,
-            overlap=overlap,
-            memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan),
-            write_back=WriteBackPolicy(directory=tmp) if keeps_periods else None,
-        )
-
-    with closing(device), patch.object(factors, "BESIDE_UP_TO", beside_up_to):
-        engine = opened()
+    with (
+        nullcontext("cpu") if where == "cpu" else behind_copies(1e-5) as device,
+        patch.object(factors, "BESIDE_UP_TO", beside_up_to),
+    ):
+        engine = beside(base, estimator, device=device, **options)
         try:
             for done in between:
-                evaluations = engine.ask()
-                seeds = list(dict.fromkeys(evaluation.seed for evaluation in evaluations))
-                result = engine.step(batch)
-                assert list(result.losses) == loop.step(batch, *seeds)
+                seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
+                assert list(engine.step(batch).losses) == loop.step(batch, *seeds)
                 if done == "evaluate":
                     [expected] = loop.losses(batch, [(0, 0.0)])
                     assert engine.evaluate([batch]).losses[0] == expected.item()
@@ -147,35 +144,25 @@ def test_a_run_is_the_stacked_loop(
                     engine.flush()
                 elif done == "again":
                     engine.close()
-                    engine = opened()
-            weights = loop.weights()
-            assert_same_weights(engine.parameters_now(), weights.items())
+                    engine = beside(base, estimator, device=device, **options)
+            assert_equal(weights(engine), loop.weights())
         finally:
             engine.close()
 
 
 def test_the_sums_of_several_periods_are_the_stacked_loops(tmp_path: Path) -> None:
     """As above, without drawing: seven steps in periods of two, from host memory to a device and nothing back."""
-    base, batch = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), make_batch(40, [7, 4])
-    loop = StackedLoop(load_whole(base), 2, 2, Distribution.RADEMACHER)
-    with (
-        closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device,
-        beside(
-            base,
-            period=2,
-            loss_chunk=None,
-            noise=PhiloxNoise(Distribution.RADEMACHER),
-            device=device,
-            memory=MemoryPolicy(device=DevicePlan((), 1 << 40, 0, 1 << 28)),
-        ) as engine,
-    ):
-        for seed in range(7):
-            result = engine.step(batch, seed=seed)
-            assert list(result.losses) == loop.step(batch, seed)
-            assert result.lanes[Lane.UPLOAD].nbytes > 0
-            assert result.lanes[Lane.OFFLOAD].nbytes == 0
-        weights = loop.weights()
-        assert_same_weights(engine.parameters_now(), weights.items())
+    base, noise = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), Distribution.RADEMACHER
+    loop = StackedLoop(load_whole(base), 2, 2, noise)
+    with behind_copies() as device:
+        options: dict[str, Any] = {"noise": PhiloxNoise(noise), "device": device, "memory": memory(kept=0, budget=1 << 40)}
+        with beside(base, period=2, loss_chunk=None, **options) as engine:
+            for seed in range(7):
+                result = engine.step(BATCH, seed=seed)
+                assert list(result.losses) == loop.step(BATCH, seed)
+                assert result.lanes[Lane.UPLOAD].nbytes > 0
+                assert result.lanes[Lane.OFFLOAD].nbytes == 0
+            assert_equal(weights(engine), loop.weights())
 
 
 def dense(whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> float:
@@ -195,31 +182,20 @@ FAMILIES = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None, tmp_path: Path) -> None:
     """To the order in which floats are summed."""
-    base, batch = save_model(tmp_path / "base", FAMILIES[model_type]), make_batch(40, [7, 4])
+    base = save_model(tmp_path / "base", FAMILIES[model_type])
     whole = load_whole(base)
     loop = StackedLoop(load_whole(base), 2, 2, Distribution.GAUSSIAN)
     with beside(base, MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2), period=2, loss_chunk=chunk) as engine:
         for _ in range(5):
-            theta, period = dict(engine_weights(engine)), engine.version // 2
-            result = engine.step(batch)
+            theta, period = weights(engine), engine.version // 2
+            result = engine.step(BATCH)
             for evaluation, loss in zip(engine.journal.updates[-1].evaluations, result.losses, strict=True):
                 moved = {}
                 for name, value in theta.items():
                     z = loop.draw(name, evaluation.seed, *(value.shape if value.dim() == 1 else (value.shape[0], 2)))
                     z = z if value.dim() == 1 else z @ loop.shared(name, period).T
                     moved[name] = value + evaluation.shift * EPS * z
-                assert loss == pytest.approx(dense(whole, moved, batch), rel=1e-5)
-
-
-def beside(base: Path, estimator: ZOEstimator = MEZO, *, rank: int = 2, period: int = 100, **options: Any) -> Engine:
-    """An engine whose directions lie beside the activations."""
-    of_model = {name: options.pop(name) for name in ("loss_chunk", "head") if name in options}
-    perturbation = LowRankPerturbation(rank=rank, period=period)
-    return zeroth_order(open_checkpoint(base, **of_model), estimator, perturbation=perturbation, **options)
-
-
-def engine_weights(engine: Engine) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.clone()) for name, tensor in engine.parameters_now()]
+                assert loss == pytest.approx(dense(whole, moved, BATCH), rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
@@ -227,13 +203,12 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
     base, batch = save_model(tmp_path / "base", small_config("opt")), make_batch(40, [7, 4, 6, 5])
     for q in (1, 2, 4):
         estimator = PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=q)
-        losses, weights = [], []
+        losses = []
         for perturbation in (LowRankPerturbation(rank=2), DensePerturbation()):
             model, noise = open_checkpoint(base, loss_chunk=chunk), PhiloxNoise(Distribution.GAUSSIAN)
             with Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)) as engine:
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
                 losses.append(engine.step(batch).losses)
-                weights.append(dict(engine_weights(engine)))
         rows = 4 // q
         loop = StackedLoop(load_whole(base), 2, 100, Distribution.GAUSSIAN)
         for number, loss in enumerate(losses[0]):
@@ -250,31 +225,26 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
 
 
 def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), make_batch(40, [7, 4])
-    with beside(
-        base,
-        period=3,
-        seed=5,
-        journal=tmp_path / "run" / "journal.jsonl",
-        memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
-        write_back=WriteBackPolicy(directory=tmp_path / "run", every=None),
-    ) as engine:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4))
+    write_back = WriteBackPolicy(directory=tmp_path / "run", every=None)
+    options: dict[str, Any] = {"journal": tmp_path / "run" / "journal.jsonl", "write_back": write_back}
+    with beside(base, period=3, seed=5, memory=memory(2, budget=1 << 40), **options) as engine:
         for _ in range(7):
-            engine.step(batch)
-        loss = engine.evaluate([batch]).loss
+            engine.step(BATCH)
+        loss = engine.evaluate([BATCH]).loss
         engine.export(tmp_path / "exported")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
     with Engine(open_checkpoint(base), journal=tmp_path / "run" / "journal.jsonl") as replayer:  # knows rank and period
-        assert replayer.evaluate([batch]).loss == loss
+        assert replayer.evaluate([BATCH]).loss == loss
     with torch.inference_mode():
-        assert load_whole(tmp_path / "exported")(**batch).loss.item() == pytest.approx(loss, rel=1e-5)
+        assert load_whole(tmp_path / "exported")(**BATCH).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
 def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), make_batch(40, [7, 4])
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
     with beside(base, MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False), period=1000) as engine:
         for _ in range(3):
-            engine.step(batch)
+            engine.step(BATCH)
         store = engine._runner.factors
         assert store is not None
         sums = store._sums["model.layers.0.mlp.up_proj.weight"].now
@@ -282,35 +252,38 @@ def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> 
         assert 0 < sums.abs().max() < 1e-3, "too little for bfloat16 weights to show, and not lost"
 
 
-def estimators() -> dict[str, tuple[ZOEstimator, str]]:
-    plain: dict[str, Any] = {"lr": LR, "zo_eps": EPS}
-    return {
-        "walks": (MeZOSGD(**plain, perturb_in_place=True), "perturb_in_place"),
-        "decays": (Clipped(estimator=MeZOSGD(**plain, perturb_in_place=False, weight_decay=0.1), value=1.0), "weight_decay"),
-        "fzoo": (FZOO(**plain, q=2), "fzoo"),
-    }
+PLAIN: dict[str, Any] = {"lr": LR, "zo_eps": EPS}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "walks": ({"estimator": MeZOSGD(**PLAIN, perturb_in_place=True)}, "perturb_in_place"),
+    "decays": (
+        {"estimator": Clipped(estimator=MeZOSGD(**PLAIN, perturb_in_place=False, weight_decay=0.1), value=1.0)},
+        "weight_decay",
+    ),
+    "fzoo": ({"estimator": FZOO(**PLAIN, q=2), "noise": PhiloxNoise(Distribution.RADEMACHER)}, "fzoo"),
+    "torch's noise": ({"noise": SequentialNoise(())}, "noise"),
+    "replay on the host": ({"replay": "host"}, "replay"),
+    "blocks written back": ({"write_back": WriteBackPolicy(directory="run", every=1)}, "write_back"),
+    "mixed precision": ({"precision": "mixed"}, "precision"),
+    **{f"rank {number}": ({"rank": number}, "rank") for number in (0, -1, 1.5, True)},
+    **{f"period {number}": ({"period": number}, "period") for number in (0, -1, 1.5, True)},
+}
 
 
-@pytest.mark.parametrize("name", estimators())
-def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    estimator, said = estimators()[name]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_heeded_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, (options, said) = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), REFUSED[case]
     with pytest.raises(OptionError, match=said):
-        Engine(
-            open_checkpoint(base),
-            ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=LowRankPerturbation(rank=2)),
-            journal=tmp_path / "journal.jsonl",
-        )
-    assert not (tmp_path / "journal.jsonl").exists()
+        beside(base, **{"journal": "journal.jsonl", **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", [MeZOSGD, MultiQueryRGE, PerRowRGE])
 def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unless_told(
-    kind: Any, wrapped: bool, tmp_path: Path
+    kind: Any, wrapped: bool, base: Path, tmp_path: Path
 ) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    options: dict[str, Any] = {"lr": LR, "zo_eps": EPS} | ({} if kind is MeZOSGD else {"q": 2})
+    options: dict[str, Any] = PLAIN | ({} if kind is MeZOSGD else {"q": 2})
     for where, in_place in (("weights", True), ("beside", False)):
         perturbation = DensePerturbation() if in_place else LowRankPerturbation(rank=2)
         updates = []
@@ -319,7 +292,7 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
             estimator = Clipped(estimator=estimator, value=1.0) if wrapped else estimator
             path = tmp_path / f"{where}.jsonl"  # the second engine goes on with the journal of the first one
             with Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=perturbation), journal=path) as engine:
-                engine.step(batch, seed=3)
+                engine.step(BATCH, seed=3)
                 assert engine.journal.header is not None
                 header = engine.journal.header["estimator"]
                 updates.append(engine.journal.updates[-1])
@@ -327,34 +300,25 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
         assert [update.perturb_in_place for update in updates] == [in_place] * 2
 
 
-def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    estimator, model = MEZO, open_checkpoint(base)
-    with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
-        engine.step(batch)
-    with Engine(model, ZerothOrder(estimator)) as engine, Engine(open_checkpoint(base), ZerothOrder(estimator)) as other:
-        for _ in range(2):
-            assert engine.step(batch).losses == other.step(batch).losses
+def test_a_model_is_left_as_it_was(base: Path) -> None:
+    model = open_checkpoint(base)
+    outcome(Engine(model, ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2))), [BATCH])
+    engines = (Engine(own, ZerothOrder(MEZO)) for own in (model, open_checkpoint(base)))
+    ours, theirs = (outcome(engine, [BATCH] * 2) for engine in engines)
+    assert ours[0] == theirs[0]
 
 
-def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), LowRankModules.perturb
+def test_stacks_are_the_runs_and_not_the_memorys(base: Path) -> None:
+    estimator, move = MultiQueryRGE(**PLAIN, perturb_in_place=False, q=3), LowRankModules.perturb
     for stack, expected in ((None, [6]), (4, [4, 2]), (1, [1] * 6)):
         for activations in (1, "1GiB"):
-            sizes: list[int] = []
-
+            method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, stack=stack))
             with (
-                Engine(
-                    open_checkpoint(base),
-                    ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, stack=stack)),
-                    memory=MemoryPolicy(activations=activations),
-                ) as engine,
+                Engine(open_checkpoint(base), method, memory=MemoryPolicy(activations=activations)) as engine,
                 patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves,
             ):
-                engine.step(batch)
-                sizes = [call.args[2] for call in moves.mock_calls]
-            assert sizes[: len(expected)] == expected
+                engine.step(BATCH)
+            assert [call.args[2] for call in moves.mock_calls][: len(expected)] == expected
 
 
 HEADS = {"sequence-classification": AutoModelForSequenceClassification, "question-answering": AutoModelForQuestionAnswering}
@@ -372,25 +336,27 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
     assert losses[0] != losses[1]
 
 
-def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -> None:
-    base, journal = save_model(tmp_path / "base", small_config("llama")), tmp_path / "journal.jsonl"
-    estimator, noise = MEZO, PhiloxNoise(Distribution.GAUSSIAN)
-    with beside(base, estimator, journal=journal) as engine:
-        engine.step(make_batch(40, [7]))
+def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(base: Path, tmp_path: Path) -> None:
+    journal, noise = tmp_path / "journal.jsonl", PhiloxNoise(Distribution.GAUSSIAN)
+    outcome(beside(base, journal=journal), [BATCH])
     model, device = open_checkpoint(base), HostDevice()
     with (
         closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
         pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
     ):
-        Engine(model, ZerothOrder(estimator, noise=noise), source=source, device=device, journal=journal)
+        Engine(model, ZerothOrder(MEZO, noise=noise), source=source, device=device, journal=journal)
 
 
-def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    with Engine(open_checkpoint(base), ZerothOrder(PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2))) as engine:
+def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they_are(base: Path) -> None:
+    estimator = PerRowRGE(**PLAIN, perturb_in_place=False, q=2)
+    with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
         evaluation, *_ = engine.ask()
         with pytest.raises(OptionError, match="not divided into groups"):
-            list(engine.forwards([batch], at=evaluation))
+            list(engine.forwards([BATCH], at=evaluation))
+    with beside(base, estimator) as engine:
+        with pytest.raises(BatchError, match="3 rows for 2 directions"):
+            engine.step(make_batch(40, [7, 4, 5]))
+        assert engine.version == 0
 
 
 @pytest.mark.parametrize(
@@ -451,48 +417,18 @@ class Breaking:
 
 
 @pytest.mark.parametrize("fails_at", [1, 5, 15])
-def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    estimator = MEZO
-    weights = []
+def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, base: Path) -> None:
+    found = []
     for disturbed in (False, True):
-        with beside(base, estimator, period=2) as engine:
+        with beside(base, period=2) as engine:
             for _ in range(3):
-                engine.step(batch)
+                engine.step(BATCH)
             if disturbed:
                 with patch.object(factors, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
-                    engine.step(batch)
-            engine.step(batch)
-            weights.append(dict(engine_weights(engine)))
-    assert_same_weights(weights[0].items(), weights[1].items())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"noise": "sequential"}, "noise"),
-        ({"replay": "host"}, "replay"),
-        ({"write_back": 1}, "write_back"),
-        ({"precision": "mixed"}, "precision"),
-    ],
-)
-def test_options_that_cannot_be_heeded_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
-    model = open_checkpoint(base, precision=options.pop("precision", "exact"))
-    if "noise" in options:
-        options["noise"] = SequentialNoise(model.layouts)
-    if "write_back" in options:
-        options["write_back"] = WriteBackPolicy(directory=tmp_path, every=1)
-    with pytest.raises(OptionError, match=said):
-        zeroth_order(model, MEZO, perturbation=LowRankPerturbation(rank=2), **options)
-
-
-@pytest.mark.parametrize("number", [0, -1, 1.5, True])
-def test_ranks_and_periods_that_are_none_are_refused(number: Any) -> None:
-    with pytest.raises(OptionError, match="rank"):
-        LowRankPerturbation(rank=number)
-    with pytest.raises(OptionError, match="period"):
-        LowRankPerturbation(rank=1, period=number)
+                    engine.step(BATCH)
+            engine.step(BATCH)
+            found.append(weights(engine))
+    assert_equal(*found)
 
 
 def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
@@ -500,9 +436,8 @@ def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path
         vocab_size=40, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=3,
         num_key_value_heads=3, num_local_experts=2,
     )  # fmt: skip
-    base = save_model(tmp_path / "base", config)
     with pytest.raises(UnsupportedModelError, match="experts"):
-        Engine(open_checkpoint(base), ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)))
+        beside(save_model(tmp_path / "base", config))
 
 
 class TokensFirst(torch.nn.Module):
@@ -540,25 +475,10 @@ def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:
         Engine(toy, ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)))
 
 
-def test_a_journal_is_of_its_perturbation(tmp_path: Path) -> None:
-    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7])
-    journal, estimator = tmp_path / "journal.jsonl", MEZO
-    with beside(base, estimator, journal=journal) as engine:
-        engine.step(batch)
+def test_a_journal_is_of_its_perturbation(base: Path, tmp_path: Path) -> None:
+    journal, noise = tmp_path / "journal.jsonl", PhiloxNoise(Distribution.GAUSSIAN)
+    outcome(beside(base, journal=journal), [BATCH])
     for other in (LowRankPerturbation(rank=3), LowRankPerturbation(rank=2, period=7), DensePerturbation()):
         with pytest.raises(JournalError, match="perturbation"):
-            Engine(
-                open_checkpoint(base),
-                ZerothOrder(estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), perturbation=other),
-                journal=journal,
-            )
-    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=journal) as engine:  # as it was begun
-        engine.step(batch)
-
-
-def test_rows_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    with beside(base, PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2)) as engine:
-        with pytest.raises(BatchError, match="3 rows for 2 directions"):
-            engine.step(make_batch(40, [7, 4, 5]))
-        assert engine.version == 0
+            Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise, perturbation=other), journal=journal)
+    outcome(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal), [BATCH])  # as it was begun
