@@ -157,7 +157,7 @@ def test_every_kind_of_adapter_is_that_of_peft_and_of_autocast(
         assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
         resident = Resident(base, config, model, autocast=torch.bfloat16 if is_mixed else None)
         if is_mixed:
-            resident.model.float()
+            cast("Any", resident.model).float()
         with Engine(model, FirstOrder(ADAMW, clip=0.05), memory=memory(1, room)) as engine:
             assert_equal_steps(engine, resident, [BATCH, make_batch(40, [6])], 0.05)
 
@@ -314,7 +314,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
     config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
     model = open_checkpoint(tmp_path / "base", adapter=Adapter(config=config, seed=1), head="sequence-classification")
     resident = Resident(tmp_path / "base", config, model, auto_class=auto_class)
-    resident.model.eval()
+    cast("Any", resident.model).eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
     with Engine(model, FirstOrder(ADAMW), memory=memory(buckets)) as engine:
         for _ in range(3):

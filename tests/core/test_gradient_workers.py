@@ -7,22 +7,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from crews import all_equal, attempted, worked
-from engines import first_order
+from engines import assert_equal, first_order, memory
 from models import make_batch, save_model, small_config
-from transformers import AutoModelForCausalLM
+from peft_models import monolithic
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import preference_batch
 from zo2adapters.tasks.objectives import PreferenceLoss
-from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
+from zo2core import Engine, FirstOrder, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import gradient_steps
-from zo2core.planning.memory import HostPlan
 
 peft: Any = pytest.importorskip("peft")
 
@@ -61,46 +60,42 @@ def shards_of(batch: Mapping[str, torch.Tensor], size: int) -> list[dict[str, to
     return shards
 
 
-class Outcome:
-    """Losses, gradient norms and parameters of a run of a few steps."""
+class Outcome(NamedTuple):
+    """Losses and gradient norms of a few steps, and the parameters after them."""
 
-    def __init__(self, engine: Engine, step: Callable[[Engine, int], Any]) -> None:
-        reports = [step(engine, number) for number in range(engine.version, STEPS)]
-        self.reports = [(report.loss, report.grad_norm) for report in reports]
-        self.parameters = {name: value.detach().clone() for name, value in engine.parameters.items()}
-
-    def assert_equals(self, other: Outcome) -> None:
-        assert self.reports == other.reports
-        self.assert_has(other.parameters)
-
-    def assert_has(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        assert self.parameters.keys() == parameters.keys()
-        for name, value in self.parameters.items():
-            assert torch.equal(value, parameters[name]), name
+    reports: list[tuple[float, float | None]]
+    parameters: dict[str, torch.Tensor]
 
 
-def together(
-    base: Path, size: int, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
-) -> Outcome:
-    """What workers make, which is the same for all of them."""
+def outcome_of(engine: Engine, step: Callable[[Engine, int], Any]) -> Outcome:
+    reports = [step(engine, number) for number in range(engine.version, STEPS)]
+    parameters = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    return Outcome([(report.loss, report.grad_norm) for report in reports], parameters)
 
-    def work(workers: Workers) -> Outcome:
-        model = opened(base)
-        with first_order(model, ADAMW, workers=workers, **options) as engine:
-            return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
 
-    first, *others = worked(size, work)
-    for other in others:
-        other.assert_equals(first)
-    return first
+def assert_same(ours: Outcome, theirs: Outcome) -> None:
+    assert ours.reports == theirs.reports
+    assert_equal(ours.parameters, theirs.parameters)
 
 
 def alone(
-    base: Path, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
+    base: Path,
+    batches: Callable[[int], Any],
+    forward: Callable[[Any], Any] = lambda model: None,
+    workers: Workers | None = None,
+    **options: Any,
 ) -> Outcome:
     model = opened(base)
-    with first_order(model, ADAMW, **options) as engine:
-        return Outcome(engine, lambda engine, step: engine.step(batches(step), forward(model)))
+    with first_order(model, ADAMW, workers=workers, **options) as engine:
+        return outcome_of(engine, lambda engine, step: engine.step(batches(step), forward(model)))
+
+
+def together(base: Path, size: int, batches: Callable[[int], Any], *given: Any, **options: Any) -> Outcome:
+    """What workers make, which is the same for all of them."""
+    first, *others = worked(size, lambda workers: alone(base, batches, *given, workers=workers, **options))
+    for other in others:
+        assert_same(other, first)
+    return first
 
 
 @pytest.mark.few(2)
@@ -110,18 +105,14 @@ def test_a_step_is_that_of_one_process_that_accumulates_the_shards(
     base: Path, size: int, rows: int, clip: float | None
 ) -> None:
     shared = together(base, size, lambda step: batch_of(step, rows), clip=clip)
-    shared.assert_equals(alone(base, lambda step: shards_of(batch_of(step, rows), size), clip=clip))
+    assert_same(shared, alone(base, lambda step: shards_of(batch_of(step, rows), size), clip=clip))
 
 
 def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> Any:
     """What transformers, peft and torch.optim make of each worker's micro-batches, whose sums are added up last."""
     with Engine(opened(base), FirstOrder(ADAMW)) as engine:
         values = {name: value.detach().clone() for name, value in engine.parameters.items()}
-    resident = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    peft.inject_adapter_in_model(LORA, resident)
-    for name, parameter in resident.named_parameters():
-        parameter.requires_grad = name in values
-        parameter.data = values.get(name, parameter.data).clone()  # aligned as by an allocator, not as in a file
+    resident: Any = monolithic(base, LORA, values)
     trained = {name: parameter for name, parameter in resident.named_parameters() if name in values}
     optimizer = ADAMW(list(trained.values()))
     for step in range(STEPS):
@@ -157,35 +148,28 @@ def test_a_step_is_that_of_transformers_and_peft_that_accumulate_the_shards(base
         return [[shard] if micro is None else rows_of(shard) for shard in whole]
 
     shared = together(base, 3, lambda step: batch_of(step, 5), clip=0.05, micro_batch_size=micro)
-    shared.assert_has(plain_loop(base, shards))
+    assert_equal(shared.parameters, plain_loop(base, shards))
 
 
 def test_two_workers_are_one_process_with_micro_batches_of_half_a_batch(base: Path) -> None:
     shared = together(base, 2, lambda step: batch_of(step, 6))
-    shared.assert_equals(alone(base, lambda step: batch_of(step, 6), micro_batch_size=3))
+    assert_same(shared, alone(base, lambda step: batch_of(step, 6), micro_batch_size=3))
 
 
 def test_several_batches_are_split_each(base: Path) -> None:
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
         return [batch_of(step, 4), batch_of(step + 9, 5)]
 
-    shared = together(base, 2, batches)
-    parts = [shards_of(batch, 2) for batch in batches(0)]
-    assert len(parts) == 2
-
     def of_workers(step: int) -> list[list[dict[str, torch.Tensor]]]:
         split = [shards_of(batch, 2) for batch in batches(step)]
         return [[shards[rank] for shards in split] for rank in range(2)]
 
-    clipped = together(base, 2, batches, clip=0.05)
-    clipped.assert_has(plain_loop(base, of_workers))
-    assert shared.reports != clipped.reports
+    assert_equal(together(base, 2, batches, clip=0.05).parameters, plain_loop(base, of_workers))
 
 
 def test_streamed_blocks_and_kept_graphs_change_no_bit(base: Path) -> None:
-    memory = MemoryPolicy(host=HostPlan((), 0, 1, keep_noise=False), activations=1)
-    streamed = together(base, 2, lambda step: batch_of(step, 4), memory=memory)
-    streamed.assert_equals(together(base, 2, lambda step: batch_of(step, 4)))
+    streamed = together(base, 2, lambda step: batch_of(step, 4), memory=memory(1, 1))
+    assert_same(streamed, together(base, 2, lambda step: batch_of(step, 4)))
 
 
 def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
@@ -194,25 +178,19 @@ def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
         made["labels"][:2] = -100
         return made
 
-    shared = together(base, 2, batch)
-    shared.assert_equals(alone(base, lambda step: shards_of(batch(step), 2)[1]))
+    assert_same(together(base, 2, batch), alone(base, lambda step: shards_of(batch(step), 2)[1]))
 
 
 def test_a_batch_without_a_labelled_token_ends_the_step(base: Path) -> None:
     made = batch_of(0, 4)
     made["labels"][:] = -100
-
-    def work(workers: Workers) -> None:
-        with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
-            engine.step(made)
-
-    errors = attempted(2, work)
+    errors = raised(base, 2, lambda engine, workers: engine.step(made))
     assert [type(error) for error in errors] == [BatchError, WorkerError]
     assert "another worker: found a broken connection" in str(errors[1])
 
 
 def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
-    def gradients(workers: Workers | None) -> dict[str, torch.Tensor | None]:
+    def gradients(workers: Workers | None) -> dict[str, Any]:
         with Engine(opened(base), FirstOrder(None), workers=workers) as engine:
             for step in range(2):
                 batch = batch_of(step, 5)
@@ -221,11 +199,7 @@ def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path
 
     expected = gradients(None)
     for found in worked(3, gradients):
-        for name, gradient in expected.items():
-            other = found[name]
-            assert gradient is not None
-            assert other is not None
-            assert torch.equal(gradient, other), name
+        assert_equal(found, expected)
 
 
 def preferences(step: int) -> list[dict[str, torch.Tensor]]:
@@ -242,7 +216,7 @@ def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
         return [{name: value[at : at + 8 // size] for name, value in whole.items()} for at in range(0, 8, 8 // size)]
 
     shared = together(base, size, preferences, PreferenceLoss)
-    shared.assert_equals(alone(base, parts, PreferenceLoss))
+    assert_same(shared, alone(base, parts, PreferenceLoss))
 
 
 # --- what is refused
@@ -381,7 +355,7 @@ def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_pa
         (stopped / "1").mkdir()
     found = worked(2, lambda workers: run(base, stopped, workers, until=7))
     for parameters in found:
-        assert all(torch.equal(value, expected[0][name]) for name, value in parameters.items())
+        assert_equal(parameters, expected[0])
     assert all_equal([files(stopped / "0"), files(stopped / "1"), files(whole / "0")])
 
 
@@ -404,17 +378,3 @@ def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
         assert second is None
         assert third is not None
         assert third.tolist() == [0.75] * 3
-
-
-def test_a_sum_in_another_order_is_seen(base: Path, monkeypatch: Any) -> None:
-    """The tests above would see it: three workers' gradients added up from the last one have other bits."""
-    right = together(base, 3, lambda step: batch_of(step, 5))
-    real = Workers.all_gather_tensors
-
-    def reversed_order(self: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-        gathered = real(self, tensor)
-        return gathered if tensor.numel() < 1000 else gathered[::-1]  # gradients, and no value's bytes
-
-    monkeypatch.setattr(Workers, "all_gather_tensors", reversed_order)
-    wrong = together(base, 3, lambda step: batch_of(step, 5))
-    assert any(not torch.equal(value, wrong.parameters[name]) for name, value in right.parameters.items())

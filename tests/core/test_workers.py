@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from crews import all_equal, attempted, worked
-from engines import weights, zeroth_order
+from engines import assert_equal, memory, weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from parity import assert_same_weights
 from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
@@ -27,7 +26,6 @@ from zo2core import (
     Guarded,
     Journal,
     LowRankPerturbation,
-    MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     PerRowRGE,
@@ -40,7 +38,7 @@ from zo2core import (
 )
 from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
 from zo2core.journal.records import ImpossibleRecordError, decode, encode
-from zo2core.planning.memory import HostPlan, free_memory, resident_memory
+from zo2core.planning.memory import free_memory, resident_memory
 from zo2core.workers import Report, Split, choose_split, combined
 
 STEPS = 4
@@ -83,13 +81,8 @@ def crew(folder: Path, size: int, estimator: ZOEstimator, split: str = "auto", *
     made = worked(size, lambda workers: trained(folder / str(workers.rank), estimator, workers, **options), split=split)
     assert all_equal([(folder / str(rank) / "journal.jsonl").read_bytes() for rank in range(size)])
     for own in made[1:]:
-        assert_equal_weights(own, made[0])
+        assert_equal(own, made[0])
     return made[0]
-
-
-def assert_equal_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert_same_weights(ours.items(), theirs.items())
 
 
 def updates_of(folder: Path) -> list[Update]:
@@ -155,75 +148,69 @@ def test_by_directions_every_bit_is_that_of_one_worker(
         options["noise"] = PhiloxNoise(Distribution.RADEMACHER)
     alone = trained(folder / "alone", estimator, **options)
     if storage in ("streamed", "resident"):
-        buckets = 1 if storage == "streamed" else None
-        options["memory"] = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
+        options["memory"] = memory(1 if storage == "streamed" else None, budget=2**28)
     if storage == "written":
-        made = worked(
-            size,
-            lambda workers: trained(
-                folder / str(workers.rank),
-                estimator,
-                workers,
-                write_back=WriteBackPolicy(directory=folder / str(workers.rank), every=2),
-                **options,
-            ),
-            split="directions",
-        )
-        together = made[0]
+
+        def work(workers: Workers) -> dict[str, torch.Tensor]:
+            own = folder / str(workers.rank)
+            return trained(own, estimator, workers, write_back=WriteBackPolicy(directory=own, every=2), **options)
+
+        together = worked(size, work, split="directions")[0]
     else:
         if stops:
             crew(folder, size, estimator, "directions", steps=2, **options)
         together = crew(folder, size, estimator, "directions", **options)
-    assert_equal_weights(together, alone)
+    assert_equal(together, alone)
     assert updates_of(folder / "0") == updates_of(folder / "alone")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("precision", ["exact", "mixed"])
-@pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
-def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, precision: str) -> None:
-    base = save_model(tmp_path / "base", small_config(kind), torch.bfloat16)
-    batch = make_batch(40, [6, 3, 5, 4])
+def of_models(
+    folder: Path,
+    base: Path,
+    size: int,
+    estimator: ZOEstimator,
+    split: str = "auto",
+    *,
+    precision: str = "exact",
+    **options: Any,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights that one process and workers make of a checkpoint in three steps; journals of workers are compared."""
+    ranks: tuple[str | int, ...] = ("alone", *range(size))
+    models = {
+        rank: open_checkpoint(base, precision=precision, dtype="auto" if precision == "exact" else "bfloat16")
+        for rank in ranks
+    }
 
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         rank = "alone" if workers is None else workers.rank
-        with Engine(
-            models[rank], ZerothOrder(replace(RGE, q=2)), journal=tmp_path / f"{rank}.jsonl", workers=workers
-        ) as engine:
+        told = {"journal": folder / f"{rank}.jsonl", "workers": workers, **options}
+        with zeroth_order(models[rank], estimator, **told) as engine:
             for _ in range(3):
-                engine.step(batch)
+                engine.step(make_batch(40, [6, 3, 5, 4]))
             return weights(engine)
 
-    models = {rank: open_checkpoint(base, precision=precision, dtype="bfloat16") for rank in ("alone", 0, 1, 2, 3)}
-    alone = run(None)
-    for own in worked(4, run, split="directions"):
-        assert_equal_weights(own, alone)
-    assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
+    alone, made = run(None), worked(size, run, split=split)
+    assert all_equal([(folder / f"{rank}.jsonl").read_bytes() for rank in range(size)])
+    for own in made[1:]:
+        assert_equal(own, made[0])
+    return alone, made[0]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("split", "precision", "buckets"),
+    [("directions", "exact", None), ("directions", "mixed", None), ("2x2", "exact", None), ("2x2", "exact", 1)],
+)
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
-def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buckets: int | None) -> None:
-    base = save_model(tmp_path / "base", small_config(kind))
-    batch = make_batch(40, [6, 3, 5, 4])
-    models = {rank: open_checkpoint(base) for rank in ("alone", 0, 1, 2, 3)}
-    memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
-
-    def run(workers: Workers | None) -> dict[str, torch.Tensor]:
-        rank = "alone" if workers is None else workers.rank
-        options: dict[str, Any] = {"journal": tmp_path / f"{rank}.jsonl", "memory": memory, "workers": workers}
-        with zeroth_order(models[rank], replace(RGE, q=2), noise=PhiloxNoise(Distribution.GAUSSIAN), **options) as engine:
-            for _ in range(3):
-                engine.step(batch)
-            return weights(engine)
-
-    alone = run(None)
-    made = worked(4, run, split="2x2")
-    assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
-    for own in made:
-        assert_equal_weights(own, made[0])
-    for name, tensor in made[0].items():
+def test_every_adapter_deals_directions_and_rows(
+    tmp_path: Path, kind: str, split: str, precision: str, buckets: int | None
+) -> None:
+    base = save_model(tmp_path / "base", small_config(kind), torch.bfloat16 if split == "directions" else torch.float32)
+    options: dict[str, Any] = {"memory": memory(buckets, budget=2**28), "noise": PhiloxNoise(Distribution.GAUSSIAN)}
+    alone, made = of_models(tmp_path, base, 4, replace(RGE, q=2), split, precision=precision, **options)
+    if split == "directions":
+        assert_equal(made, alone)
+    for name, tensor in made.items():
         torch.testing.assert_close(tensor, alone[name], atol=1e-3, rtol=1e-3)
 
 
@@ -251,9 +238,9 @@ def test_by_rows_losses_are_means_over_all_tokens_in_double_precision(tmp_path: 
     groups, parts = map(int, split.split("x"))
     together = crew(tmp_path, groups * parts, RGE, split)
     if parts == 1:
-        assert_equal_weights(together, trained(tmp_path / "alone", RGE))
+        assert_equal(together, trained(tmp_path / "alone", RGE))
         return
-    assert_equal_weights(together, literal_by_rows(tmp_path / "alone", parts, RGE))
+    assert_equal(together, literal_by_rows(tmp_path / "alone", parts, RGE))
     single = trained(tmp_path / "single", RGE)
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, single[name], atol=1e-4, rtol=1e-4)
@@ -276,21 +263,9 @@ def test_a_part_without_a_labelled_token_says_nothing(tmp_path: Path) -> None:
 
 def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
-    batch = make_batch(40, [6, 3])
-    models = {rank: open_checkpoint(base) for rank in ("alone", 0, 1)}
     estimator = replace(RGE, q=2, perturb_in_place=False, weight_decay=0.0)
-
-    def run(workers: Workers | None) -> dict[str, torch.Tensor]:
-        rank = "alone" if workers is None else workers.rank
-        options: dict[str, Any] = {"perturbation": LowRankPerturbation(rank=2, stack=2), "workers": workers}
-        with zeroth_order(models[rank], estimator, journal=tmp_path / f"{rank}.jsonl", **options) as engine:
-            for _ in range(3):
-                engine.step(batch)
-            return weights(engine)
-
-    alone = run(None)
-    for own in worked(2, run):
-        assert_equal_weights(own, alone)
+    alone, made = of_models(tmp_path, base, 2, estimator, perturbation=LowRankPerturbation(rank=2, stack=2))
+    assert_equal(made, alone)
 
 
 def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path) -> None:
@@ -306,7 +281,7 @@ def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path)
 
     alone = run(None)
     for own in worked(2, run):
-        assert_equal_weights(own, alone)
+        assert_equal(own, alone)
     [error, _] = attempted(2, run, split="rows")
     assert isinstance(error, OptionError)
     assert "cannot be sharded" in str(error)
@@ -315,22 +290,16 @@ def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path)
 def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     batches = [batch_of(seed, rows=1 + seed % 3) for seed in range(5)]
 
-    def run(workers: Workers | None) -> tuple[float, tuple[float, ...], int]:
+    def run(workers: Workers | None, estimator: ZOEstimator | None = RGE) -> tuple[float, tuple[float, ...], int]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with Engine(toy(folder), ZerothOrder(RGE), workers=workers) as engine:
+        with Engine(toy(folder), None if estimator is None else ZerothOrder(estimator), workers=workers) as engine:
             result = engine.evaluate(batches)
             return result.loss, result.losses, result.tokens
 
     alone = run(None)
     for size in (2, 3, 7):  # of seven, two have nothing to do
         assert worked(size, run) == [alone] * size
-
-    def looked_at(workers: Workers) -> tuple[float, tuple[float, ...], int]:
-        with Engine(toy(tmp_path / f"looked at {workers.rank}"), workers=workers) as replayer:
-            result = replayer.evaluate(batches)
-            return result.loss, result.losses, result.tokens
-
-    assert worked(2, looked_at) == [alone] * 2
+    assert worked(2, lambda workers: run(workers, None)) == [alone] * 2
 
 
 def test_losses_of_another_share_or_of_several_dtypes_are_refused() -> None:
@@ -363,7 +332,7 @@ def test_a_late_worker_takes_what_it_missed_and_goes_on(tmp_path: Path) -> None:
     worked(3, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, steps=4), split="directions")
     Path(tmp_path / "0" / "journal.jsonl").unlink()  # the longest is another's now
     together = crew(tmp_path, 3, RGE, "directions", steps=6)
-    assert_equal_weights(together, alone)
+    assert_equal(together, alone)
     assert updates_of(tmp_path / "0") == updates_of(tmp_path / "alone")
 
 
@@ -373,7 +342,7 @@ def test_a_worker_killed_before_its_record_takes_it_from_the_others(tmp_path: Pa
     path = tmp_path / "0" / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])
-    assert_equal_weights(crew(tmp_path, 2, RGE, "directions"), alone)
+    assert_equal(crew(tmp_path, 2, RGE, "directions"), alone)
 
 
 def test_a_journal_of_another_run_is_refused_and_left(tmp_path: Path) -> None:
