@@ -353,6 +353,8 @@ def test_the_engine_is_used_once_at_a_time(engine: Engine) -> None:
 def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.step(BATCH)
     before = weights(engine)
+    with pytest.raises(OutputError):
+        engine.export(tmp_path)  # where something is
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", broken)
         with pytest.raises(OutputError):

@@ -90,9 +90,11 @@ def alone(
         return outcome_of(engine, lambda engine, step: engine.step(batches(step), forward(model)))
 
 
-def together(base: Path, size: int, batches: Callable[[int], Any], *given: Any, **options: Any) -> Outcome:
+def together(
+    base: Path, size: int, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
+) -> Outcome:
     """What workers make, which is the same for all of them."""
-    first, *others = worked(size, lambda workers: alone(base, batches, *given, workers=workers, **options))
+    first, *others = worked(size, lambda workers: alone(base, batches, forward, workers, **options))
     for other in others:
         assert_same(other, first)
     return first
