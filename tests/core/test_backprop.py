@@ -24,7 +24,7 @@ from zo2adapters.frameworks.trainer_mixins import TrainerLoss
 from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, NonFiniteLossError, OptionError
-from zo2core.optimizer_states import copied_state
+from zo2core.optimizers import copied_state
 from zo2core.sweep.gradient_visitor import BlockGraph
 from zo2core.types import Lane
 

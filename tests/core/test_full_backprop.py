@@ -37,11 +37,9 @@ from zo2core import (
     TorchOptimizer,
 )
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.methods.first_order import gradient_bytes, trained_bytes
+from zo2core.methods.first_order import LossScale, gradient_bytes, trained_bytes
 from zo2core.methods.gradient_steps import _SegmentSteps
-from zo2core.methods.states import LossScale
-from zo2core.optimizer_states import _Zeros, copied_state, state_bytes
-from zo2core.optimizers import make_block_update
+from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.trained import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
@@ -478,6 +476,7 @@ def test_a_late_update_has_the_gradients_of_its_own_step() -> None:
     used_again.set()
     update.apply(inputs._replace(step=1))
     update.settle()
+    assert update.options["delayed"] is True
     assert weight.tolist() == [0.5] * 3
 
 
@@ -534,7 +533,7 @@ def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: floa
     ) as engine:
         for step in range(12):
             batch = make_batch(40, [7, 5], seed=step)
-            assert inner(engine)._state.scale.values()["loss_scale"] == scaler.get_scale()
+            assert inner(engine)._steps.scale.values()["loss_scale"] == scaler.get_scale()
             loss = loop(batch, rate(case)(step))
             result = engine.step(batch)
             assert result.loss == loss

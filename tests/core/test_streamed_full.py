@@ -29,7 +29,7 @@ from zo2core import (
 )
 from zo2core.errors import ClosedError, JournalError, OptionError, ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
-from zo2core.methods.states import read_bytes
+from zo2core.planning.speeds import read_bytes
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations
 from zo2core.types import Lane
 
@@ -136,7 +136,7 @@ def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
 
 def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(base: Path, tmp_path: Path) -> None:
     with streamed(base, tmp_path / "run") as engine:
-        runner, update = inner(engine)._runner, inner(engine)._state.update
+        runner, update = inner(engine)._runner, inner(engine)._steps.update
         turns = [update.segments(step, runner.trained.segments)[0] for step in range(0, 12, EVERY)]
         results = [engine.step(batch) for batch in BATCHES[:13]]
         sizes = [whole_pages(layout.nbytes) for layout in runner.layouts]
@@ -225,7 +225,7 @@ def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Pa
         assert [result.grad_norm for result in first] == [0.0] * 4, "gradients overflow"
         assert [commit.lr for commit in engine.journal.commits] == [0.0] * 4
     with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
-        assert inner(engine)._state.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
+        assert inner(engine)._steps.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
         later = [engine.step(batch) for batch in BATCHES[4:17]]
         assert [result.losses for result in first + later] == losses
         assert later[-1].grad_norm != 0.0
@@ -326,7 +326,7 @@ def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(b
     with streamed(base, tmp_path / "run", 2, "adamw") as engine:
         for batch in BATCHES[:3]:
             engine.step(batch)
-        real, calls = inner(engine)._state.update.apply, [0]
+        real, calls = inner(engine)._steps.update.apply, [0]
 
         def apply(*args: Any, **options: Any) -> None:
             calls[0] += 1
@@ -334,7 +334,7 @@ def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(b
                 raise KeyboardInterrupt
             real(*args, **options)
 
-        inner(engine)._state.update.apply = apply
+        inner(engine)._steps.update.apply = apply
         with pytest.raises(KeyboardInterrupt):
             engine.step(BATCHES[3])
         with pytest.raises(ClosedError):
