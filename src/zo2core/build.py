@@ -59,10 +59,9 @@ from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.exclusive_use import sole_use
-from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import UpdateLoss, Visits
+from zo2core.sweep.visitor import HostReplay, LowBitScheduler, UpdateLoss, Visits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import seeds_of

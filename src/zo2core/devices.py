@@ -102,7 +102,7 @@ class CudaStreams:
             # One copy engine uploads while kernels run, a second one offloads. Activations have their own streams, so that
             # they need not wait for a whole block.
             lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
-            self._lanes: dict[Lane, Any] = {lane: _stream() for lane in lanes}
+            self._lanes: dict[Lane, Any] = {lane: torch.cuda.Stream() for lane in lanes}  # type: ignore[no-untyped-call]
             self._clock = _Clock()
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
@@ -212,10 +212,6 @@ def _clear_error(device: torch.device) -> None:
     """Launch a kernel that takes CUDA's last error, which the next launch would raise otherwise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
-
-
-def _stream() -> Any:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _recorded(event: Event) -> Any:

@@ -171,7 +171,23 @@ class MeZOSGD(_Estimator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiQueryRGE(MeZOSGD):
+class _Queries(_Estimator):
+    """An estimator along q directions."""
+
+    q: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("q", self.q, self.least_queries)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of an estimator along one direction, and q."""
+        return {**super().options, "q": self.q}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiQueryRGE(_Queries, MeZOSGD):
     """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
 
     This is multi-query randomized gradient estimation (P-RGE, arXiv 2409.15520, equation 1).
@@ -192,17 +208,6 @@ class MultiQueryRGE(MeZOSGD):
     """
 
     name: ClassVar[str] = "multi-query-rge"
-
-    q: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("q", self.q, self.least_queries)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options of ``MeZOSGD``, and q."""
-        return {**super().options, "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List both sides of each direction."""
@@ -289,7 +294,7 @@ _SCORES: dict[Fitness, Callable[[Sequence[float]], list[float]]] = {Fitness.SCAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class FZOO(_Estimator):
+class FZOO(_Queries):
     """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
 
     This is FZOO (arXiv 2506.09034): one-sided evaluations, scaled by the spread of their losses.
@@ -319,15 +324,6 @@ class FZOO(_Estimator):
     is_two_sided: ClassVar[bool] = False
 
     q: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("q", self.q, self.least_queries)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The numbers, and q."""
-        return {**super().options, "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List the unperturbed weights, whose loss is the step's, and then one side of each direction."""

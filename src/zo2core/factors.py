@@ -381,20 +381,16 @@ class FactorStore:
 
     def _matrix_sums(self, spec: ParameterSpec) -> _Sums:
         """A matrix's factors of the periods on disk, and zeros for the next one."""
-        (rows, columns), rank, done = spec.shape, self._settings.rank, 0
-        count = 0 if self._file is None else self._file.periods
-        left = torch.empty(rows, count * rank, dtype=torch.float32, device=self._device)
-        right = torch.empty(columns, count * rank, dtype=spec.dtype, device=self._device)
-        for period in range(count):
-            assert self._file is not None
-            if (kept := self._file.read(spec, period)) is None:
+        rows, rank, period = spec.shape[0], self._settings.rank, self._settings.period
+        columns: list[Factors] = []
+        while self._file is not None and len(columns) < self._file.periods:
+            if (kept := self._file.read(spec, len(columns))) is None:
                 break
-            left[:, done : done + rank] = kept.view(rows, rank)
-            right[:, done : done + rank] = self._drawn_right(spec, period * self._settings.period)
-            done += rank
-        past = Factors(left[:, :done].contiguous(), right[:, :done].contiguous()) if done else None
+            left, right = kept.to(self._device).view(rows, rank), self._drawn_right(spec, len(columns) * period)
+            columns.append(Factors(left, right))
+        past = Factors(*(torch.cat(side, dim=-1) for side in zip(*columns, strict=True))) if columns else None
         now = torch.zeros(rows * rank, dtype=torch.float32, device=self._device)
-        return _Sums(now, done // rank * self._settings.period, past)
+        return _Sums(now, len(columns) * period, past)
 
     def _right_of(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""

@@ -44,13 +44,13 @@ class SerialScheduler:
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        held: dict[int, tuple[Bucket, int | None]] = {}  # resident segments stay acquired until the sweep has ended
+        held: dict[int, Bucket] = {}  # resident segments stay acquired until the sweep has ended
         has_revisits = len(set(order)) < len(order)
         self._source.prefetch(upcoming(order, 0))
         try:
             for position, index in enumerate(order):
                 is_held = index in held
-                bucket = self._held_bucket(*held[index]) if is_held else self._source.acquire(index)
+                bucket = held.pop(index) if is_held else self._source.acquire(index)
                 if has_revisits:  # acquired blocks are needed again, before others
                     self._source.prefetch(upcoming(order, position + 1))
                 version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
@@ -62,17 +62,16 @@ class SerialScheduler:
                     version = committed
 
                 try:
-                    store = self._store(bucket) if is_held else self._upload(bucket)
-                    visitor.visit(index, store, bucket.version, commit)
+                    visitor.visit(index, self._store(bucket) if is_held else self._upload(bucket), bucket.version, commit)
                     version = bucket.version if version is None else version
                 finally:
-                    if self._layouts[index].resident:
-                        held[index] = bucket, version
+                    if self._layouts[index].resident and version is not None:
+                        held[index] = bucket._replace(version=version)
                     else:
                         self._source.release(bucket, version)
         finally:
-            for bucket, version in held.values():
-                self._source.release(bucket, version)
+            for bucket in held.values():
+                self._source.release(bucket, bucket.version)
 
     @contextmanager
     def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
@@ -90,11 +89,6 @@ class SerialScheduler:
 
     def release_all(self) -> None:
         """Do nothing, since no bucket is held between sweeps and nothing newer is on the device."""
-
-    @staticmethod
-    def _held_bucket(bucket: Bucket, version: int | None) -> Bucket:
-        assert version is not None, "a sweep ends with the first visit that fails"
-        return bucket._replace(version=version)
 
     def _upload(self, bucket: Bucket) -> Store:
         self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
@@ -290,9 +284,9 @@ class OverlappedScheduler:
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         arrival = self._arrival(index)
         try:
-            replayed = self._replay(visitor, arrival)
-            held = arrival.held if isinstance(arrival.held, _InBucket) else self._return(arrival, arrival.held, replayed)
-            yield held.bucket
+            before = self._begin(arrival)
+            arrival.version = visitor.replay(index, arrival.store, before)
+            yield (arrival.held if isinstance(arrival.held, _InBucket) else self._return(arrival, arrival.held)).bucket
         finally:
             self._let_go(arrival)
             self._release_all()
@@ -308,7 +302,7 @@ class OverlappedScheduler:
             assert arrival.version is not None
             bucket = self._acquire(index)
             if bucket.version < arrival.version:
-                self._send_back(self._own[index], bucket, arrival.version, self._device.streams.mark())
+                self._send_back(self._own[index], bucket, arrival.version)
                 self._release_all()
             else:
                 self._release(bucket, bucket.version)
@@ -317,18 +311,15 @@ class OverlappedScheduler:
         """A segment on the device; starts its upload if it is not there."""
         return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
 
-    def _replay(self, visitor: Replaying, arrival: _Arrival) -> Event:
-        """Bring a segment to the present version; return when its bytes are final."""
+    def _begin(self, arrival: _Arrival) -> int:
+        """Order a segment's compute after its upload. Returns its version, which is not known until the compute is issued."""
         before, arrival.version = arrival.version, None
         assert before is not None
         self._device.streams.order(arrival.arrived, Wait.UPLOADED)
-        arrival.version = visitor.replay(arrival.index, arrival.store, before)
-        return self._device.streams.mark()
+        return before
 
     def _visit(self, visitor: Visitor, arrival: _Arrival) -> None:
-        before, arrival.version = arrival.version, None
-        assert before is not None
-        self._device.streams.order(arrival.arrived, Wait.UPLOADED)
+        before = self._begin(arrival)
         visitor.visit(arrival.index, arrival.store, before, partial(self._commit, arrival, before))
         if arrival.version is None:
             arrival.version = before  # nothing was committed, so nothing was changed
@@ -337,17 +328,17 @@ class OverlappedScheduler:
         """Start the offload of a segment whose bytes are final for this sweep, if they changed."""
         arrival.version, held = version, arrival.held
         if isinstance(held, _Uploaded) and version != before:
-            self._send_back(held.slot, held.bucket, version, self._device.streams.mark())
+            self._send_back(held.slot, held.bucket, version)
             arrival.held = _InSlot(held.slot)
 
-    def _return(self, arrival: _Arrival, held: _Uploaded | _InSlot | _Returned, replayed: Event) -> _Returned:
+    def _return(self, arrival: _Arrival, held: _Uploaded | _InSlot | _Returned) -> _Returned:
         """Copy a slot's bytes to the segment's bucket, and wait for the copy."""
+        replayed = self._device.streams.mark()
         self._release_all()  # its own bucket may still be in a copy
         bucket = self._acquire(arrival.index) if isinstance(held, _InSlot) else held.bucket
         version, arrival.version = arrival.version, None  # until the bucket has the slot's bytes
         arrival.held = returned = _Returned(held.slot, bucket)
-        memory = held.slot.memory[: len(bucket.data)]
-        transfer = self._copy(Lane.OFFLOAD, arrival.index, bucket.data, memory, {Wait.REPLAYED: replayed})
+        transfer = self._offload(held.slot, bucket, replayed)
         self._device.streams.wait(transfer.done, Wait.RETURNED)
         arrival.version = version
         return returned
@@ -418,12 +409,15 @@ class OverlappedScheduler:
         arrival = self._on_device[index] = _Arrival(index, bucket.version, store, transfer.done, _InSlot(slot))
         return arrival
 
-    def _send_back(self, slot: _Slot, bucket: Bucket, version: int, replayed: Event) -> None:
-        """Start the offload of a slot's bytes; the bucket is released when it is done."""
-        memory = slot.memory[: len(bucket.data)]
-        transfer = self._copy(Lane.OFFLOAD, bucket.segment, bucket.data, memory, {Wait.REPLAYED: replayed})
+    def _send_back(self, slot: _Slot, bucket: Bucket, version: int) -> None:
+        """Start the offload of a slot's bytes, which are final; the bucket is released when it is done."""
+        transfer = self._offload(slot, bucket, self._device.streams.mark())
         slot.last_uses[Wait.OFFLOADED] = transfer.done
         self._leaving.append(_Leaving(transfer, Wait.RETURNED, bucket, version))
+
+    def _offload(self, slot: _Slot, bucket: Bucket, replayed: Event) -> Transfer:
+        memory = slot.memory[: len(bucket.data)]
+        return self._copy(Lane.OFFLOAD, bucket.segment, bucket.data, memory, {Wait.REPLAYED: replayed})
 
     def _copy(
         self, lane: Lane, index: int, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -144,9 +145,7 @@ class MicroBatches(NamedTuple):
         """Compute the loss, 0-d and differentiable, from the head's outputs for the micro-batches."""
         if self.objective is not None:
             return require_number(self.objective.loss(outputs, self.batches))
-        if len(outputs) == 1:
-            return require_number(outputs[0])
-        return combined_loss(outputs, self.tokens)
+        return require_number(combined_loss(outputs, self.tokens))
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
         """Return the step's loss, once the gradients of all micro-batches are added."""
@@ -179,12 +178,9 @@ def split_batches(batches: Sequence[Batch], rows: int | None, forward: Forward |
         micro_batches = [micro_batch for batch in batches for micro_batch in split_rows(batch, rows)]
         if len(micro_batches) == 1:
             return MicroBatches(None, micro_batches, [])
-        counted = [(micro_batch, labelled_tokens(micro_batch)) for micro_batch in micro_batches]
         # A micro-batch without a labelled token has no loss; one without labels is refused when it is prepared.
-        counted = [
-            (micro_batch, tokens) for micro_batch, tokens in counted if tokens or "labels" not in micro_batch
-        ] or counted[:1]
-        return MicroBatches(None, [micro_batch for micro_batch, _ in counted], [tokens for _, tokens in counted])
+        kept = [each for each in micro_batches if "labels" not in each or labelled_tokens(each)] or micro_batches[:1]
+        return MicroBatches(None, kept, [labelled_tokens(micro_batch) for micro_batch in kept])
     if isinstance(forward, Objective):
         micro_batches = [micro_batch for batch in batches for micro_batch in forward.split(batch, rows)]
         return MicroBatches(forward, micro_batches or batches[:1], [])
@@ -257,20 +253,21 @@ def evaluate(
                 tokens[-1].append(labelled_tokens(micro_batch))
                 yield micro_batch
 
-    outputs, sweeps = _outputs(forwards(micro_batches()), may_be_empty=workers.size > 1)
-    in_order = iter(outputs)
-    losses = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
-    counts = [sum(counts_of_batch) for counts_of_batch in tokens]
+    sweeps = list(forwards(micro_batches()))
+    if workers.size == 1:
+        _require_outputs(sweeps)
+    outputs = chain.from_iterable(sweeps)
+    losses = [combined_loss(list(islice(outputs, len(of_batch))), of_batch).item() for of_batch in tokens]
     workers.require_same("batches", digest)
-    of_all = workers.in_order(list(zip(losses, counts, strict=True)))
+    of_all = workers.in_order(list(zip(losses, map(sum, tokens), strict=True)))
     losses, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
-    mean = math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
+    mean = math.fsum(loss * count for loss, count in of_all if count) / sum(counts)
     seconds = time.perf_counter() - started
-    return EvaluationResult(mean, tuple(losses), sum(counts), sweeps, seconds, tuple(counts))
+    return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))
 
 
 def evaluate_objective(
@@ -295,17 +292,18 @@ def evaluate_objective(
             split.append(objective.split(batch, rows) or [batch])
             yield from split[-1]
 
-    outputs, sweeps = _outputs(forwards(micro_batches()))
+    def loss(outputs: Sequence[torch.Tensor], of: Sequence[Batch]) -> float:
+        return require_number(objective.loss(outputs, of)).item()
+
+    sweeps = list(forwards(micro_batches()))
+    _require_outputs(sweeps)
+    outputs = list(chain.from_iterable(sweeps))
     in_order = iter(outputs)
-    losses = [require_number(objective.loss([next(in_order) for _ in batch], batch)).item() for batch in split]
-    total = require_number(objective.loss(outputs, [micro_batch for batch in split for micro_batch in batch])).item()
-    return EvaluationResult(total, tuple(losses), 0, sweeps, time.perf_counter() - started)
+    losses = tuple(loss(list(islice(in_order, len(of_batch))), of_batch) for of_batch in split)
+    total = loss(outputs, list(chain.from_iterable(split)))
+    return EvaluationResult(total, losses, 0, len(sweeps), time.perf_counter() - started)
 
 
-def _outputs(sweeps: Iterator[list[torch.Tensor]], *, may_be_empty: bool = False) -> tuple[list[torch.Tensor], int]:
-    """Return the head's outputs for all batches in order, and the number of sweeps."""
-    outputs_of_sweeps = list(sweeps)
-    outputs = [output for outputs_of_sweep in outputs_of_sweeps for output in outputs_of_sweep]
-    if not outputs and not may_be_empty:
+def _require_outputs(sweeps: Sequence[Sequence[torch.Tensor]]) -> None:
+    if not any(sweeps):
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
-    return outputs, len(outputs_of_sweeps)

@@ -337,16 +337,13 @@ class DrawnPerturber(TrajectoryPerturber):
     ) -> None:
         spec, buffer = view.spec, self.buffer
         scratch, decay_scratch = buffer.scratch(spec.dtype, "replay"), buffer.scratch(spec.dtype, "decay")
-        most_seeds = max((len(program.seeds) for program in programs), default=0)
-        zs = [buffer.drawing(spec.dtype, f"z {i}") for i in range(most_seeds)]
         for start, stop in view.chunks:
-            chunk, length = theta[start:stop], stop - start
-            first, second = scratch[:length], decay_scratch[:length]
+            length = stop - start
             for program in programs:
-                drawn = [z[:length] for z in zs[: len(program.seeds)]]
-                for z, seed in zip(drawn, program.seeds, strict=True):
+                zs = [buffer.drawing(spec.dtype, f"z {number}")[:length] for number in range(len(program.seeds))]
+                for z, seed in zip(zs, program.seeds, strict=True):
                     self._noise.fill(z, seed, spec, start)
-                apply(chunk, program, drawn, scratch=first, decay_scratch=second)
+                apply(theta[start:stop], program, zs, scratch=scratch[:length], decay_scratch=decay_scratch[:length])
             if replayed is not None:
                 replayed.put(stop)
 

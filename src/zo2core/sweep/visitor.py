@@ -2,24 +2,41 @@
 
 Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer, whose views are the model's
 parameters, or low-rank perturbations are added beside the activations. A ``Perturber`` does this; the visitor runs the
-forwards.
+forwards. ``HostReplay`` brings segments to the present version on the host, for a device that receives them so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from zo2core.devices import HostDevice
 from zo2core.kernels import Distribution, apply, fill
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
-from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, Visitor
+from zo2core.protocols import (
+    Activations,
+    CounterNoise,
+    Forward,
+    NoiseGenerator,
+    Replaying,
+    Scheduler,
+    Store,
+    Streams,
+    Visitor,
+)
+from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.perturbers import Groups, Perturber, Stream
-from zo2core.types import BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+from zo2core.sweep.perturbers import CounterPerturber, Groups, Perturber, Stream
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import BlockLayout, Bucket, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+from zo2core.updates import Trajectory
 
 EVERY = 100  # steps from one measurement to the next
 SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
@@ -190,3 +207,65 @@ class WatchedVisitor:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         return self._visitor.replay(index, store, version)
+
+
+class HostReplay:
+    """Brings stored segments to the present version with the host's kernels."""
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
+    ) -> None:
+        self._layouts, self._noise, self._updates, self._update_loss = layouts, noise, updates, update_loss
+        # Only the views and the scratch of this work buffer are used: its own pages are never touched.
+        self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
+        self._threads = max(1, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
+        self._perturber: CounterPerturber | None = None
+
+    @torch.inference_mode()
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the version of the present number of updates. See ``Visitor``."""
+        present = len(self._updates)
+        if self._perturber is None or self._perturber.version != present:  # a new sweep
+            trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
+            self._perturber = CounterPerturber(self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1)
+        version = self._perturber.replay(index, {index: store}, version)
+        self._update_loss.sample(index, store, self._layouts[index].parameters)
+        return version
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown()
+
+
+class LowBitScheduler:
+    """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
+
+    def __init__(self, scheduler: Scheduler, source: LowBitSource) -> None:
+        self._scheduler, self._source = scheduler, source
+        self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
+
+    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+        """Visit the segments in this order. See the contract."""
+        self._interrupted = True
+        self._scheduler.sweep(visitor, order)
+        self._interrupted = False
+
+    def release_all(self) -> None:
+        """Give back all buckets. See the contract."""
+        with self._source.only_when_acquired():
+            self._scheduler.release_all()
+        self._interrupted = False
+
+    @contextmanager
+    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, in its stored dtype. See the contract."""
+        if self._interrupted:
+            self.release_all()
+        with self._source.only_when_acquired():
+            if index in self._source.low_bit_segments:
+                with self._source.stored(index) as bucket:
+                    yield bucket
+            else:
+                with self._scheduler.replayed(visitor, index) as bucket:
+                    yield bucket
