@@ -312,7 +312,7 @@ class OverlappedScheduler:
         return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
 
     def _begin(self, arrival: _Arrival) -> int:
-        """Order a segment's compute after its upload. Returns its version, which is not known until the compute is issued."""
+        """Order a segment's compute after its upload. Returns its version, which is unknown until the compute is issued."""
         before, arrival.version = arrival.version, None
         assert before is not None
         self._device.streams.order(arrival.arrived, Wait.UPLOADED)
