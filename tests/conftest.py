@@ -89,7 +89,7 @@ def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     from zo2core.io.process_memory import memory_in_use
 
     nbytes = memory_in_use()
-    monkeypatch.setattr("zo2core.planning.run_spec.memory_in_use", lambda: nbytes)
+    monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: nbytes)
     return nbytes
 
 

@@ -39,7 +39,7 @@ if _typing.TYPE_CHECKING:
     from zo2core.planning.memory import DevicePlan as DevicePlan
     from zo2core.planning.memory import HostPlan as HostPlan
     from zo2core.planning.memory import MemoryPolicy as MemoryPolicy
-    from zo2core.planning.memory import WriteBackPolicy as WriteBackPolicy
+    from zo2core.planning.speeds import WriteBackPolicy as WriteBackPolicy
     from zo2core.profiling import Timeline as Timeline
     from zo2core.profiling import Trace as Trace
     from zo2core.protocols import BlockModel as BlockModel

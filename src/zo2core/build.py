@@ -16,18 +16,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from zo2core.devices import choose_device
-from zo2core.errors import JournalError, OptionError
+from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.factors import FactorStore
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.generators import numbers_drawn
-from zo2core.methods.first_order import (
-    TRAINED_COPIES,
-    AtSnapshot,
-    FirstOrder,
-    require_trainable,
-    trained_bytes,
-)
+from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, FirstOrder, require_trainable, trained_bytes
 from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps, FusedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
@@ -38,18 +32,10 @@ from zo2core.perturbation import (
     choose_perturbation,
     require_perturbation,
 )
-from zo2core.planning.memory import Machine, MemoryPolicy, WriteBackPolicy
-from zo2core.planning.run_spec import Replay, RunRequest, RunSpec, plan, require_drawable
-from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.memory import Machine, MemoryPolicy, Replay, RunRequest, RunSpec, plan, require_drawable
+from zo2core.planning.speeds import MeasuredSpeeds, WriteBackPolicy
 from zo2core.profiling import Timeline, Trace, TraceRecorder
-from zo2core.protocols import (
-    BlockModel,
-    BlockSource,
-    CounterNoise,
-    Device,
-    DifferentiableModel,
-    Scheduler,
-)
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, DifferentiableModel, Scheduler
 from zo2core.runner import JournalSteps, Runner, Steps, TrainedSteps
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
@@ -243,11 +229,11 @@ def _require_changing(model: BlockModel, perturbation: Perturbation, options: Ru
         return
     policy = options.write_back
     if options.replay == "host":
-        raise _without_effect("replay", options.replay, f"no value {where}")
+        raise without_effect("replay", options.replay, f"no value {where}")
     if policy is not None and isinstance(policy.every, int):
-        raise _without_effect("write_back.every", policy.every, f"no value {where}")
+        raise without_effect("write_back.every", policy.every, f"no value {where}")
     if policy is not None and policy.snapshot_every is not None:
-        raise _without_effect("write_back.snapshot_every", policy.snapshot_every, f"no value {where}")
+        raise without_effect("write_back.snapshot_every", policy.snapshot_every, f"no value {where}")
 
 
 def _begin(runner: Runner, method: Method, options: RunOptions) -> None:
@@ -315,7 +301,8 @@ def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
     runner.activations = StreamActivations(device, allowed, spec.waiting_bytes, timeline=timeline)
     runner.activation_bytes = spec.activation_bytes
-    runner.spare_bytes = partial(spec.spare_bytes, in_place=device.in_place)
+    spare = spec.spare_bytes(in_place=device.in_place)
+    runner.spare_bytes = lambda: spare
 
 
 def _place_given(runner: Runner, method: Method, options: RunOptions, source: BlockSource) -> None:
@@ -330,12 +317,8 @@ def _place_given(runner: Runner, method: Method, options: RunOptions, source: Bl
             remedy="build the source from model.layouts and model.weights",
         )
     if not isinstance(method, ZerothOrder) or runner.factors is not None:
-        raise OptionError(
-            "source",
-            found="a run whose weights are not replayed where they are stored",
-            expected="ZerothOrder with dense perturbations, for a source of the caller",
-            remedy="leave it out",
-        )
+        kind = "a run whose weights are not replayed where they are stored"
+        raise without_effect("source", kind, "ZerothOrder with dense perturbations, for a source of the caller")
     require_drawable(runner.model.layouts, runner.noise)
     _begin(runner, method, options)
     timeline, scheduler = runner.recorder.timeline, options.scheduler
@@ -487,11 +470,12 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         ("commit_every", update is None, with_method),
         ("run", isinstance(method, AtSnapshot), with_method),
         ("journal", isinstance(method, AtSnapshot), with_method),
-        ("workers", options.shared is not None and workers > 1, "one process for a shared base"),
+        ("workers", workers > 1 and options.shared is not None, "one process for a shared base"),
+        ("workers", workers > 1 and update is not None, "one process, where all parameters are trained"),
     ):
         value = getattr(options, option)
         if value is not None and is_refused:
-            raise _without_effect(option, value, expected)
+            raise without_effect(option, f"{workers} workers" if option == "workers" else value, expected)
     if first is not None and options.journal is not None and options.run is None:
         raise OptionError(
             "run",
@@ -500,8 +484,4 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
             remedy=f"pass run=..., with its {JOURNAL}",
         )
     if first is not None and update is not None:
-        require_trainable(model, first, update, run=options.run, commit_every=options.commit_every, workers=workers)
-
-
-def _without_effect(option: str, value: object, expected: str) -> OptionError:
-    return OptionError(option, found=str(value)[:80], expected=expected, remedy="leave it out")
+        require_trainable(model, first, update, options.run, options.commit_every)

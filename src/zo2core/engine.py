@@ -22,16 +22,10 @@ from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
+from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
+from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
-from zo2core.protocols import (
-    BlockModel,
-    BlockSource,
-    Device,
-    Forward,
-    Objective,
-    Scheduler,
-)
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate, evaluate_objective
 from zo2core.sweep.perturbers import Groups

@@ -106,6 +106,11 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def without_effect(option: str, value: object, expected: str) -> OptionError:
+    """The error for an option that would have no effect."""
+    return OptionError(option, found=str(value)[:120], expected=expected, remedy="leave it out")
+
+
 @contextmanager
 def system_errors_as(kind: type[ZO2Error], where: object, *, expected: str, remedy: str) -> Iterator[None]:
     """A context in which errors of the system, such as a disk without space, become a typed error."""

@@ -10,18 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.types import (
-    Batch,
-    BlockLayout,
-    Bucket,
-    Distribution,
-    Evaluation,
-    Event,
-    Lane,
-    ParameterSpec,
-    StateSpec,
-    Update,
-)
+from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, StateSpec, Update
 
 Activations: TypeAlias = Any  # values that a model passes from segment to segment
 SEEDS_IN_TURN = 256  # most seeds from which a thread draws alternately, one chunk after the other

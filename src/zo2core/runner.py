@@ -22,18 +22,9 @@ from zo2core.factors import FactorStore
 from zo2core.journal import Journal
 from zo2core.optimizers import form_of, require_finite, unusable_state
 from zo2core.perturbation import Perturbation, StackedModel
-from zo2core.planning.run_spec import RunSpec
+from zo2core.planning.memory import RunSpec
 from zo2core.profiling import Sweep, TraceRecorder
-from zo2core.protocols import (
-    BlockModel,
-    BlockSource,
-    CounterNoise,
-    Device,
-    Forward,
-    NoiseGenerator,
-    Scheduler,
-    ZOEstimator,
-)
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sources.segment_store import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations

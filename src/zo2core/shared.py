@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -20,8 +22,7 @@ import torch
 from zo2core.devices import choose_device
 from zo2core.errors import BusyError, MemoryBudgetError, OptionError
 from zo2core.perturbation import DensePerturbation
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy
-from zo2core.planning.run_spec import RunRequest, RunSpec, decoded_bytes, plan, shared_request
+from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy, RunRequest, RunSpec, decoded_bytes, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, Replaying, Visitor
@@ -53,17 +54,46 @@ RequestT = TypeVar("RequestT")
 T = TypeVar("T")
 
 
-class _Turn(Generic[RequestT]):
-    """A function, its thread and its state."""
+class _Turn(threading.Thread, Generic[RequestT]):
+    """A function, and a thread that runs it until it makes a request, and then only when it is told to."""
 
-    def __init__(self, function: Callable[[], Any], paused: threading.Semaphore) -> None:
-        self.function = function
-        self.paused = paused  # of all functions: released whenever one waits or has ended
-        self.may_run = threading.Semaphore(0)
+    def __init__(self, function: Callable[[], Any], local: threading.local) -> None:
+        super().__init__(name="zo2-run", daemon=True)
+        self._function, self._local = function, local
+        self._resumed: SimpleQueue[BaseException | None] = SimpleQueue()  # holds what the function's request raises, if any
+        self._paused: SimpleQueue[None] = SimpleQueue()
         self.request: RequestT | None = None  # that waits to be served
         self.result: Any = None  # what the function returned, or the exception that it raised
         self.has_ended = False
-        self.abort: BaseException | None = None  # raised instead of serving a request
+
+    def run(self) -> None:
+        """Run the function; its thread calls this."""
+        self._local.turn = self
+        try:
+            self._wait()
+            self.result = self._function()
+        except BaseException as error:
+            self.result = error
+        finally:
+            self.request, self.has_ended = None, True
+            self._paused.put(None)
+
+    def pause(self, request: RequestT | None) -> None:
+        """Let the other functions run, until the requests of all are served."""
+        self.request = request
+        end_openmp_team()
+        self._paused.put(None)
+        self._wait()
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Run the function until it makes its next request, or has ended; an error is raised in it first."""
+        self._resumed.put(error)
+        self._paused.get()
+
+    def _wait(self) -> None:
+        error = self._resumed.get()
+        if error is not None:
+            raise error
 
 
 class Lockstep(Generic[RequestT]):
@@ -85,7 +115,7 @@ class Lockstep(Generic[RequestT]):
         """
         turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
         if turn is not None:
-            self._pause(turn, request)
+            turn.pause(request)
         elif request is not None:
             self._serve([request])
 
@@ -98,68 +128,33 @@ class Lockstep(Generic[RequestT]):
                 expected="one call at a time",
                 remedy="pass all functions in one call",
             )
-        paused = threading.Semaphore(0)
-        turns: list[_Turn[RequestT]] = [_Turn(function, paused) for function in functions]
-        threads = [threading.Thread(target=self._run_turn, args=(turn,), name="zo2-run", daemon=True) for turn in turns]
+        turns: list[_Turn[RequestT]] = [_Turn(function, self._local) for function in functions]
+        for turn in turns:
+            turn.start()
         self._is_running = True
         try:
-            for thread in threads:
-                thread.start()
-            try:
-                self._run_rounds(turns)
-            except BaseException as error:
-                self._abort(turns, error)
-                raise
+            self._run_rounds(turns)
+        except BaseException as error:  # whatever the functions wait for raises it, until all have ended
+            for turn in turns:
+                while not turn.has_ended:
+                    turn.resume(error)
+            raise
         finally:
             self._is_running = False
-            for thread, turn in zip(threads, turns, strict=True):
+            for turn in turns:
                 if turn.has_ended:
-                    thread.join()
+                    turn.join()
         return [turn.result for turn in turns]
 
-    def _pause(self, turn: _Turn[RequestT], request: RequestT | None) -> None:
-        """Let the other functions run, until the requests of all are served."""
-        if turn.abort is None:
-            turn.request = request
-            end_openmp_team()
-            turn.paused.release()
-            turn.may_run.acquire()
-        if turn.abort is not None:
-            raise turn.abort
-
     def _run_rounds(self, turns: Sequence[_Turn[RequestT]]) -> None:
-        running = list(turns)
-        while running:
+        while running := [turn for turn in turns if not turn.has_ended]:
             for turn in running:
-                turn.may_run.release()
-                turn.paused.acquire()
+                turn.resume()
                 if isinstance(turn.result, BaseException) and not isinstance(turn.result, Exception):
                     raise turn.result
-            running = [turn for turn in running if not turn.has_ended]
             requests = [turn.request for turn in running if turn.request is not None]
             if requests:
                 self._serve(requests)
-
-    def _abort(self, turns: Sequence[_Turn[RequestT]], error: BaseException) -> None:
-        """End all functions: what they wait for raises the error."""
-        for turn in turns:
-            turn.abort = error
-        for turn in turns:
-            turn.may_run.release()
-        for turn in turns:
-            while not turn.has_ended:
-                turn.paused.acquire()
-
-    def _run_turn(self, turn: _Turn[RequestT]) -> None:
-        self._local.turn = turn
-        turn.may_run.acquire()
-        try:
-            turn.result = turn.function() if turn.abort is None else turn.abort
-        except BaseException as error:
-            turn.result = error
-        finally:
-            turn.request, turn.has_ended = None, True
-            turn.paused.release()
 
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -359,8 +354,8 @@ class SharedBase:
 
     def _planned(self, runs: Sequence[RunRequest]) -> RunSpec:
         """Plan the memory of the base and of runs."""
-        request = shared_request(self._model.layouts, self._on_disk, self._memory, runs, overlap=self._overlap)
-        return plan(request, Machine.of(self.device), MeasuredSpeeds(self._model.weights))
+        request = RunRequest.of_base(self._model.layouts, self._on_disk, self._memory, runs)
+        return plan(replace(request, overlap=self._overlap), Machine.of(self.device), MeasuredSpeeds(self._model.weights))
 
     def _segments(self) -> _Opened:
         self._use.require_open()

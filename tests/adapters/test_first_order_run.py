@@ -29,8 +29,7 @@ from zo2core.errors import MemoryBudgetError
 from zo2core.io.record_log import from_line, to_line
 from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.optimizers import OPTIMIZERS
-from zo2core.planning.memory import HostPlan, Machine, MemoryPart
-from zo2core.planning.run_spec import RunRequest, plan_host
+from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
 from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -518,7 +517,7 @@ def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.Monke
         return replace(plan_host(*args, **kwargs), buckets=1)
 
     done(*train("run"))
-    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
     said = "blocks are streamed from disk, 1 at a time. Disk writes: snapshots of adapter and optimizer, "
     assert said in done(*train("other")).err
     assert outcome("run")["weights"] == outcome("other")["weights"]
@@ -580,7 +579,7 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 
 
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2core.planning.run_spec.memory_in_use", lambda: 0)
+    monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: 0)
     make_place(here, layers=8)
     common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
     parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}

@@ -25,8 +25,7 @@ from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, plan_of
 from zo2core.errors import DataError, MemoryBudgetError
-from zo2core.planning.memory import HostPlan
-from zo2core.planning.run_spec import plan_host
+from zo2core.planning.memory import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")
 
@@ -194,7 +193,7 @@ def test_a_model_larger_than_memory_streams_and_zeroth_order_steps_then_only_rea
     def planned(*args: Any, **kwargs: Any) -> HostPlan:
         return replace(plan_host(*args, **kwargs), buckets=1)
 
-    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
     values = written("pairs.jsonl")
     assert values["method"] == "adamw"
     assert "samples" not in values, "each token takes a pass over the disk"

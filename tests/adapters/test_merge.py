@@ -16,8 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from zo2core.planning.memory import HostPlan
-from zo2core.planning.run_spec import plan_host
+from zo2core.planning.memory import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")
 
@@ -123,7 +122,7 @@ def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch:
     def planned(*args: Any, **kwargs: Any) -> HostPlan:
         return replace(plan_host(*args, **kwargs), buckets=1)
 
-    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
     done("merge", "--run", "first", "--output", "streamed")
     assert_equal(here / "streamed", load_file("resident/model.safetensors"))
 

@@ -15,8 +15,7 @@ from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
 from zo2core.noise import SequentialNoise
-from zo2core.planning.memory import HostPlan, Machine, free_memory
-from zo2core.planning.run_spec import RunRequest, plan_host
+from zo2core.planning.memory import HostPlan, Machine, RunRequest, free_memory, plan_host
 from zo2core.planning.speeds import evaluation_seconds
 from zo2core.protocols import NoiseGenerator
 from zo2core.ranges import parse_size

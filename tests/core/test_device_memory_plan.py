@@ -19,8 +19,7 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, Engine, MemoryPolicy, MeZOSGD, MultiQueryRGE, OverlappedScheduler, PhiloxNoise, ZerothOrder
 from zo2core.errors import MemoryBudgetError
-from zo2core.planning.memory import DevicePlan, Machine
-from zo2core.planning.run_spec import RunRequest, plan_device_memory
+from zo2core.planning.memory import DevicePlan, Machine, RunRequest, plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Lane

@@ -38,8 +38,7 @@ from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, philox
 from zo2core.kernels.low_bit import FP8
-from zo2core.planning.memory import DevicePlan
-from zo2core.planning.run_spec import Replay
+from zo2core.planning.memory import DevicePlan, Replay
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 

@@ -26,8 +26,7 @@ from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy
 from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
-from zo2core.planning.memory import DevicePlan, Machine
-from zo2core.planning.run_spec import RunRequest, RunSpec, plan
+from zo2core.planning.memory import DevicePlan, Machine, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import Wait

@@ -44,7 +44,7 @@ import ctypes
 import torch
 from zo2core import BlockLayout, SegmentKind
 from zo2core.planning.memory import Machine
-from zo2core.planning.run_spec import RunRequest, plan_host
+from zo2core.planning.memory import RunRequest, plan_host
 
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept

@@ -169,7 +169,7 @@ def arrange(*, is_tight: bool = False, **changes: Any) -> None:
         is_tight: Whether there is no memory beyond the plan.
         changes: To the plan.
     """
-    spec: Any = importlib.import_module("zo2core.planning.run_spec")
+    spec: Any = importlib.import_module("zo2core.planning.memory")
     plan_host = spec.plan_host
 
     def planned(*args: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,7 @@ from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import activation_bytes
 from zo2core import MemoryPolicy, ZO2Error
-from zo2core.planning.memory import Machine, free_memory
-from zo2core.planning.run_spec import RunRequest, plan_device_memory
+from zo2core.planning.memory import Machine, RunRequest, free_memory, plan_device_memory
 from zo2core.ranges import parse_size
 from zo2core.types import Batch, BlockLayout
 

@@ -65,7 +65,7 @@ class Outcome:
 
 def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     """Read the runs' names, and the options in which they differ."""
-    from zo2core.planning.run_spec import MOST_RUNS
+    from zo2core.planning.memory import MOST_RUNS
 
     runs: dict[str, Mapping[object, object]] = {}
     try:

@@ -44,8 +44,7 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.optimizers import OPTIMIZERS, state_bytes
-from zo2core.planning.memory import free_memory
-from zo2core.planning.run_spec import RunRequest
+from zo2core.planning.memory import RunRequest, free_memory
 from zo2core.planning.speeds import kept_blocks
 from zo2core.sources.segment_store import laid_out_as_on_disk, verify_base
 from zo2core.sweep.gradient_visitor import gradient_bytes

@@ -34,8 +34,7 @@ from zo2core.estimators import ESTIMATORS
 from zo2core.factors import kept_bytes_a_step
 from zo2core.guard import best_step as best_guarded_step
 from zo2core.optimizers import OPTIMIZERS
-from zo2core.planning.memory import Machine
-from zo2core.planning.run_spec import plan
+from zo2core.planning.memory import Machine, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, terabytes_written
 from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes

@@ -40,8 +40,7 @@ from zo2core.factors import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.optimizers import OPTIMIZERS
 from zo2core.perturbation import require_perturbation
-from zo2core.planning.memory import Machine, MemoryPart
-from zo2core.planning.run_spec import MOST_RUNS, RunRequest, RunSpec, plan, shared_request
+from zo2core.planning.memory import MOST_RUNS, Machine, MemoryPart, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
@@ -398,7 +397,7 @@ def _together(
     blocks = sum(not layout.resident for layout in base.layouts)
 
     def planned(count: int) -> HostPlan:
-        asked = shared_request(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
+        asked = RunRequest.of_base(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
         host_plan = plan(asked, Machine(), speeds).host_plan
         if not graph:
             return host_plan

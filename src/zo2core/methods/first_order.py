@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, without_effect
 from zo2core.optimizers import Delayed, OptimizerFactory, state_bytes, unusable_state
 from zo2core.protocols import BlockModel, BlockUpdate
+from zo2core.ranges import require_number, require_whole
 from zo2core.types import LARGEST, BlockLayout
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -40,14 +40,10 @@ class LossScaling:
     interval: int = 2000
 
     def __post_init__(self) -> None:
-        for name, value, is_valid, expected in (
-            ("initial", self.initial, 1 <= self.initial < math.inf, "a number of at least 1"),
-            ("growth", self.growth, 1 < self.growth < math.inf, "a number above 1"),
-            ("backoff", self.backoff, 0 < self.backoff < 1, "a number between 0 and 1"),
-            ("interval", self.interval, self.interval >= 1, "a number of steps of at least 1"),
-        ):
-            if not is_valid:
-                raise OptionError(f"loss_scaling.{name}", found=repr(value), expected=expected, remedy="pass such a number")
+        require_number("loss_scaling.initial", self.initial, least=1)
+        require_number("loss_scaling.growth", self.growth, above=1)
+        require_number("loss_scaling.backoff", self.backoff, above=0, below=1)
+        require_whole("loss_scaling.interval", self.interval, 1)
 
 
 class LossScale:
@@ -133,21 +129,17 @@ class FirstOrder:
 
     def __post_init__(self) -> None:
         for option, limit in (("clip_value", self.clip_value), ("clip", self.clip)):
-            if limit is not None and not (math.isfinite(limit) and limit > 0):
-                raise OptionError(
-                    option, found=repr(limit), expected="a number above 0", remedy="leave it out, to clip nothing"
-                )
+            if limit is not None:
+                require_number(option, limit, above=0, remedy="leave it out, to clip nothing")
         if self.update is not None and self.lr is None:
-            raise OptionError(
-                "lr", found="None", expected="a learning rate of the BlockUpdate", remedy="pass FirstOrder(lr=...)"
-            )
+            expected = "a learning rate of the BlockUpdate"
+            raise OptionError("lr", found="None", expected=expected, remedy="pass FirstOrder(lr=...)")
         if self.update is None and (self.clip_value is not None or self.scaling is not None):
-            raise OptionError(
+            option, expected = (
                 "clip_value" if self.scaling is None else "scaling",
-                found="an optimizer of an adapter",
-                expected="a BlockUpdate, which trains all parameters",
-                remedy="leave it out",
+                "a BlockUpdate, which trains all parameters",
             )
+            raise without_effect(option, "an optimizer of an adapter", expected)
 
     @property
     def update(self) -> BlockUpdate | None:
@@ -195,13 +187,7 @@ def _described(factory: Any) -> dict[str, Any]:
 
 
 def require_trainable(
-    model: BlockModel,
-    method: FirstOrder,
-    update: BlockUpdate,
-    *,
-    run: Path | str | None,
-    commit_every: int | None,
-    workers: int,
+    model: BlockModel, method: FirstOrder, update: BlockUpdate, run: Path | str | None, commit_every: int | None
 ) -> None:
     """Refuse what first-order steps of all parameters cannot do right."""
     halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
@@ -212,20 +198,12 @@ def require_trainable(
             expected="float32 gradients, into which those of the scaled loss are converted",
             remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
         )
-    if workers > 1:
-        raise OptionError(
-            "workers", found=f"{workers} workers", expected="one, where all parameters are trained", remedy="leave it out"
-        )
     if commit_every is None:
         return
     if run is None:
-        raise OptionError(
-            "run", found="None", expected="a directory for the segments of commit_every", remedy="pass run=..."
-        )
-    if not isinstance(commit_every, int) or commit_every < 1:
-        raise OptionError(
-            "commit_every", found=repr(commit_every), expected="a number of steps of at least 1", remedy="pass such a number"
-        )
+        expected = "a directory for the segments of commit_every"
+        raise OptionError("run", found="None", expected=expected, remedy="pass run=...")
+    require_whole("commit_every", commit_every, 1)
     blocks = sum(not layout.resident for layout in model.layouts)
     if blocks < 2:
         raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="leave commit_every out")

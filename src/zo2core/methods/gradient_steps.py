@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zo2core.checkpoint.snapshots import Snapshots
-from zo2core.errors import BatchError, NonFiniteLossError, OptionError
+from zo2core.errors import BatchError, NonFiniteLossError, OptionError, without_effect
 from zo2core.journal import json_object
 from zo2core.methods.first_order import FirstOrder, LossScale
 from zo2core.optimizers import (
@@ -206,12 +206,8 @@ class GradientSteps(TrainedSteps, ABC):
         super().__init__(runner, trained)
         workers, device, timeline = runner.workers, runner.device, runner.recorder.timeline
         if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
-            raise OptionError(
-                "split",
-                found=f"{workers.split}, {workers.size} workers for one gradient",
-                expected="rows, since a first-order step has no directions to split",
-                remedy="pass rows, or leave it out",
-            )
+            found = f"{workers.split}, {workers.size} workers for one gradient"
+            raise without_effect("split", found, "rows, since a first-order step has no directions to split")
         file = ActivationFile(spill, timeline)
         inputs = KeptActivations(
             file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes)
@@ -233,12 +229,8 @@ class GradientSteps(TrainedSteps, ABC):
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
         if seed is not None:
-            raise OptionError(
-                "step",
-                found="a seed of a first-order step",
-                expected="a zeroth-order step, which has directions",
-                remedy="leave it out",
-            )
+            expected = "a zeroth-order step, which has directions"
+            raise without_effect("step", "a seed of a first-order step", expected)
         started, commit = time.perf_counter(), self._taken(batch, forward)
         self.version += 1
         return self._runner.step_result(commit, started)

@@ -1,25 +1,39 @@
-"""What a run may take of memory and disks (the caller's policies), and plans of memory: parts in bytes and a budget.
+"""What a run may take of memory (the caller's policy), and the plan of the run: its parts in bytes, and a budget.
+
+A plan is derived once from the caller's request and the machine, before anything is opened. ``build`` makes the parts of a
+``RunSpec``, and ``zo2 plan`` prints their sizes. On a device activations come first: a block that stays saves one upload and
+offload a sweep, activations that stay save them at each block. Then as many blocks stay as fit.
+
+The plan of a base that several runs share: what each run needs beside it, and all of them together.
 
 Free host memory is that of the system and of the control groups that limit this process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import psutil
 
-from zo2core.errors import MemoryBudgetError
+from zo2core.errors import MemoryBudgetError, OptionError, without_effect
+from zo2core.factors import factor_bytes
+from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.io.process_memory import memory_in_use
 from zo2core.io.process_memory import resident_memory as resident_memory
-from zo2core.protocols import Device
-from zo2core.ranges import parse_size, require_number, require_whole
-from zo2core.sources.segment_store import READ_AHEAD
-from zo2core.types import shown_bytes
+from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
+from zo2core.noise import SCRATCH, PhiloxNoise, drawn_bytes, noise_bytes
+from zo2core.perturbation import DensePerturbation, Perturbation
+from zo2core.planning.speeds import MOST_USEFUL_BUCKETS, MeasuredSpeeds, WriteBackPolicy, write_interval
+from zo2core.protocols import CounterNoise, Device, NoiseGenerator
+from zo2core.ranges import parse_size
+from zo2core.schedulers import SLOTS
+from zo2core.sources.low_bit import staging_bytes
+from zo2core.sources.segment_store import READERS
+from zo2core.types import BlockLayout, SegmentKind, aligned, shown_bytes, trained, unrounded_bytes, work_bytes
 
-MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sweep to sweep
 _ENOUGH = 1.01  # times the smallest plan
 
 
@@ -192,46 +206,316 @@ class MemoryPolicy:
         return None if least is None else parse_size(least, option="memory.least_activations")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteBackPolicy:
-    """Whether and when changed segments are written to disk. The base checkpoint is never written.
+Replay: TypeAlias = Literal["auto", "host", "device"]
+LowBitTransfer: TypeAlias = Literal["device", "host"]  # if the device replays, blocks are copied back
 
-    Args:
-        directory: Directory of the scratch file or, with low-rank perturbations, of the factors of ended periods. A later
-            engine resumes from it and the journal.
-        every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" measures noise and disk,
-            and writes as seldom as costs at most a tenth of a step; None reads earlier files, and writes only as often as
-            ``snapshot_every`` asks.
-        snapshot_every: Most steps between two writes of a segment, which limits the replay of a resumed run.
-        terabytes_per_1000_steps: Limit of writes in 1,000 steps, in units of 10^12 bytes: "auto" stays below it, and numbers
-            above that exceed it are refused. None: no limit.
+
+def choose_low_bit_transfer(
+    replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
+) -> LowBitTransfer | None:
+    """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they are copied as stored."""
+    if replay not in ("auto", "host", "device"):
+        raise OptionError(
+            "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
+        )
+    low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
+    require_drawable(layouts, noise, by_host=replay == "host")
+    comes_back = all(spec.transfer_back for spec in low_bit)
+    if in_place:
+        if replay != "auto":
+            expected = "a device with its own memory, such as a GPU, for this option"
+            raise without_effect("replay", f"{replay!r} on a device that computes in host memory", expected)
+        return None
+    if replay == "device" and not comes_back:
+        expected = "'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))"
+        found = "'device', to which weights are copied in fewer bits than they are stored in"
+        raise without_effect("replay", found, expected)
+    if replay == "host" or not comes_back:
+        return "host"
+    return "device" if low_bit else None
+
+
+def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
+    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays."""
+    low_bit = any(spec.is_low_bit for layout in layouts for spec in layout.parameters)
+    if (low_bit or by_host) and not isinstance(noise, CounterNoise):
+        raise OptionError(
+            "noise",
+            found=f"{noise.name}, which only the computing device can draw",
+            expected="counter-based noise, since weights are rounded for transfer or the host replays",
+            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on the device",
+        )
+
+
+# Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
+# some meanwhile.
+AUTO_SHARE = 0.9  # of the free memory
+DEVICE_SHARE = 0.95  # of the free memory; the rest is left to the allocator
+_SCRATCHES = 3  # buffers: replay, weight decay, perturbation
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The model and the caller's options on which a plan depends."""
+
+    layouts: Sequence[BlockLayout]  # in visiting order
+    on_disk: Sequence[BlockLayout]  # the same, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``)
+    noise: NoiseGenerator = PhiloxNoise()  # noqa: RUF009 - frozen
+    perturbation: Perturbation = DensePerturbation()  # noqa: RUF009 - frozen
+    perturb_in_place: bool = False  # from one evaluation to the next
+    takes_steps: bool = False  # whether there is an estimator
+    directions: int = 1  # most of a step, new or replayed
+    updates: int = 0  # steps taken so far
+    memory: MemoryPolicy = MemoryPolicy()
+    write_back: WriteBackPolicy | None = None
+    replay: Replay = "auto"
+    overlap: bool = True
+    trained_copies: int = 0  # copies of trained parameters that first-order steps keep, with gradients and optimizer state
+    gradient_bytes: int = 0  # of one segment, where weights change where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state, in host memory
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    changing: int = 0  # streamed blocks that change from one generation on disk to the next; one bucket keeps one of them
+    is_read_only: bool = False  # whether stored weights never change, though none is frozen
+    further: Sequence[MemoryPart] = ()  # in the memory in which forwards run
+
+    @classmethod
+    def of_base(
+        cls, layouts: Sequence[BlockLayout], on_disk: Sequence[BlockLayout], memory: MemoryPolicy, runs: Sequence[Self]
+    ) -> Self:
+        """The request of a base for several runs, with what each needs beside it."""
+        activations = max(1, sum(run.memory.activation_bytes for run in runs))
+        beside = sum(run.factor_bytes + run.trained_bytes for run in runs)
+        return cls(
+            layouts=layouts,
+            on_disk=on_disk,
+            memory=MemoryPolicy(host=memory.host, device=memory.device, activations=activations),
+            is_read_only=True,
+            further=[
+                MemoryPart("a decoded block", decoded_bytes(layouts)),
+                MemoryPart(f"factors, parameters, optimizers of {len(runs)} runs", beside),
+            ],
+        )
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
+        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of low-rank perturbations."""
+        return factor_bytes(self.perturbation, self.layouts, self.updates)
+
+    def with_least_activations(self, *, in_place: bool) -> Self:
+        """The request of a run of a shared base, with as little memory for activations as it can do with."""
+        least = self.memory.least_activations
+        if least is None or not (in_place and self.spills):
+            return self
+        return replace(self, memory=replace(self.memory, activations=least))
+
+    @property
+    def spills(self) -> bool:
+        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
+        return self.trained_copies > 0 or self.stays_in_memory or self.changing > 0
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether stored weights change: if not, they are neither offloaded nor written back."""
+        frozen = any(spec.frozen for layout in self.layouts for spec in layout.parameters)
+        return isinstance(self.perturbation, DensePerturbation) and not (frozen or self.is_read_only)
+
+    @property
+    def has_to_write(self) -> bool:
+        """Whether the caller asked for segments to be written at certain steps."""
+        return self.changes_weights and self.write_back is not None and not self.write_back.is_automatic
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the work buffer."""
+        unrounded = unrounded_bytes(self.layouts, perturbs_in_place=self.perturb_in_place)
+        return work_bytes(self.layouts) + unrounded + low_bit_bytes(self.layouts)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The parts of a run. The sums of ``host_plan`` and ``device_plan`` are its expected memory."""
+
+    layouts: Sequence[BlockLayout]  # of the buckets
+    host_plan: HostPlan
+    device_plan: DevicePlan | None  # None if it computes in host memory, or transfers do not overlap
+    low_bit: LowBitTransfer | None  # who replays blocks that are copied in fewer bits; None: they are copied as stored
+    activation_bytes: int  # for activations in the memory in which forwards run
+    waiting_bytes: int  # host memory for activations that do not fit there
+    write_back: WriteBackPolicy | None  # None: no segment is written back
+    write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
+
+    @property
+    def kept(self) -> int:
+        """Blocks that stay on the device."""
+        return 0 if self.device_plan is None else self.device_plan.kept
+
+    def spare_bytes(self, *, in_place: bool) -> int:
+        """Bytes that the plan leaves over in the memory in which forwards run, which is that of the host if ``in_place``."""
+        plan = self.host_plan if self.device_plan is None and in_place else self.device_plan
+        return 0 if plan is None else max(plan.spare, 0)
+
+
+def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSpec:
+    """Plan a run. Speeds of the machine are measured only if a choice depends on them.
 
     Raises:
-        OptionError: if a number is out of its range.
+        MemoryBudgetError: if not even the smallest plan fits.
+        OptionError: if options exclude each other, or do not fit the machine.
+        CheckpointError, ScratchError: if a speed cannot be measured.
     """
+    memory, layouts, noise = request.memory, request.layouts, request.noise
+    low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
+    factors = MemoryPart("factors of directions", request.factor_bytes)
+    copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
+    on_device = [copies] if machine.on_host else [factors, copies, *request.further]
+    if machine.in_place and memory.least_activations is not None and not request.spills:
+        found = f"{memory.least_activations!r} on a device that computes in host memory"
+        raise without_effect("memory.least_activations", found, "a GPU, where activations can wait in host memory")
+    has_slots = request.overlap and not machine.in_place
+    if memory.device != "auto" and not has_slots:
+        expected = "a GPU and overlapping transfers for this option; `memory.host` limits host memory"
+        raise without_effect("memory.device", repr(memory.device), expected)
+    device_plan = memory.device if isinstance(memory.device, DevicePlan) else None
+    if has_slots and device_plan is None:
+        device_plan = plan_device_memory(request, machine, on_device, is_low_bit=low_bit is not None)
+    activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+    waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
+    host_plan = memory.host
+    if not isinstance(host_plan, HostPlan):
+        further = [
+            MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)),
+            *([factors, *request.further] if machine.on_host else []),
+            MemoryPart(copies.name, request.optimizer_bytes + (copies.nbytes if machine.in_place else 0)),
+        ]
+        least = memory.least_activation_bytes
+        try:
+            in_host_memory = memory.activation_bytes if machine.in_place else waiting
+            host_plan = plan_host(request, machine, in_host_memory, further)
+        except MemoryBudgetError:
+            if least is None or not request.spills:
+                raise
+            if machine.in_place:
+                activation_bytes = min(least, activation_bytes)
+            waiting = min(least, waiting)
+            in_host_memory = activation_bytes if machine.in_place else waiting
+            host_plan = plan_host(request, machine, in_host_memory, further, most_buckets=MOST_USEFUL_BUCKETS)
+    write_back = request.write_back if request.changes_weights else None
+    stored = layouts if host_plan.buckets is None else request.on_disk
+    spec = RunSpec(stored, host_plan, device_plan, low_bit, activation_bytes, waiting, write_back)
+    if write_back is None:
+        return spec
+    in_place = request.perturb_in_place or not request.takes_steps
+    every = write_interval(write_back, stored, noise, speeds, in_place=in_place, buckets=host_plan.buckets, kept=spec.kept)
+    return replace(spec, write_back_every=every)
 
-    directory: Path | str
-    every: int | Literal["auto"] | None = "auto"
-    snapshot_every: int | None = None
-    terabytes_per_1000_steps: float | None = None
 
-    @property
-    def is_automatic(self) -> bool:
-        """Whether the caller set no interval: then writing may be left out."""
-        return self.every in ("auto", None) and self.snapshot_every is None
+def plan_host(
+    request: RunRequest,
+    machine: Machine,
+    activation_bytes: int,
+    further: Sequence[MemoryPart] = (),
+    *,
+    most_buckets: int | None = None,
+) -> HostPlan:
+    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits."""
+    process, memory, layouts = memory_in_use(), request.memory.host, request.layouts
+    assert not isinstance(memory, HostPlan), "it is planned already"
+    budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
+    blocks = sum(not layout.resident for layout in layouts)
+    work, noise = (request.work_bytes, noise_bytes(layouts)) if machine.on_host else (0, 0)
+    may_keep_noise = not isinstance(request.noise, CounterNoise)
 
-    @property
-    def bytes_a_step(self) -> float | None:
-        """Most bytes a step that may be written without an explicit interval; None: no limit."""
-        if self.every is None:
-            return 0.0
-        return None if self.terabytes_per_1000_steps is None else self.terabytes_per_1000_steps * 1e9
+    def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
+        used = layouts if buckets is None else request.on_disk
+        sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
+        resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
+        in_buckets = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
+        noise_buffer = [MemoryPart("noise buffer", noise)] if keep_noise else []
+        if may_keep_noise and not keep_noise:
+            noise_buffer = [MemoryPart("no noise buffer: z is drawn again", 0)]
+        parts = (
+            MemoryPart("this process at present", process),
+            MemoryPart("activations, reserved", activation_bytes),
+            MemoryPart("embedding and head", resident),
+            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks", in_buckets),
+            MemoryPart("work buffer", work),
+            *noise_buffer,
+            *(part for part in further if part.nbytes),
+            MemoryPart("reading buffers", READERS * STAGING),
+        )
+        return HostPlan(parts, budget, buckets, keep_noise)
 
-    def __post_init__(self) -> None:
-        limit, remedy = self.terabytes_per_1000_steps, "pass a limit above 0; every=None writes nothing"
-        if limit is not None:
-            require_number("write_back.terabytes_per_1000_steps", limit, above=0, remedy=remedy)
-        if self.every not in (None, "auto"):
-            require_whole("write_back.every", self.every, 1, otherwise=", 'auto' or None")
-        if self.snapshot_every is not None:
-            require_whole("write_back.snapshot_every", self.snapshot_every, 1, otherwise=", or None")
+    choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
+    choices += [(buckets, True) for buckets in range(blocks - 1, 1, -1)]
+    choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
+    if not may_keep_noise:
+        choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
+    if request.stays_in_memory:
+        choices = [choice for choice in choices if choice[0] is None]
+    if most_buckets is not None:
+        choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
+    if request.changing:
+        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
+    for buckets, keep_noise in choices:
+        planned = plan_with(buckets, keep_noise=keep_noise)
+        if planned.nbytes <= budget:
+            return planned
+    raise planned.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
+
+
+def plan_device_memory(
+    request: RunRequest, machine: Machine, further: Sequence[MemoryPart] = (), *, is_low_bit: bool = False
+) -> DevicePlan:
+    """Keep as many blocks on the device as fit."""
+    memory, layouts, noise = request.memory.device, request.layouts, request.noise
+    assert not isinstance(memory, DevicePlan), "it is planned already"
+    is_automatic = memory == "auto"
+    budget = int(DEVICE_SHARE * machine.device_free()) if is_automatic else parse_size(memory, option="device_memory")
+    blocks = [layout.nbytes for layout in layouts if not layout.resident]
+    largest = max(blocks, default=0)
+    transferred = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
+    slot = max((layout.nbytes for layout in transferred), default=0)
+    drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
+    itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
+    scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
+    most, allowed = request.memory.activation_bytes, request.memory.least_activation_bytes
+    least = most if allowed is None else min(allowed, most)
+
+    def plan_with(kept: int, activations: int) -> DevicePlan:
+        moving = len(blocks) - kept
+        slots = min(SLOTS, moving)
+        parts = (
+            MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
+            MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
+            MemoryPart(f"{kept} blocks that stay", kept * largest),
+            MemoryPart("work buffer", request.work_bytes),
+            MemoryPart("noise as it is drawn", (request.directions + 1) * drawn + scratch),
+            *(part for part in further if part.nbytes),
+            MemoryPart("activations, reserved", activations),
+        )
+        return DevicePlan(parts, budget, kept, activations)
+
+    for kept in range(len(blocks), -1, -1):
+        if (plan := plan_with(kept, most)).nbytes <= budget:
+            return plan
+    smallest = plan_with(0, least)
+    if smallest.nbytes <= budget:
+        return plan_with(0, least + budget - smallest.nbytes)
+    raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
+
+
+MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
+
+
+def decoded_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the largest block's decoded weights; 0 if no block is encoded."""
+    return max(
+        sum(aligned(spec.decoded.nbytes) for spec in layout.parameters if spec.encoding is not None)
+        for layout in layouts
+        if layout.kind is SegmentKind.BLOCK
+    )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -19,16 +21,18 @@ from zo2core.devices import HostDevice
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import apply, apply_drawing
-from zo2core.planning.memory import MOST_USEFUL_BUCKETS, WriteBackPolicy
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
-from zo2core.sources.segment_store import CHUNK, READERS
-from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program, shown_bytes, trained
+from zo2core.ranges import require_number, require_whole
+from zo2core.sources.segment_store import CHUNK, READ_AHEAD, READERS
+from zo2core.types import BlockLayout, Evaluation, ParameterSpec, Program, Update, shown_bytes, trained
+from zo2core.updates import compile_updates
+
+MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sweep to sweep
 
 _BYTES = 64 << 20  # written to measure a disk
 _READ_CHUNKS = 48  # read to measure a checkpoint's disk
 _CHUNKS = 64  # of a parameter, replayed to measure replay
 _THREADS = 2  # that replay with counter-based noise; a sequential generator allows one
-_DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
 _ROUNDS = 3  # of each measurement, of which the fastest counts
 _UPDATES = 4  # replayed in one pass, to measure the cost of one more
 _LEAST_SHARE = 0.1  # of a pass with one update, the least cost of one more: smaller differences are noise of the clock
@@ -67,24 +71,10 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
     With counter-based noise, updates are replayed in one pass over memory, so that one more costs less than the first one.
     """
-    shifts = (1.0, -2.0, 1.0) if in_place else ()
 
     def seconds_of(updates: int) -> float:
-        seeds = tuple(range(updates))
-        instructions: list[Perturb | Descend] = []
-        for seed in seeds:
-            instructions += [Perturb(seed, shift, 1e-3) for shift in shifts]
-            instructions.append(_DESCEND._replace(direction=seed))
-        program = Program(seeds, tuple(instructions))
-
-        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
-            if isinstance(noise, CounterNoise):
-                apply_drawing(theta, program, noise.distribution, spec.index, start)
-                return
-            noise.fill(z, 0, spec, start)
-            apply(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
-
-        return _seconds(noise, layouts, run)
+        missing = [_update(seed, in_place=in_place) for seed in range(updates)]
+        return _seconds(noise, layouts, compile_updates(missing)[False])
 
     one = seconds_of(1)
     if not isinstance(noise, CounterNoise):
@@ -93,33 +83,39 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
 
 def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
-    """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses."""
-
-    def seconds_of(program: Program) -> float:
-        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
-            apply_drawing(theta, program, noise.distribution, spec.index, start, out=out)
-
-        return _seconds(noise, layouts, run)
-
-    with_update = Program((0, 1), (_DESCEND,), then=Perturb(1, 1.0, 1e-3))
-    return seconds_of(with_update), seconds_of(Program((1,), (), then=Perturb(0, 1.0, 1e-3)))
+    """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses: after an update, or not."""
+    evaluation, update = Evaluation(1, 1.0), _update(0, in_place=False)
+    with_update, without = (compile_updates(updates, evaluation, 1e-3)[False] for updates in ([update], []))
+    return _seconds(noise, layouts, with_update), _seconds(noise, layouts, without)
 
 
-def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
-    """Estimate the seconds of a pass over all weights from some chunks of the largest parameter."""
+def _update(seed: int, *, in_place: bool) -> Update:
+    """An update of MeZO."""
+    evaluations = (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
+    return Update(seed, evaluations, (seed,), (1.0,), 1e-6, 1e-3, 0.0, perturb_in_place=in_place, losses=(0.0, 0.0))
+
+
+def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], program: Program) -> float:
+    """Estimate the seconds of a program's pass over all weights from some chunks of the largest parameter."""
     specs = trained(layouts)
     largest = max(specs, key=lambda spec: spec.numel)
     chunks = noise.chunks(largest)[:_CHUNKS]
     longest = max(stop - start for start, stop in chunks)
     memory = [torch.full((longest,), _WEIGHT, dtype=largest.dtype) for _ in range(4)]
-    best = math.inf
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
+
+    def run() -> None:
         for start, stop in chunks:
-            run(largest, start, *(buffer[: stop - start] for buffer in memory))
-        best = min(best, time.perf_counter() - started)
+            theta, z, scratch, decay_scratch = (buffer[: stop - start] for buffer in memory)
+            if isinstance(noise, CounterNoise):
+                out = None if program.then is None else z
+                apply_drawing(theta, program, noise.distribution, largest.index, start, out=out)
+            else:
+                noise.fill(z, 0, largest, start)
+                apply(theta, program, [z], scratch=scratch, decay_scratch=decay_scratch)
+
     threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
-    return best / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
+    share = sum(stop - start for start, stop in chunks) / sum(spec.numel for spec in specs)
+    return min(timeit.repeat(run, number=1, repeat=_ROUNDS)) / share / threads
 
 
 def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout]) -> float:
@@ -135,14 +131,12 @@ def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout])
     if not chunks:
         return math.inf
 
-    def read(spec: ParameterSpec, start: int) -> None:
+    def read(chunk: tuple[ParameterSpec, int]) -> None:
+        spec, start = chunk
         weights.read_into(spec.name, torch.empty(CHUNK // spec.stored_dtype.itemsize, dtype=spec.stored_dtype), start)
 
     with ThreadPoolExecutor(READERS) as pool:
-        started = time.perf_counter()
-        for future in [pool.submit(read, *chunk) for chunk in chunks]:
-            future.result()
-        return len(chunks) * CHUNK / (time.perf_counter() - started)
+        return len(chunks) * CHUNK / timeit.timeit(lambda: list(pool.map(read, chunks)), number=1)
 
 
 def write_bytes_per_second(directory: Path) -> float:
@@ -153,13 +147,57 @@ def write_bytes_per_second(directory: Path) -> float:
     with system_errors_as(ScratchError, directory, expected=expected, remedy=remedy):
         existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
         with contextlib.closing(RangedFile.unnamed(existing)) as file:
-            best = math.inf
-            for _ in range(_ROUNDS):
-                started = time.perf_counter()
+
+            def write() -> None:
                 file.write(0, data)
                 file.sync()
-                best = min(best, time.perf_counter() - started)
-    return _BYTES / best
+
+            return _BYTES / min(timeit.repeat(write, number=1, repeat=_ROUNDS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteBackPolicy:
+    """Whether and when changed segments are written to disk. The base checkpoint is never written.
+
+    Args:
+        directory: Directory of the scratch file or, with low-rank perturbations, of the factors of ended periods. A later
+            engine resumes from it and the journal.
+        every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" measures noise and disk,
+            and writes as seldom as costs at most a tenth of a step; None reads earlier files, and writes only as often as
+            ``snapshot_every`` asks.
+        snapshot_every: Most steps between two writes of a segment, which limits the replay of a resumed run.
+        terabytes_per_1000_steps: Limit of writes in 1,000 steps, in units of 10^12 bytes: "auto" stays below it, and numbers
+            above that exceed it are refused. None: no limit.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    directory: Path | str
+    every: int | Literal["auto"] | None = "auto"
+    snapshot_every: int | None = None
+    terabytes_per_1000_steps: float | None = None
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the caller set no interval: then writing may be left out."""
+        return self.every in ("auto", None) and self.snapshot_every is None
+
+    @property
+    def bytes_a_step(self) -> float | None:
+        """Most bytes a step that may be written without an explicit interval; None: no limit."""
+        if self.every is None:
+            return 0.0
+        return None if self.terabytes_per_1000_steps is None else self.terabytes_per_1000_steps * 1e9
+
+    def __post_init__(self) -> None:
+        limit, remedy = self.terabytes_per_1000_steps, "pass a limit above 0; every=None writes nothing"
+        if limit is not None:
+            require_number("write_back.terabytes_per_1000_steps", limit, above=0, remedy=remedy)
+        if self.every not in (None, "auto"):
+            require_whole("write_back.every", self.every, 1, otherwise=", 'auto' or None")
+        if self.snapshot_every is not None:
+            require_whole("write_back.snapshot_every", self.snapshot_every, 1, otherwise=", or None")
 
 
 SHARE = 0.1  # of a step's time that may be spent on replay to write less
