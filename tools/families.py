@@ -126,7 +126,6 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_config(model_type: str) -> PretrainedConfig:
-    """The default config of a family, with small sizes."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     sizes = {name: size for name, size in SMALL.items() if _takes_size(default, name)}
@@ -275,7 +274,6 @@ def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Te
 
 
 def try_family(model_type: str) -> dict[str, Any]:
-    """Test one family in both dtypes."""
     try:
         model = small_model(small_config(model_type))
     except Exception as error:  # any: what a family's own code makes of small sizes
@@ -350,7 +348,6 @@ def try_lora(model_type: str, targets: list[str]) -> dict[str, Any]:
 
 
 def table(families: Mapping[str, dict[str, Any]]) -> str:
-    """Format the results as a table."""
     lines = []
     for name, family in families.items():
         if "not_built" not in family:
@@ -370,7 +367,6 @@ def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument("--lora", nargs="+", metavar="TARGET", help="train LoRA on these layers")

@@ -69,7 +69,6 @@ def outcome(family: str, form: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=[*DENSE, *MIXTURES])
     parser.add_argument("--formats", nargs="+", default=FORMATS)

@@ -88,7 +88,6 @@ def config_of(place: Place, **changes: Any) -> LlamaConfig:
 
 
 def saved(place: Place, dtype: torch.dtype, config: PretrainedConfig | None = None) -> Path:
-    """A checkpoint with random weights."""
     torch.manual_seed(0)
     path = place.folder / f"base-{str(dtype)[6:]}"
     if not path.exists():
@@ -98,7 +97,6 @@ def saved(place: Place, dtype: torch.dtype, config: PretrainedConfig | None = No
 
 
 def resident_model(path: Path, dtype: torch.dtype, place: Place) -> Any:
-    """The whole model on the device."""
     whole: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return whole.to(place.device).eval()
 
@@ -116,7 +114,6 @@ def with_adapter(whole: Any, config: Any) -> Any:
 
 
 def batch_of(seed: int, rows: int = 2, tokens: int = 24, vocabulary: int = 512) -> dict[str, torch.Tensor]:
-    """Random tokens, all of them labels."""
     ids = torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
@@ -129,7 +126,6 @@ def memory_of(place: Place, kept: int, room: int = ROOM) -> MemoryPolicy:
 
 
 def lora(*, initial_zero: bool = True) -> Any:
-    """A LoRA's config."""
     from peft import LoraConfig
 
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=initial_zero)
@@ -246,7 +242,6 @@ def check_two_runs(place: Place) -> Result:
 
 
 def check_tests(place: Place) -> Result:
-    """The tests that need a GPU."""
     file = Path(__file__).parent.parent / "tests/core/test_gpu.py"
     return {"equal": place.tiny or pytest.main(["-q", str(file)]) == 0}
 
@@ -271,7 +266,6 @@ def compare(model: str, *sides: str, tokens: int = 2048, made: str = "") -> Call
 
 
 def called(program: ModuleType, *arguments: str) -> None:
-    """Run a program of this directory."""
     with mock.patch.object(sys, "argv", [program.__name__, *arguments]):
         program.main()
 
@@ -312,13 +306,11 @@ JOBS: Mapping[str, Job] = {
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    """The machine, in words."""
     name = platform.processor() if device == "cpu" else torch.cuda.get_device_name(0)
     return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
 
 
 def run_job(name: str, place: Place) -> Result:
-    """A job's result; an error is a result, too."""
     started = time.perf_counter()
     try:
         result = JOBS[name].run(place)
@@ -328,12 +320,10 @@ def run_job(name: str, place: Place) -> Result:
 
 
 def file_of(name: str) -> str:
-    """The name of a job's result."""
     return "".join(letter if letter.isalnum() else "-" for letter in name) + ".json"
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")

@@ -39,7 +39,6 @@ def conversation(generator: random.Random) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rows", type=int, default=800)

@@ -215,7 +215,6 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=list(geometries()))
     parser.add_argument("directory", type=Path)

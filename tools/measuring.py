@@ -85,12 +85,10 @@ def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: i
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def seconds_of(measured: Mapping[str, Side]) -> dict[str, Any]:
-    """The seconds of all sides."""
     return {name: spread(side.seconds) for name, side in measured.items()}
 
 
@@ -125,7 +123,6 @@ def lanes_of(steps: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The machine that this runs on, as JSON values."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     processor = platform.processor() or platform.machine()
     cores = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}

@@ -19,7 +19,6 @@ from zo2core.ranges import parse_size
 
 
 def main() -> None:
-    """Run the command line."""
     if len(sys.argv) < 4 or sys.argv[2] != "--":
         sys.exit(__doc__)
     limit, command = parse_size(sys.argv[1]), sys.argv[3:]

@@ -43,19 +43,15 @@ class PatternReader:
         self._vectors = frozenset(vectors)
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """None, because nothing is on disk."""
         return None
 
     def itemsize(self, parameter: str) -> int:
-        """Bytes of an element."""
         return self._table.itemsize
 
     def origin(self, parameter: str) -> str:
-        """The name of the synthetic weights in place of a file."""
         return self.fingerprint
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-        """Fill memory with a range of one parameter. See the contract."""
         if parameter in self._vectors:
             out.fill_(0.0 if "bias" in parameter else 1.0)
             return
@@ -89,7 +85,6 @@ class SlowReader:
         self.origin = inner.origin
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-        """Read, then wait for the slower disk."""
         with self._lock:
             self._free = until = max(self._free, time.perf_counter()) + out.nbytes / self._rate
         self._inner.read_into(parameter, out, start)

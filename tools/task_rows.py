@@ -191,7 +191,6 @@ def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]
 
 
 def _row(tweet: Tweet, part: str) -> dict[str, Any]:
-    """A row to train on, or to choose among candidates."""
     prompt, answer = PROMPT.format(text=tweet.text), f" {tweet.label}"
     if part == "train":
         return {"prompt": prompt, "completion": answer}

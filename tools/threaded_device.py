@@ -31,21 +31,17 @@ class ThreadEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether the event has passed."""
         return self._event.is_set()
 
     @property
     def seconds(self) -> float:
-        """The time at which the event passed."""
         return self._seconds
 
     def set(self) -> None:
-        """Let the event pass."""
         self._seconds = time.perf_counter()
         self._event.set()
 
     def block(self) -> None:
-        """Wait until the event has passed."""
         if not self._event.wait(TIMEOUT):
             raise TimeoutError(f"an event has not passed within {TIMEOUT} seconds")
 
@@ -77,7 +73,6 @@ class ThreadedStreams:
         self.errors: list[BaseException] = []  # errors of compute
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
-        """Start a copy. See the contract."""
         started, done = ThreadEvent(), ThreadEvent()
 
         def run() -> None:
@@ -106,7 +101,6 @@ class ThreadedStreams:
         self._lanes[Lane.REPLAY].submit(run)
 
     def mark(self) -> Event:
-        """Return an event that passes after the compute issued so far."""
         event = ThreadEvent()
         if Lane.REPLAY in self._lanes:
             self._lanes[Lane.REPLAY].submit(event.set)
@@ -115,7 +109,6 @@ class ThreadedStreams:
         return event
 
     def order(self, event: Event, why: Wait) -> None:
-        """Let compute wait. See the contract."""
         if why in self._without:
             return
         if Lane.REPLAY in self._lanes:
@@ -124,12 +117,10 @@ class ThreadedStreams:
             _block(event)
 
     def wait(self, event: Event, why: Wait) -> None:
-        """Let the host wait. See the contract."""
         if why not in self._without:
             _block(event)
 
     def drain(self) -> None:
-        """Wait for all work."""
         for lane in self._lanes.values():
             lane.shutdown()
 
@@ -150,7 +141,6 @@ class ThreadedDevice:
         self._host = HostDevice()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate ordinary memory."""
         return self._host.host_memory(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -159,11 +149,9 @@ class ThreadedDevice:
         return self._host.host_memory(nbytes)
 
     def free_memory(self) -> int:
-        """Return the system's free memory in bytes."""
         return psutil.virtual_memory().available
 
     def close(self) -> None:
-        """Wait for all work."""
         self.streams.drain()
 
 

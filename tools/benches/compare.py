@@ -80,7 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def side_parser() -> argparse.ArgumentParser:
-    """The options of a side."""
     parser = argparse.ArgumentParser(prog="", add_help=False, usage=argparse.SUPPRESS)
     add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--model", help="another checkpoint or geometry")
@@ -121,7 +120,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
-    """Measure one shape of batches."""
     chosen = {text.strip() or "default": side_parser().parse_args(shlex.split(text)) for text in options.sides}
     made = {name: Measured(options, side, rows, tokens) for name, side in chosen.items()}
     with ExitStack() as opened:
@@ -184,7 +182,6 @@ class Measured:
         }
 
     def model(self) -> HFBlockModel:
-        """The model."""
         side = self.side
         if self.name in geometries():
             dtype = "float32" if side.dtype == "auto" else side.dtype
@@ -236,7 +233,6 @@ class Measured:
         self._forward += seconds
 
     def method(self, model: HFBlockModel) -> Any:
-        """What makes a step."""
         side = self.side
         if side.lora:
             return FirstOrder(partial(optimizer_of(side.lora), lr=LORA_LR))
@@ -299,7 +295,6 @@ class SlowHost(TorchOptimizer):
     seconds_a_byte = 0.0
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Apply the update, in no less than its time. See the contract."""
         began = time.perf_counter()
         super().apply(inputs)
         seconds = self.seconds_a_byte * sum(weight.nbytes for weight in inputs.weights.values())
@@ -307,12 +302,10 @@ class SlowHost(TorchOptimizer):
 
 
 def lora() -> peft.LoraConfig:
-    """LoRA on the projections of queries and values."""
     return peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
 def optimizer_of(name: OptimizerName) -> Any:
-    """The optimizer of an adapter."""
     return OPTIMIZERS[name].of_adapter
 
 
@@ -331,7 +324,6 @@ def time_forwards(model: Any, spend: Callable[[float], None]) -> None:
 
 @torch.inference_mode()
 def forward(whole: Any, batches: Iterator[Batch], copies: int) -> Losses:
-    """One forward of the stacked batch."""
     stacked = {key: torch.cat([value] * copies) for key, value in next(batches).items()}
     return Losses((float(whole(**stacked, use_cache=False).loss),))
 

@@ -74,7 +74,6 @@ def two_forwards(base: Path) -> MonolithicMeZO:
 
 
 def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Measure one shape of batches."""
     batch = dict(random_batch(VOCABULARY, rows, tokens, seed=0))
     model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
     lowering: dict[str, float] = {}

@@ -32,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def steps_of(directory: Path, rows: int, tokens: int, steps: int, *, keeps: bool) -> dict[str, float]:
-    """Take steps in this process."""
     model = open_checkpoint(directory)
     batch = random_batch(model.config.vocab_size, rows, tokens, seed=0)
     with Engine(model, zeroth_order()) as engine:

@@ -121,7 +121,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Build, train or report."""
     if options.what == "report":
         return report(options.directory, options.output)
     if options.what == "build":
@@ -144,7 +143,6 @@ def given(options: argparse.Namespace, name: str, seed: int) -> list[object]:
 
 
 def tuned(options: argparse.Namespace, name: str) -> float:
-    """The best learning rate of a variant."""
     lrs, folder = {**VARIANTS, **SUMS}[name].lrs, options.output / f"tuning-{name}"
     if len(lrs) == 1:
         return lrs[0]
@@ -252,12 +250,10 @@ class Run(NamedTuple):
 
     @property
     def forwards(self) -> int:
-        """Forwards of a step."""
         return {**VARIANTS, **SUMS}[self.variant].forwards
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """The runs of a folder."""
     runs = []
     for path in sorted(folder.glob("*-lr*-seed*")):
         variant, lr, seed = re.fullmatch(r"(.+)-lr(.+)-seed(\d+)", path.name).groups()  # type: ignore[union-attr]

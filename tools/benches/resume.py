@@ -46,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def opened_model(options: argparse.Namespace) -> HFBlockModel:
-    """The model of the checkpoint, or one with synthetic weights."""
     if options.directory is not None:
         return open_checkpoint(options.directory)
     return block_model(scaled(geometries()[options.geometry], 1, options.tokens), DTYPES[options.dtype])

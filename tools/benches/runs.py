@@ -41,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def opened_model(options: argparse.Namespace, adapter: Adapter | None = None) -> HFBlockModel:
-    """The model, whose reads are slowed."""
     return slowed(open_checkpoint(options.directory, precision="exact", adapter=adapter), options.rate)
 
 
@@ -81,7 +80,6 @@ class Together:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each number of runs."""
     vocabulary = open_checkpoint(options.directory).config.vocab_size
     batch = random_batch(vocabulary, options.rows, options.tokens, seed=0)
     measured = {}

@@ -42,7 +42,6 @@ class AlwaysNew(BaseDigests):
     """Computes a digest at every read; a run computes one at a segment's first read."""
 
     def wants(self, layout: BlockLayout) -> bool:
-        """Whether a digest is due: always."""
         return True
 
 

@@ -49,7 +49,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench(options: argparse.Namespace, given: list[str], folder: Path) -> dict[str, Any]:
-    """Plan and run one configuration."""
     data = options.data
     if data is None:
         config = AutoConfig.from_pretrained(options.model.parent if options.model.is_file() else options.model)

@@ -53,7 +53,6 @@ class Process:
 
 
 def connected(rank: int, size: int, port: int, split: str = "directions") -> Workers:
-    """The workers of a run on this host."""
     address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
     return Workers(distributed.group.WORLD, split=split, neighbours=size)
@@ -97,7 +96,6 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one worker and two on the same steps, in turn."""
     port, cores = free_port(), sorted(os.sched_getaffinity(0))[:2]
     crews = {"one": [Process(serve, options, 0, 1, 0, cores[0])]}
     crews["two"] = [Process(serve, options, rank, 2, port, core) for rank, core in enumerate(cores)]

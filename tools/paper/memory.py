@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each model: a group of bars in the figure."""
     measured: dict[str, Any] = {}
     dtype = DTYPES[options.dtype]
     for name in options.geometries:

@@ -199,5 +199,4 @@ class Place:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def close(self) -> None:
-        """Remove files. It may be called twice."""
         self._folder.cleanup()

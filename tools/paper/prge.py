@@ -90,7 +90,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def paper_configs() -> dict[str, LlamaConfig]:
-    """The paper's two models."""
     common: dict[str, Any] = {"vocab_size": 32000, "num_attention_heads": 32}
     tiny = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
     large = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32}
@@ -98,7 +97,6 @@ def paper_configs() -> dict[str, LlamaConfig]:
 
 
 def lora() -> Any:
-    """The paper's adapter."""
     return peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 

@@ -45,12 +45,10 @@ class Row(NamedTuple):
 
     @property
     def monolithic(self) -> Figures:
-        """MeZO's results."""
         return self.programs["MeZO"]
 
     @property
     def variants(self) -> dict[Variant, Figures]:
-        """The results of the variants."""
         return {variant: self.programs[variant.value] for variant in Variant if variant.value in self.programs}
 
 

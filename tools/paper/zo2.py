@@ -127,15 +127,12 @@ class Bench:
         self._found: dict[tuple[Any, ...], Outcome] = {}
 
     def config(self, row: Row) -> PretrainedConfig:
-        """The scaled geometry of a row."""
         return scaled(geometries()[row.model], self._scale, self.tokens(row))
 
     def tokens(self, row: Row) -> int:
-        """The scaled length of a row."""
         return row.tokens // self._scale
 
     def side(self, row: Row, dtype: torch.dtype, variant: Variant | None) -> Outcome:
-        """Measure the engine in a variant, or monolithic MeZO."""
         key = (row.model, dtype, row.batch, row.tokens, variant)
         if key not in self._found:
             name = MEZO if variant is None else f"engine {variant.value}"
