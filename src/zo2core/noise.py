@@ -23,7 +23,7 @@ class PhiloxNoise:
     """z by Philox4x32-10: every number is a function of seed, parameter and element alone.
 
     Trade-off: the numbers are not MeZO's, but as good, and so cheap that they are drawn again at each use instead of being
-    kept; any thread and any device can draw any range. ``kernels/philox.py`` documents the order of the numbers.
+    kept; any thread and any device can draw any range. ``kernels/reference.py`` documents the order of the numbers.
 
     Args:
         distribution: Distribution of the numbers.

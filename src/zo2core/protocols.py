@@ -269,7 +269,7 @@ class NoiseGenerator(Protocol):
 
 @runtime_checkable
 class CounterNoise(NoiseGenerator, Protocol):
-    """A noise generator with random access: z by Philox, as ``kernels/philox.py`` documents it.
+    """A noise generator with random access: z by Philox, as ``kernels/reference.py`` documents it.
 
     Kernels draw z themselves, again in each pass that uses it, which is faster than to keep it in memory.
     """

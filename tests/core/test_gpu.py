@@ -36,7 +36,7 @@ from zo2core import (
 )
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
-from zo2core.kernels import dispatch, philox
+from zo2core.kernels import dispatch, reference
 from zo2core.kernels.low_bit import FP8
 from zo2core.planning.memory import DevicePlan, Replay
 from zo2core.protocols import Device
@@ -278,7 +278,7 @@ def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype:
         dispatch.apply_drawing(weights, program, distribution, 3, start, out=out)
         found.append((weights.cpu(), out.cpu()))
     z, there = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
-    philox.fill(z, distribution, seed, 3, 0)
+    reference.fill(z, distribution, seed, 3, 0)
     dispatch.fill(there, distribution, seed, 3, 0)
     assert torch.equal(there.cpu(), z)
     for ours, theirs in zip(*found, strict=True):

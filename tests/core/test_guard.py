@@ -27,7 +27,7 @@ from zo2core import (
 )
 from zo2core.errors import DivergenceError, OptionError, ZO2Warning
 from zo2core.guard import best_step
-from zo2core.journal.records import decode, encode
+from zo2core.journal import decode, encode
 
 EPS = 1e-3
 PLAIN = MeZOSGD(lr=1e-5, zo_eps=EPS, weight_decay=0.1)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core.errors import ZO2Warning
-from zo2core.kernels import arithmetic, dispatch, native, philox
-from zo2core.kernels.arithmetic import table
+from zo2core.kernels import dispatch, native, reference
+from zo2core.kernels.reference import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,7 +78,7 @@ def test_compiled_arithmetic_gives_the_references_bits(
     ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
     assert native.takes(ours, *zs)
     dispatch.apply(ours, program, zs, scratch=scratch, decay_scratch=other)
-    arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
+    reference.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
     assert_same(ours, theta)
 
 
@@ -92,7 +92,7 @@ def test_compiled_noise_gives_the_references_bits(
     ours, theirs = (unaligned(torch.zeros(length, dtype=dtype)) for _ in range(2))
     assert native.takes(ours)
     dispatch.fill(ours, distribution, seed, parameter, start)
-    philox.fill(theirs, distribution, seed, parameter, start)
+    reference.fill(theirs, distribution, seed, parameter, start)
     assert_same(ours, theirs)
 
 
@@ -117,11 +117,11 @@ def test_one_pass_is_the_composition_of_its_parts(
     expected, scratch, other = theta.clone(), torch.empty_like(theta), torch.empty_like(theta)
     zs = [torch.empty_like(theta) for _ in program.seeds]
     for z, seed in zip(zs, program.seeds, strict=True):
-        philox.fill(z, distribution, seed, 6, start)
-    arithmetic.apply(expected, program, zs, scratch=scratch, decay_scratch=other)
+        reference.fill(z, distribution, seed, 6, start)
+    reference.apply(expected, program, zs, scratch=scratch, decay_scratch=other)
     moved = expected.clone()
     if then is not None:
-        arithmetic.perturb(moved, expected, zs[then.direction], then, scratch=scratch)
+        reference.perturb(moved, expected, zs[then.direction], then, scratch=scratch)
     out = None if then is None else theta if in_place else torch.empty_like(theta)
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
@@ -140,13 +140,13 @@ def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
     scratch, other, ours, theirs = (torch.empty_like(theta) for _ in range(4))
     for shift in (1.0, -2.0, -0.3):
         dispatch.perturb(ours, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
-        arithmetic.perturb(theirs, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
+        reference.perturb(theirs, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
         assert_same(ours, theirs)
     for decay in (0.0, 0.1):
         ours, theirs = theta.clone(), theta.clone()
         program = Program((0,), (Descend(0, 0.7, 1e-3, decay),))
         dispatch.apply(ours, program, [z], scratch=scratch, decay_scratch=other)
-        arithmetic.descend(theirs, z, Descend(0, 0.7, 1e-3, decay), scratch=scratch, decay_scratch=other)
+        reference.descend(theirs, z, Descend(0, 0.7, 1e-3, decay), scratch=scratch, decay_scratch=other)
         assert_same(ours, theirs)
 
 
@@ -186,7 +186,7 @@ def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(kind: 
 
 def test_philox_gives_the_integers_of_its_authors() -> None:
     """Known answers of Random123's kat_vectors: philox4x32, 10 rounds."""
-    assert [f"{int(w):08x}" for w in philox.words(0, 0, 0, 1, torch.device("cpu"))] == [
+    assert [f"{int(w):08x}" for w in reference.words(0, 0, 0, 1, torch.device("cpu"))] == [
         "6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8",
     ]  # fmt: skip
 
@@ -215,7 +215,7 @@ def test_gaussian_numbers_are_as_accurate_as_their_note_says() -> None:
     radial, angular = torch.cat((drawn, torch.cartesian_prod(torch.tensor(edges), torch.tensor(edges)).T), 1)
     radius = torch.sqrt(-2 * torch.log((radial // 2 + 0.5).double() / 2**31))
     angle = 2 * math.pi * angular.double() / 2**32
-    first, second = philox.box_muller(radial, angular)
+    first, second = reference.box_muller(radial, angular)
     assert (first - radius * angle.cos()).abs().max() < 1e-6
     assert (second - radius * angle.sin()).abs().max() < 1e-6
     assert 6.6 < max(first.abs().max(), second.abs().max()) < 6.67

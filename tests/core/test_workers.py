@@ -37,7 +37,7 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
-from zo2core.journal.records import ImpossibleRecordError, decode, encode
+from zo2core.journal import ImpossibleRecordError, decode, encode
 from zo2core.planning.memory import free_memory, resident_memory
 from zo2core.workers import Report, Split, choose_split, combined
 

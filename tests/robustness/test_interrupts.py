@@ -23,7 +23,7 @@ from zo2core.types import BlockLayout, ParameterSpec, SegmentKind
 HEADER = {"base": "b", "parameters": "p", "noise": "n", "estimator": {"name": "e"}, "seed": 0}
 DIGESTS = {"embedding": "0a", "block 0": "0b"}
 CORE = Path(zo2core.__file__).parent
-WRITERS = ("journal/journal.py", "io/record_log.py", "io/durable.py", "sources/slot_file.py", "factors.py")
+WRITERS = ("journal.py", "io/record_log.py", "io/durable.py", "sources/slot_file.py", "factors.py")
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
 assert all(Path(name).exists() for name in INTERRUPTED), "a file that was renamed would not be interrupted"
 

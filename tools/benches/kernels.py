@@ -25,7 +25,7 @@ from measuring import spread, timed
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import CudaDevice, Distribution
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows, NF4Blocks
-from zo2core.kernels import dispatch, native, philox
+from zo2core.kernels import dispatch, native, reference
 from zo2core.kernels.encoding import decode
 from zo2core.types import Descend, ParameterSpec, Perturb, Program
 
@@ -106,7 +106,7 @@ def passes(dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
     for distribution in Distribution:
         kernels[f"draw, {distribution.value}"] = (draw(dispatch.fill, distribution), size)
         if on_cpu:
-            kernels[f"draw by torch operations, {distribution.value}"] = (draw(philox.fill, distribution), size)
+            kernels[f"draw by torch operations, {distribution.value}"] = (draw(reference.fill, distribution), size)
             rounded = apply(in_float32, PERTURB, distribution)
             kernels[f"perturb float32 and round, {distribution.value}"] = (rounded, 4 + size)
         kernels[f"perturb into a buffer, {distribution.value}"] = (apply(weights, PERTURB, distribution), 2 * size)

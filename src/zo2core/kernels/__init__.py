@@ -1,4 +1,4 @@
-"""Elementwise kernels for perturbations, updates and noise. arithmetic.py and philox.py are the reference."""
+"""Elementwise kernels for perturbations, updates and noise. reference.py has the reference."""
 
 from zo2core.kernels.dispatch import apply as apply
 from zo2core.kernels.dispatch import apply_drawing as apply_drawing

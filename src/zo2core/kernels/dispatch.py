@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from zo2core.kernels import arithmetic, native, philox
+from zo2core.kernels import native, reference
 from zo2core.kernels.native import DTYPES
 from zo2core.types import Distribution, Perturb, Program
 
@@ -25,7 +25,6 @@ _DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more t
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 _TWO_THREADS = 1 << 16  # weights of a matrix from which a second thread pays
-_FORMED_AT_ONCE = 1 << 18  # weights that the reference sums at a time
 
 
 class _Direction(ctypes.Structure):
@@ -35,30 +34,30 @@ class _Direction(ctypes.Structure):
 
 
 def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor, rounded: Tensor | None = None) -> None:
-    """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
+    """Do what ``reference.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
-        _walk(theta, arithmetic.copying(by), _given([z]), (0, 0, 0), out, rounded)
+        _walk(theta, reference.copying(by), _given([z]), (0, 0, 0), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         kernels.perturb([out], [theta], [z], by)
     else:
-        arithmetic.perturb(out, theta, z, by, scratch=scratch)
+        reference.perturb(out, theta, z, by, scratch=scratch)
     if rounded is not None:
         rounded.copy_(out)
 
 
 def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
-    """Do what ``arithmetic.apply`` does."""
+    """Do what ``reference.apply`` does."""
     if native.takes(theta, *zs):
         _walk(theta, program, _given(zs), (0, 0, 0))
     elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply([theta], program, [[z] for z in zs])
     else:
-        arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+        reference.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
 
 def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
-    """Do what ``philox.fill`` does."""
+    """Do what ``reference.fill`` does."""
     if native.takes(out):
         drawn = out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
         native.functions().zo2core_fill(DTYPES[out.dtype], out.data_ptr(), *drawn)
@@ -68,7 +67,7 @@ def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, sta
         return
     length = _chunk(out)
     for first in range(0, out.numel(), length):
-        philox.fill(out[first : first + length], distribution, seed, parameter, start + first)
+        reference.fill(out[first : first + length], distribution, seed, parameter, start + first)
 
 
 def apply_drawing(
@@ -96,7 +95,7 @@ def apply_drawing(
     """
     assert (out is None) == (program.then is None)
     if native.takes(theta) and native.rounds_to(out, rounded):
-        directions = arithmetic.table(program, theta.device).directions.data_ptr()
+        directions = reference.table(program, theta.device).directions.data_ptr()
         _walk(theta, program, directions, (_DISTRIBUTIONS[distribution], parameter, start), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
@@ -109,11 +108,11 @@ def apply_drawing(
             chunk = theta[first : first + length]
             scratch, decay_scratch, *zs = (buffer[: chunk.numel()] for buffer in memory)
             for z, seed in zip(zs, program.seeds, strict=True):
-                philox.fill(z, distribution, seed, parameter, start + first)
-            arithmetic.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+                reference.fill(z, distribution, seed, parameter, start + first)
+            reference.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
             if program.then is not None and out is not None:
                 copy, z = out[first : first + length], zs[program.then.direction]
-                arithmetic.perturb(copy, chunk, z, program.then, scratch=scratch)
+                reference.perturb(copy, chunk, z, program.then, scratch=scratch)
     if rounded is not None:
         rounded.copy_(theta if out is None else out)
 
@@ -129,7 +128,7 @@ def perturb_each(theta: Tensor, perturbations: Program, distribution: Distributi
         out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
     """
     if native.takes(theta) and native.rounds_to(out):
-        coded, memory = arithmetic.table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
+        coded, memory = reference.table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
         moves = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
         drawn = _DISTRIBUTIONS[distribution], parameter
         native.functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn)
@@ -152,7 +151,7 @@ def _walk(
     rounded: Tensor | None = None,
 ) -> None:
     """Run a program on host memory with the compiled kernels, with its ``then`` where there is memory for that copy."""
-    coded, in_place = arithmetic.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
+    coded, in_place = reference.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
     memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
     run = coded, in_place, in_place + (out is not None), directions
     native.functions().zo2core_walk(*memory, *run, *drawn)
@@ -216,14 +215,4 @@ def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executo
 
         native.run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
     else:
-        _form(base, left, right, out)
-
-
-def _form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Form a matrix with torch operations: the reference."""
-    columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
-    for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True):
-        sums, product = torch.zeros_like(weights, dtype=torch.float32), torch.empty_like(weights, dtype=torch.float32)
-        for k, column in enumerate(columns):
-            sums += torch.mul(factors[:, k, None], column, out=product)
-        memory.copy_(weights.float() + sums)
+        reference.form(base, left, right, out)

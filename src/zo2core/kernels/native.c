@@ -1,8 +1,8 @@
 /* Counter-based noise and MeZO's elementwise arithmetic in one pass over memory: the fast path on CPUs.
  *
- * The functions are called through ctypes, which releases the GIL. philox.py and
- * arithmetic.py are the reference, and give the same bits: every float operation below is one IEEE operation that rounds
- * once, as it does in torch. So this must be compiled with -ffp-contract=off, and never with -ffast-math.
+ * The functions are called through ctypes, which releases the GIL. reference.py gives the same bits: every float operation
+ * below is one IEEE operation that rounds once, as it does in torch. So this must be compiled with -ffp-contract=off, and
+ * never with -ffast-math.
  *
  * Loops are plain and of constant length where it counts, so that the compiler vectorises them.
  */
@@ -14,12 +14,12 @@
 
 #include "floats.h"
 
-enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of philox.py */
+enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of reference.py */
 enum { GAUSSIAN, RADEMACHER };
 enum { PERTURB, PERTURB_FOLDED, DESCEND };
 enum { CACHED = 4 };  /* directions whose chunk of z is kept for the next instructions */
 
-/* One instruction, whose scalars are the arguments of arithmetic.py. */
+/* One instruction, whose scalars are the arguments of reference.py. */
 struct instruction {
     int32_t kind;
     int32_t direction;   /* whose z */
@@ -100,7 +100,7 @@ static void philox(uint32_t *words, size_t count, uint64_t block, uint32_t param
     philox_plain(words, count, block, parameter, seed);
 }
 
-/* ---- Numbers: philox.py documents them and their error ---- */
+/* ---- Numbers: reference.py documents them and their error ---- */
 
 INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *second) {
     const float u = (float)(int32_t)(radial >> 1) + 0.5f;
@@ -166,7 +166,7 @@ static void draw(int distribution, int dtype, float *z, uint64_t element, uint32
         rademacher(z, element, parameter, seed);
 }
 
-/* ---- The arithmetic of arithmetic.py ---- */
+/* ---- The arithmetic of reference.py ---- */
 
 INLINE void run_instruction(
     int is_bfloat, float *restrict theta, const float *restrict z, struct instruction move, size_t count) {

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.arithmetic import copying, table
+from zo2core.kernels.reference import copying, table
 from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
@@ -39,7 +39,7 @@ def _horner3(x, a, b, c, d):
 
 @triton.jit
 def _box_muller(radial, angular):
-    """Do what ``philox.box_muller`` does, operation by operation."""
+    """Do what ``reference.box_muller`` does, operation by operation."""
     u = (radial >> 1).to(tl.int32, bitcast=True).to(tl.float32) + 0.5
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
@@ -62,7 +62,7 @@ def _box_muller(radial, angular):
 
 @triton.jit
 def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). See ``philox`` for the order."""
+    """Draw z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). ``reference`` has the order."""
     if GAUSSIAN:
         call = element // 4 + tl.arange(0, BLOCK // 4)
     else:  # each call four times: word (i % 32) // 8 of call i % 8 of group i // 32
@@ -221,12 +221,9 @@ def _launch_over(
     start: int = 0,
 ) -> _Places:
     """Return the places of these tensors. Indices count from the first parameter's, so that equal blocks share a table."""
-    numels = [theta.numel() for theta in thetas]
-    none = [0] * len(thetas)
-    of_theta, of_out, of_z = _offsets(thetas), none if outs is None else _offsets(outs), none if zs is None else _offsets(zs)
-    indices = none if parameters is None else [parameter - parameters[0] for parameter in parameters]
-    starts = [start] * len(thetas)
-    return _places(thetas[0].device, tuple(zip(of_theta, of_out, of_z, numels, indices, starts, strict=True)))
+    indices = [0] * len(thetas) if parameters is None else [parameter - parameters[0] for parameter in parameters]
+    numels, offsets = [theta.numel() for theta in thetas], map(_offsets, (thetas, outs or thetas, zs or thetas))
+    return _places(thetas[0].device, tuple(zip(*offsets, numels, indices, [start] * len(thetas), strict=True)))
 
 
 def apply_drawing(

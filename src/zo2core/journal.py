@@ -10,19 +10,275 @@ A branch is a new journal with the first steps of a run: it undoes the later one
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 import os
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
-from zo2core.errors import JournalError, OutputError, system_errors_as
-from zo2core.io.durable import make_directory, replace_file
+from zo2core.errors import JournalError, OptionError, OutputError, reason, system_errors_as
+from zo2core.io.durable import DisturbedFileError, LockedFileError, make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
-from zo2core.journal import records
 from zo2core.ranges import counted
-from zo2core.types import Commit, Update
+from zo2core.types import Commit, Evaluation, ParameterSpec, Update
+
+SHOWN = 80  # characters of a value that an error shows
+
+
+class ImpossibleRecordError(ValueError):
+    """A record whose checksum is right, but which no run of this format writes."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        self.found = found
+        self.expected = expected
+        super().__init__(f"{found}; expected {expected}")
+
+
+def shown(value: object) -> str:
+    """A value's ``repr``, truncated so that an error stays one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, values nested too deep
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def damaged(path: Path, line: int, found: str, expected: str | None = None) -> JournalError:
+    """The error for a file with a damaged line."""
+    remedy = "restore the journal from a copy; records after the damage cannot be trusted"
+    expected = f"a record of format {FORMAT}" if expected is None else expected
+    return JournalError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+
+
+def unwritable(name: str, error: OSError) -> JournalError:
+    """The error for a file that cannot be opened for writing, or written."""
+    expected, remedy = "a file that can be written and synced", "free space or repair the disk"
+    if isinstance(error, LockedFileError):
+        expected, remedy = "a file that no other engine writes", "close that engine, or wait until its process has ended"
+    elif isinstance(error, DisturbedFileError):
+        expected, remedy = "the file as it was left", "put the file back, or resume from a copy"
+    remedy += "; the step was not taken and can be repeated"
+    return JournalError(name, found=reason(error), expected=expected, remedy=remedy)
+
+
+FORMAT = 1
+METHOD = "method"  # key of first-order runs' headers only
+DRAWN = "drawn"  # key of headers of torch's noise only: its version, and a checksum of what it drew; not compared
+
+Header: TypeAlias = Mapping[str, Any]
+
+_WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", type(None): "null"}
+# Types of the values that this library writes; other keys are the caller's.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("base", "parameters", "noise"), (str,)),
+    **dict.fromkeys(("model", "provenance", "perturbation", METHOD, DRAWN), (dict,)),
+    "estimator": (dict, type(None)),
+    "seed": (int, type(None)),
+    "branched": (list,),
+}
+_LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
+_NESTING = 64  # most levels of nested values
+_LISTED = 6  # most differences that an error lists
+_ABSENT = object()
+
+
+def completed(header: Header) -> Header:
+    """A header as it is written and read: with its format, and with JSON values only."""
+    return {"format": FORMAT, **json.loads(json.dumps(dict(header), allow_nan=False))}
+
+
+def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A caller's values as JSON values for a header."""
+    try:
+        converted = json.loads(json.dumps(dict(values), allow_nan=False))
+        _leaves(converted, name)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            name, found=str(error), expected="finite JSON values in an object", remedy="pass strings and numbers"
+        ) from error
+    assert isinstance(converted, dict)
+    return converted
+
+
+def require_header(record: Mapping[str, Any]) -> None:
+    """Refuse a record that is not a header of this format."""
+    if type(record.get("format")) is not int or record["format"] != FORMAT:
+        raise ImpossibleRecordError(_described(record, "format"), f"a header of format {FORMAT}")
+    for key, types in _TYPES.items():
+        if key in record and type(record[key]) not in types:
+            raise ImpossibleRecordError(_described(record, key), f"{' or '.join(_WORDS[kind] for kind in types)} as {key}")
+    _leaves(record)
+
+
+def may_be_torn_header(torn: bytes) -> bool:
+    """Whether bytes may be a header whose write was interrupted: its beginning, or a sector of zeros."""
+    start = b'{"format":'
+    if re.match(rb"[0-9a-f]", torn):  # the line format of earlier versions
+        return bool(re.fullmatch(rb"[0-9a-f]{1,8}", torn[:8])) and (b" " + start).startswith(torn[8 : 9 + len(start)])
+    return start.startswith(torn[: len(start)]) or not torn[:512].strip(b"\0")
+
+
+def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
+    """The differences, leaf by leaf, between a journal's header and that of a run that would continue it.
+
+    Keys of the run with the value None are not compared, nor are keys that the journal is too old to have.
+    """
+    compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)} - {DRAWN}
+    journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))
+    keys = [key for key in sorted({*journal, *run}) if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))]
+    return (_listed(journal, keys), _listed(run, keys)) if keys else None
+
+
+def digest(parameters: Iterable[ParameterSpec]) -> str:
+    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes and encodings."""
+    listed: list[list[object]] = []
+    for spec in parameters:
+        transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []  # older journals have none
+        encoded = [] if spec.encoding is None else [repr(spec.encoding)]
+        frozen = ["frozen"] if spec.frozen else []
+        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *transfer, *encoded, *frozen])
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
+    """Nested objects and lists as one flat dictionary, with dotted paths as keys."""
+    if depth > _NESTING:
+        raise ImpossibleRecordError(f"more than {_NESTING} levels in {path.split('.')[0]}", "a header that is less nested")
+    if isinstance(value, dict):
+        items: Iterable[tuple[object, object]] = value.items()
+    elif isinstance(value, list) and value:
+        items = enumerate(value)
+    else:
+        return {path: value}
+    leaves: dict[str, Any] = {}
+    for key, item in items:
+        leaves |= _leaves(item, f"{path}.{key}" if path else str(key), depth + 1)
+    return leaves
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two JSON values are equal: numbers by their value, and true is not a number."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _described(header: Header, key: str) -> str:
+    name = key if key.isprintable() else shown(key)  # an error is one line
+    return f"{name} {shown(header[key])}" if key in header else f"no {name}"
+
+
+def _listed(leaves: Mapping[str, Any], keys: list[str]) -> str:
+    listed = [_described(leaves, key) for key in keys[:_LISTED]]
+    more = len(keys) - _LISTED
+    return "; ".join([*listed, f"and {more} more"] if more > 0 else listed)
+
+
+DIGESTS = "base_digests"  # the only key of a record of digests
+EVALUATION = "evaluation"  # the only key of a record of an evaluation's result
+COMMIT = "commit"  # the only key of a commit's record
+DIGEST = re.compile("[0-9a-f]+")
+
+_STEP = "step"
+
+
+def decode_digests(record: Record, known: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the base's bytes by segment, which agree with the known ones."""
+    digests = record[DIGESTS]
+    if len(record) != 1 or not isinstance(digests, dict):
+        raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests and no other key")
+    for segment, digest in digests.items():
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
+        if known.get(segment, digest) != digest:
+            raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{known[segment]} again")
+    return digests
+
+
+def encode_evaluation(step: int, values: Mapping[str, float]) -> Record:
+    """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks."""
+    assert _STEP not in values, "the name of the step is reserved"
+    results = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+    return {EVALUATION: {_STEP: step, **results}}
+
+
+def decode_evaluation(record: Record, version: int) -> tuple[int, Mapping[str, float]]:
+    """Number of updates in the evaluated weights, and the results by name."""
+    result = record[EVALUATION]
+    if len(record) != 1 or not isinstance(result, dict):
+        raise ImpossibleRecordError(f"{EVALUATION} {shown(result)}", "an object of results and no other key")
+    step = result.get(_STEP)
+    if type(step) is not int or not 0 <= step <= version:
+        raise ImpossibleRecordError(f"an evaluation of step {shown(step)}", f"a step from 0 to {version}")
+    values = {name: math.nan if value is None else value for name, value in result.items() if name != _STEP}
+    for name, value in values.items():
+        if type(value) is not float:
+            raise ImpossibleRecordError(f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null")
+    return step, values
+
+
+_SCALARS = {"int": (int, "a whole number"), "float": (float, "a finite number"), "bool": (bool, "true or false")}
+
+
+def encode(step: Update | Commit) -> dict[str, Any]:
+    """The record of a step: its fields in their order."""
+    values = {field.name: _written(str(field.type), getattr(step, field.name)) for field in fields(step)}
+    return {COMMIT: values} if isinstance(step, Commit) else values
+
+
+def decode(record: Record) -> Update | Commit:
+    """The step of a record."""
+    kind, values = (Commit, record[COMMIT]) if COMMIT in record else (Update, record)
+    kinds = {field.name: str(field.type) for field in fields(kind)}
+    if kind is Commit and (len(record) != 1 or not isinstance(values, dict) or values.keys() != kinds.keys()):
+        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of {', '.join(kinds)} alone")
+    if "workers" in values:
+        raise ImpossibleRecordError(f"workers {shown(values['workers'])}", "an update from the losses of all workers")
+    for name in kinds:
+        if name not in values:
+            raise ImpossibleRecordError(f"no {name}", f"an update with {name}")
+        if kind is Commit and kinds[name] == "float" and type(values[name]) is int:
+            raise ImpossibleRecordError(f"{shown(values[name])} as {name}", "a float")
+    step = kind(**{name: _read(kinds[name], values[name], name) for name in kinds})
+    contradiction = step.contradiction()
+    if contradiction is not None:
+        raise ImpossibleRecordError(*contradiction)
+    return step
+
+
+def _written(kind: str, value: Any) -> object:
+    """A value of a step, of the type that its field is annotated with, as JSON."""
+    if kind == Evaluation.__name__:
+        return [int(value.seed), float(value.shift)]
+    return _SCALARS[kind][0](value) if kind in _SCALARS else [_written(_item(kind), one) for one in value]
+
+
+def _read(kind: str, value: object, name: str) -> Any:
+    """The value that ``_written`` has written."""
+    if kind in _SCALARS:
+        scalar, expected = _SCALARS[kind]
+        if scalar is float and type(value) is int:
+            with contextlib.suppress(OverflowError):
+                value = float(value)
+        if type(value) is not scalar:
+            raise ImpossibleRecordError(f"{shown(value)} as {name}", expected)
+        return value
+    if kind == Evaluation.__name__:
+        if not isinstance(value, list) or len(value) != 2:
+            raise ImpossibleRecordError(f"{name} {shown(value)}", "[seed, shift]")
+        return Evaluation(_read("int", value[0], "a seed"), _read("float", value[1], "a shift"))
+    if not isinstance(value, list):
+        raise ImpossibleRecordError(f"{name} {shown(value)}", f"a list as {name}")
+    return tuple(_read(_item(kind), one, f"an item of {name}") for one in value)
+
+
+def _item(kind: str) -> str:
+    """The type of a tuple's items."""
+    return kind.removeprefix("tuple[").removesuffix(", ...]")
 
 
 class Journal:
@@ -46,7 +302,7 @@ class Journal:
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.name = "journal" if path is None else str(path)
-        self.header: records.Header | None = None
+        self.header: Header | None = None
         self.base_digests: dict[str, str] = {}
         self.evaluations: dict[int, Mapping[str, float]] = {}
         self.torn = False
@@ -78,7 +334,7 @@ class Journal:
     @property
     def is_replayable(self) -> bool:
         """Whether the journal and the base determine the weights of every step; first-order runs need snapshots."""
-        return self.header is None or records.METHOD not in self.header
+        return self.header is None or METHOD not in self.header
 
     @property
     def noise(self) -> str | None:
@@ -104,9 +360,9 @@ class Journal:
             try:
                 self._file.lock()
             except OSError as error:
-                raise records.unwritable(self.name, error) from error
+                raise unwritable(self.name, error) from error
 
-    def begin(self, header: records.Header) -> None:
+    def begin(self, header: Header) -> None:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
         Args:
@@ -118,21 +374,21 @@ class Journal:
             JournalError: if the journal has another header (with each difference) or noise of other numbers, or the file
                 cannot be written.
         """
-        header = records.completed(header)
+        header = completed(header)
         if self.header is None:
             header = {key: value for key, value in header.items() if value is not None}
-            records.require_header(header)
+            require_header(header)
             self._started_at = self.version
             self._write(header, partial(self._add_header, header), lambda: self.header is not None)
             return
-        differing = records.differences(self.header, header)
+        differing = differences(self.header, header)
         if differing is not None:
             theirs, ours = differing
             remedy = "continue with the base checkpoint and options that the journal was started with, or start a new one"
             raise JournalError(self.name, found=theirs, expected=ours, remedy=remedy)
-        recorded, drawn = (one.get(records.DRAWN) or {} for one in (self.header, header))
+        recorded, drawn = (one.get(DRAWN) or {} for one in (self.header, header))
         if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):  # of equal numbers, torch may be another
-            then, now = ([records.shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn))
+            then, now = ([shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn))
             raise JournalError(
                 self.name,
                 found=f"noise that torch {then[0]} drew, of checksum {then[1]}",
@@ -149,10 +405,10 @@ class Journal:
         """
         assert self.header is not None, "a journal has a header before it has steps"
         assert step.step == self.version, "steps are appended in order"
-        record = records.encode(step)
+        record = encode(step)
         try:
             decoded = self._decoded(record)  # refuses a record that could not be read back, before anything is written
-        except records.ImpossibleRecordError as error:
+        except ImpossibleRecordError as error:
             where, remedy = f"{self.name}, step {step.step}", "fix the estimator, or lower `lr`; the step was not taken"
             raise JournalError(where, found=error.found, expected=error.expected, remedy=remedy) from error
         self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
@@ -190,19 +446,19 @@ class Journal:
         """
         assert self.header is not None, "a journal has a header before it has digests"
         for segment, digest in digests.items():
-            assert records.DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
+            assert DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
             known = self.base_digests.get(segment, digest)
             if known != digest:
                 raise JournalError(
                     self.name,
-                    found=f"a base whose {segment} has digest {records.shown(digest)}",
-                    expected=f"digest {records.shown(known)}, as when the run was started",
+                    found=f"a base whose {segment} has digest {shown(digest)}",
+                    expected=f"digest {shown(known)}, as when the run was started",
                     remedy="restore the base checkpoint, or start a new run",
                 )
         kept = self.base_digests
         unknown = {segment: digest for segment, digest in digests.items() if segment not in kept}
         if unknown:
-            self._write({records.DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
+            self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
 
     def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add the result of an evaluation; on return it is durable if the journal is a file.
@@ -215,7 +471,7 @@ class Journal:
             JournalError: if the file cannot be written.
         """
         assert 0 <= step <= self.version, "the evaluated step belongs to the run"
-        record, before = records.encode_evaluation(step, values), self.evaluations.get(step)
+        record, before = encode_evaluation(step, values), self.evaluations.get(step)
         self._write(record, partial(self._add, record), lambda: self.evaluations.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
@@ -247,7 +503,7 @@ class Journal:
             raise JournalError(
                 self.name,
                 found=counted(self.version, "step"),
-                expected=f"at least {records.shown(step)}",
+                expected=f"at least {shown(step)}",
                 remedy=f"pass a step from 0 to {self.version}",
             )
         copy = Journal()
@@ -264,12 +520,12 @@ class Journal:
         """
         if self.header is None:
             return b""
-        written = [self.header, *([{records.DIGESTS: self.base_digests}] if self.base_digests else [])]
+        written = [self.header, *([{DIGESTS: self.base_digests}] if self.base_digests else [])]
         for step in range(self.version + 1):
             if step in self.evaluations:
-                written.append(records.encode_evaluation(step, self.evaluations[step]))
+                written.append(encode_evaluation(step, self.evaluations[step]))
             if begin <= step < self.version:
-                written.append(records.encode(self._steps[step]))
+                written.append(encode(self._steps[step]))
         return b"".join(map(to_line, written))
 
     def take_excerpt(self, lines: bytes) -> None:
@@ -285,7 +541,7 @@ class Journal:
         theirs.base_digests.clear()
         try:
             header, *others = [from_line(line) for line in lines.splitlines()]
-            records.require_header(header)
+            require_header(header)
             for record in [header, *others] if is_new else others:
                 theirs._add(record, known=self.version)
         except (ValueError, RecursionError) as error:
@@ -344,24 +600,24 @@ class Journal:
                 self._file.retract(0)  # a withdrawn header that an interrupt left in the file
             self._file.append(record, count, is_counted)
         except OSError as error:
-            raise records.unwritable(self.name, error) from error
+            raise unwritable(self.name, error) from error
 
     def _open(self, path: Path) -> RecordFile:
         try:
             with system_errors_as(JournalError, path, expected="a readable journal", remedy="check the path"):
                 file = RecordFile(path)
         except DamagedRecordError as error:
-            raise records.damaged(path, error.line, f"a damaged record ({error})") from error
+            raise damaged(path, error.line, f"a damaged record ({error})") from error
         for line, record in enumerate(file.loaded, start=1):
             try:
                 self._add(record)
-            except records.ImpossibleRecordError as error:
-                raise records.damaged(path, line, error.found, error.expected) from error
+            except ImpossibleRecordError as error:
+                raise damaged(path, line, error.found, error.expected) from error
             except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
-                raise records.damaged(path, line, f"a value that JSON lacks ({error})") from error
+                raise damaged(path, line, f"a value that JSON lacks ({error})") from error
         file.loaded.clear()
         self.torn = bool(file.torn)
-        if self.header is None and not records.may_be_torn_header(file.torn):  # the file would be overwritten
+        if self.header is None and not may_be_torn_header(file.torn):  # the file would be overwritten
             found = f"{len(file.torn)} bytes that are not the beginning of a journal"  # not shown: they may be secret
             raise JournalError(path, found=found, expected="a journal", remedy="check the path")
         return file
@@ -369,28 +625,28 @@ class Journal:
     def _add(self, record: Record, known: int = 0) -> None:
         """Add a record that was read, unless it is one of the first ``known`` steps."""
         if self.header is None:
-            records.require_header(record)
+            require_header(record)
             self._add_header(record)
-        elif records.DIGESTS in record:
-            self.base_digests |= records.decode_digests(record, self.base_digests)
-        elif records.EVALUATION in record:
-            evaluated, values = records.decode_evaluation(record, self.version)
+        elif DIGESTS in record:
+            self.base_digests |= decode_digests(record, self.base_digests)
+        elif EVALUATION in record:
+            evaluated, values = decode_evaluation(record, self.version)
             self.evaluations[evaluated] = values  # replaces an earlier result
         elif (step := self._decoded(record)).step == self.version:
             self._count(step, record)
         elif not 0 <= step.step < known:
-            raise records.ImpossibleRecordError(f"step {records.shown(step.step)}", f"step {self.version}")
+            raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
 
     def _add_header(self, header: Record) -> None:
-        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != records.DRAWN}))]
+        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != DRAWN}))]
         self.header = header
 
     def _decoded(self, record: Record) -> Update | Commit:
         """The step of a record."""
-        if (records.COMMIT in record) is self.is_replayable:
+        if (COMMIT in record) is self.is_replayable:
             found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
-            raise records.ImpossibleRecordError(found, f"{expected}, as the header says")
-        return records.decode(record)
+            raise ImpossibleRecordError(found, f"{expected}, as the header says")
+        return decode(record)
 
     def _count(self, step: Update | Commit, record: Record) -> None:
         version = self.version
@@ -439,7 +695,7 @@ def branch_journal(
     header["branched"] = [*header.get("branched", ()), before]
     for name, values in (("estimator", estimator), ("provenance", provenance)):
         if values is not None:
-            header[name] = records.json_object(name, values)
+            header[name] = json_object(name, values)
     branch.header = header
     branch.evaluations.clear()
     if os.path.lexists(destination):
