@@ -46,6 +46,7 @@ from zo2core.errors import UnsupportedModelError
 MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
 LORA_STEPS, LR = 3, 1e-2
+SGD = partial(torch.optim.SGD, lr=LR)
 PROMPTS = [[7, 3, 11, 20], [5, 9]]
 PROMPTED = [PROMPTS[:1], PROMPTS]  # prompts of one length, and of two: the shorter one is padded
 CANDIDATES = [[[4], [6, 8]], [[10, 12, 13], [14]]]
@@ -292,16 +293,22 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def trained_by_peft(
-    whole: Any, config: Any, first: dict[str, torch.Tensor], rows: dict[str, torch.Tensor], *, steps: int
+    whole: Any,
+    config: Any,
+    first: dict[str, torch.Tensor],
+    rows: dict[str, torch.Tensor],
+    *,
+    steps: int,
+    make: Any = SGD,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train peft's adapter on the whole model from its first values; return losses and parameters."""
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in first
         # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
-        parameter.data = first.get(name, parameter.data).clone()
+        parameter.data = first.get(name, parameter.data).to(parameter.device, copy=True)
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-    optimizer, losses = torch.optim.SGD(trained.values(), lr=LR), []
+    optimizer, losses = make(trained.values()), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = whole(**rows, use_cache=False).loss
@@ -317,7 +324,7 @@ def train_lora(
     """Train LoRA over a checkpoint's blocks and by peft on the resident model; return the model and what differs."""
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR))) as engine:
+    with Engine(model, FirstOrder(SGD)) as engine:
         first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
         losses = [engine.step(batch()).loss for _ in range(steps)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,8 @@ import make_checkpoint
 import pytest
 import torch
 from coded_checkpoints import save_gpt_oss
+from families import trained_by_peft
+from measuring import lora, machine
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from zo2adapters import Adapter, open_checkpoint
@@ -101,18 +102,6 @@ def resident_model(path: Path, dtype: torch.dtype, place: Place) -> Any:
     return whole.to(place.device).eval()
 
 
-def with_adapter(whole: Any, config: Any) -> Any:
-    """The model with peft's layers, whose parameters are trained, in float32 as peft keeps them."""
-    import peft
-
-    resident: Any = peft.inject_adapter_in_model(config, whole)
-    for name, value in resident.named_parameters():
-        if "lora_" in name:
-            value.data = value.data.float()
-        value.requires_grad_("lora_" in name)
-    return resident.eval()
-
-
 def batch_of(seed: int, rows: int = 2, tokens: int = 24, vocabulary: int = 512) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
@@ -125,12 +114,6 @@ def memory_of(place: Place, kept: int, room: int = ROOM) -> MemoryPolicy:
     return MemoryPolicy(device=DevicePlan((), 1 << 40, kept, room), activations=room)
 
 
-def lora(*, initial_zero: bool = True) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=initial_zero)
-
-
 def bits_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Tensors whose bits are equal, and all."""
     same = [torch.equal(value.cpu(), theirs[name].cpu()) for name, value in ours.items()]
@@ -139,7 +122,7 @@ def bits_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tens
 
 def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quantized: str | None = None) -> Result:
     """A LoRA trained by AdamW over the stream, against peft on the whole model with the same (decoded) weights."""
-    config = lora()
+    config = lora(4, lora_alpha=8)
     if quantized == "mxfp4":
         base, path = save_gpt_oss(place.folder)
     else:
@@ -153,25 +136,16 @@ def check_lora(place: Place, *, dtype: torch.dtype, room: int, kept: int, quanti
         with Engine(open_checkpoint(path)) as engine:
             for name, value in engine.parameters_now():
                 whole.get_parameter(name).data.copy_(value)
-    resident = with_adapter(whole, config)
-    trained = [(name, value) for name, value in resident.named_parameters() if value.requires_grad]
     model = open_checkpoint(path, adapter=Adapter(config=config, seed=0))
+    batch = batch_of(0, vocabulary=min(512, whole.config.vocab_size))
     with Engine(model, FirstOrder(make), device=place.device, memory=memory_of(place, kept, room)) as engine:
-        ours = engine.parameters
-        names = {name: next(key for key, _ in trained if key.endswith(name.split("model.", 1)[-1])) for name in ours}
-        for name, value in ours.items():
-            resident.get_parameter(names[name]).data.copy_(value.detach())
-        optimizer, losses = make([resident.get_parameter(names[name]) for name in ours]), []
-        for step in range(STEPS):
-            batch = batch_of(step, vocabulary=min(512, whole.config.vocab_size))
-            loss = resident(**{key: value.to(place.device) for key, value in batch.items()}).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append((engine.step(batch).loss, float(loss.detach())))
-        theirs = {name: resident.get_parameter(names[name]).detach() for name in ours}
-        same, count = bits_equal({name: value.detach() for name, value in ours.items()}, theirs)
-    return {"equal": same == count, "tensors": [same, count], "losses": losses}
+        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
+        losses = [engine.step(batch).loss for _ in range(STEPS)]
+        ours = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    there = {key: value.to(place.device) for key, value in batch.items()}
+    expected, theirs = trained_by_peft(whole, config, first, there, steps=STEPS, make=make)
+    same, count = bits_equal(ours, theirs)
+    return {"equal": same == count, "tensors": [same, count], "losses": [losses, expected]}
 
 
 def check_full(place: Place, *, room: int) -> Result:
@@ -228,7 +202,7 @@ def check_two_runs(place: Place) -> Result:
         return {name: value.detach().clone() for name, value in engine.parameters.items()}
 
     def model_of(seed: int) -> Any:
-        return open_checkpoint(base, adapter=Adapter(config=lora(), seed=seed))
+        return open_checkpoint(base, adapter=Adapter(config=lora(4, lora_alpha=8), seed=seed))
 
     for seed in (1, 2):
         with Engine(model_of(seed), method, device=place.device, memory=memory_of(place, 0)) as engine:
@@ -305,18 +279,13 @@ JOBS: Mapping[str, Job] = {
 }
 
 
-def machine_of(device: str) -> dict[str, Any]:
-    name = platform.processor() if device == "cpu" else torch.cuda.get_device_name(0)
-    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-
-
 def run_job(name: str, place: Place) -> Result:
     started = time.perf_counter()
     try:
         result = JOBS[name].run(place)
     except Exception:
         result = {"equal": False, "error": traceback.format_exc(limit=4)}
-    return {"job": name, "machine": machine_of(place.device), "wall_seconds": time.perf_counter() - started, **result}
+    return {"job": name, "machine": machine(), "wall_seconds": time.perf_counter() - started, **result}
 
 
 def file_of(name: str) -> str:

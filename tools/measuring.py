@@ -18,10 +18,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import peft
 import torch
 from make_checkpoint import geometries, make_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
+from zo2adapters import MonolithicMeZO
 from zo2core import (
     DensePerturbation,
     DevicePlan,
@@ -35,6 +38,7 @@ from zo2core import (
     SequentialNoise,
     ZerothOrder,
 )
+from zo2core.kernels import fill
 from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout, Lane, StepResult
@@ -126,7 +130,8 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     processor = platform.processor() or platform.machine()
     cores = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"processor": processor, **cores, "torch": torch.__version__, "gpu": gpu}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    return {"processor": processor, **cores, **versions, "gpu": gpu}
 
 
 def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -233,6 +238,24 @@ def memory_of(buckets: int | None = None, activations: int | str = ACTIVATIONS, 
     room = activations if isinstance(activations, int) else 1 << 30
     device: Any = "auto" if kept is None else DevicePlan((), 1 << 40, kept=kept, activation_bytes=room)
     return MemoryPolicy(host=host, device=device, activations=activations)
+
+
+def lora(rank: int = 8, **given: Any) -> peft.LoraConfig:
+    """LoRA of the projections of queries and values."""
+    return peft.LoraConfig(**{"r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **given})
+
+
+def lora_fa(base: Path, config: peft.LoraConfig, **given: Any) -> MonolithicMeZO:
+    """Plain LoRA-FA over peft's model: steps of two forwards, with the matrices B perturbed in the weights."""
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = "lora_B" in name
+
+    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
+        fill(z, Distribution.RADEMACHER, seed, parameter)
+
+    return MonolithicMeZO(whole, draw=draw, **given)
 
 
 class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -32,6 +32,7 @@ from measuring import (
     add_sizes,
     alternate,
     lanes_of,
+    lora,
     memory_of,
     peak_of_step,
     ratio,
@@ -299,10 +300,6 @@ class SlowHost(TorchOptimizer):
         super().apply(inputs)
         seconds = self.seconds_a_byte * sum(weight.nbytes for weight in inputs.weights.values())
         time.sleep(max(seconds - (time.perf_counter() - began), 0.0))
-
-
-def lora() -> peft.LoraConfig:
-    return peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
 def optimizer_of(name: OptimizerName) -> Any:

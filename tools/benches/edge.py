@@ -17,18 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from measuring import alternate, seconds_of, shapes, timed
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from measuring import alternate, lora, lora_fa, seconds_of, shapes, timed
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from zo2adapters import Adapter, MonolithicMeZO, TrainingProgram, open_checkpoint, write_program
+from zo2adapters import Adapter, TrainingProgram, open_checkpoint, write_program
 from zo2adapters.edge.lowering import assemble
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution
-from zo2core.kernels import fill
 
-VOCABULARY, RANK = 4000, 8
+VOCABULARY = 4000
+LORA: dict[str, Any] = {"rank": 8, "lora_alpha": 8, "init_lora_weights": False}  # with matrices B that are not zero
 ZO_EPS, LR = 1e-3, 1e-6
 
 
@@ -55,27 +53,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {f"{rows} x {tokens}": bench(base, rows, tokens, options.steps) for rows, tokens in options.shapes}
 
 
-def lora() -> Any:
-    """The adapter's config, with matrices B that are not zero."""
-    return peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-
-def two_forwards(base: Path) -> MonolithicMeZO:
-    """Plain LoRA-FA over peft's model."""
-    whole = AutoModelForCausalLM.from_pretrained(base)
-    peft.inject_adapter_in_model(lora(), whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = "lora_B" in name
-
-    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
-        fill(z, Distribution.RADEMACHER, seed, parameter)
-
-    return MonolithicMeZO(whole, lr=LR, zo_eps=ZO_EPS, perturb_in_place=False, draw=draw)
-
-
 def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
     batch = dict(random_batch(VOCABULARY, rows, tokens, seed=0))
-    model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
+    model = open_checkpoint(base, adapter=Adapter(config=lora(**LORA), frozen=("lora_A",)))
     lowering: dict[str, float] = {}
     sides: dict[str, Callable[[], object]] = {}
     for name, partitioners in (("XNNPACK", None), ("portable kernels", ())):
@@ -90,5 +70,6 @@ def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
         module(batch["input_ids"], batch["labels"], torch.tensor(LR))
 
     sides["module in torch"] = step_module
-    sides["two forwards"] = partial(two_forwards(base).step, batch, 0)
+    mezo = lora_fa(base, lora(**LORA), lr=LR, zo_eps=ZO_EPS, perturb_in_place=False)
+    sides["two forwards"] = partial(mezo.step, batch, 0)
     return {"seconds": seconds_of(alternate(sides, steps)), "seconds of lowering": lowering}

@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import task_rows
-from measuring import spread, zo2
-from peft import LoraConfig
+from measuring import lora, spread, zo2
 from task_rows import Task
 
 from zo2adapters import BackpropGRPOMixin
@@ -208,7 +207,7 @@ def by_grpo(options: argparse.Namespace, folder: Path, steps: int, lr: float, se
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
     # TRL passes its own columns only by their names, and a reward gets no column named completion.
     made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in rows])
-    adapter = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    adapter = lora()
     kind: Any = type("GRPO", (BackpropGRPOMixin, trl.GRPOTrainer), {})
     began = time.perf_counter()
     trainer = kind(model=str(task.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import add_sizes, alternate, seconds_of, times_faster, zeroth_order
-from peft import LoraConfig
+from measuring import add_sizes, alternate, lora, seconds_of, times_faster, zeroth_order
 from torch import distributed
 
 from zo2adapters import Adapter, open_checkpoint
@@ -70,7 +69,7 @@ def opened_engine(options: argparse.Namespace, workers: Workers | None) -> tuple
     method: Any = zeroth_order(queries=options.queries)
     if options.what == "gradients":
         keep_freed_memory(SMALL)
-        adapter = Adapter(config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+        adapter = Adapter(config=lora())
         method = FirstOrder(partial(torch.optim.AdamW, lr=1e-4))
         given["memory"] = MemoryPolicy(activations=options.activations)
     else:

@@ -35,22 +35,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from make_checkpoint import make_checkpoint
-from measuring import alternate, peak_of_step, ratio, spread
+from measuring import alternate, lora, lora_fa, peak_of_step, ratio, spread
 from synthetic import scaled
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from paper.zo2 import batch_of
-from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Distribution, Engine, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZerothOrder
 from zo2core.encodings import Encoding, Int8Rows, NF4Blocks
-from zo2core.kernels import fill
 from zo2core.types import Batch
 
 RANK = 16
@@ -96,10 +94,6 @@ def paper_configs() -> dict[str, LlamaConfig]:
     return dict(zip(PAPER_GIB, (LlamaConfig(**common | shape) for shape in (tiny, large)), strict=True))
 
 
-def lora() -> Any:
-    return peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-
-
 def forwards_of(queries: int) -> dict[str, list[list[int]]]:
     """The evaluations, in the order + - + -, of each forward of a variant; equal variants are listed once."""
     places = range(2 * queries)
@@ -134,22 +128,16 @@ class Forwards(Engine):
 
 def without_engine(base: Path, batch: Batch) -> dict[str, Callable[[], object]]:
     """Steps of peft's model in torch: two forwards with their update, and a gradient."""
-    whole = AutoModelForCausalLM.from_pretrained(base)
-    peft.inject_adapter_in_model(lora(), whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = "lora_B" in name
+    mezo = lora_fa(base, lora(RANK), lr=LR, zo_eps=ZO_EPS)
+    whole: Any = mezo.model
     whole.config.use_cache = False
     rule = torch.optim.SGD([parameter for parameter in whole.parameters() if parameter.requires_grad], lr=LR)
-
-    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
-        fill(z, Distribution.RADEMACHER, seed, parameter)
 
     def first_order() -> None:
         whole(**batch).loss.backward()
         rule.step()
         rule.zero_grad()
 
-    mezo = MonolithicMeZO(whole, lr=LR, zo_eps=ZO_EPS, draw=draw)
     return {"plain": partial(mezo.step, batch, 0), "first order": first_order}
 
 
@@ -162,7 +150,7 @@ def works_of(
         estimator = MultiQueryRGE(lr=LR, zo_eps=ZO_EPS, perturb_in_place=False, q=q)
         engines = []
         for stack in (None, 1):
-            model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
+            model = open_checkpoint(base, adapter=Adapter(config=lora(RANK), frozen=("lora_A",)))
             perturbation = LowRankPerturbation(rank=RANK, period=10**6, stack=stack)
             noise = PhiloxNoise(Distribution.RADEMACHER)
             engine = Forwards(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation))

@@ -270,19 +270,14 @@ class SafetensorsReader:
         Raises:
             CheckpointError: if the file cannot be read or ends early.
         """
-        for entry, first, part in self._ranges(parameter, out, start):
-            self._read_range(entry, first, part)
-
-    def _ranges(self, parameter: str, out: torch.Tensor, start: int) -> Iterator[tuple[TensorEntry, int, torch.Tensor]]:
-        """Divide a range of a parameter by its pieces: tensor, first element in it, and memory to fill."""
         pieces, ends, done = self._pieces[parameter], self._ends[parameter], 0
         for index in range(bisect_right(ends, start), len(pieces)):
             if done == out.numel():
-                return
+                break
             entry, begin, numel = pieces[index]
-            skipped = start + done - (ends[index] - numel)
+            skipped = start + done - (ends[index] - numel)  # elements of the piece before the range
             part = out[done : done + numel - skipped]
-            yield entry, begin + skipped, part
+            self._read_range(entry, begin + skipped, part)
             done += part.numel()
         assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay unfilled
 
