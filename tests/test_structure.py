@@ -159,7 +159,7 @@ MOST_LINES = {
     "zo2adapters/tasks": 2926,
     "zo2adapters/trainers": 4958,
     "zo2core": 4835,
-    "zo2core/checkpoint": 735,
+    "zo2core/checkpoint": 732,
     "zo2core/io": 417,
     "zo2core/journal": 473,
     "zo2core/kernels": 1108,
