@@ -1,18 +1,28 @@
-"""``transformers.Trainer`` with zeroth-order steps: its loop, our bits."""
+"""``transformers.Trainer`` and TRL's with zeroth-order steps: their data, losses, logs and checkpoints, our bits."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from engines import zeroth_order
+from command_lines import done, write_rows
+from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
 from parity import assert_same_weights
-from trainers import ROWS, VOCABULARY, Smoothed, trainer_options
+from profiles import short_first
+from trainers import OF_TRL, ROWS, VOCABULARY, Smoothed, trainer_options
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     EarlyStoppingCallback,
     Seq2SeqTrainer,
@@ -22,9 +32,26 @@ from transformers import (
     TrainingArguments,
 )
 
+import zo2core.engine
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder, branch_journal
-from zo2core.errors import BatchError, JournalError, OptionError, OutputError, UnsupportedModelError
+from zo2adapters.tasks.batches import training_batches
+from zo2adapters.tasks.row_reader import RowReader
+from zo2core import (
+    Distribution,
+    Engine,
+    Guarded,
+    Journal,
+    MeZOSGD,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZerothOrder,
+)
+from zo2core.checkpoint.shards import write_checkpoint
+from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+pytestmark = OF_TRL
 
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
 
@@ -33,119 +60,229 @@ class ZOTrainer(ZOTrainerMixin, Trainer):
     pass
 
 
-class SmoothedTrainer(Smoothed, ZOTrainer):
+class SmoothedStock(Smoothed, Trainer):
     pass
 
 
-def arguments(output: Path, **options: Any) -> TrainingArguments:
-    return TrainingArguments(**trainer_options(output, **{"learning_rate": 1e-3, "weight_decay": 0.0, **options}))
+class SmoothedTrainer(ZOTrainerMixin, SmoothedStock):
+    pass
 
 
-def made(base: Any, output: Path, kind: type[Any] = ZOTrainer, zo: ZOArguments | None = None, **options: Any) -> Any:
-    given = {name: options.pop(name) for name in ("callbacks", "compute_metrics") if name in options}
-    data = {"train_dataset": ROWS, "eval_dataset": ROWS[:5]}
-    return kind(model=base, args=arguments(output, **options), zo=zo, **data, **given)
+class ZOSFTTrainer(ZOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
 
 
-def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+class ZODPOTrainer(ZOTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
 
 
-BATCHES = [stacked(ROWS[start : start + 2]) for start in range(0, 12, 2)]
-LRS = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]  # a warm-up of two steps to 1e-3, then linear to 0 at step 6
+class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, name-defined]
+    pass
 
 
-def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: Any) -> Engine:
+NOUNS = WORDS[3:]
+PAIRS: list[dict[str, str]] = [
+    {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "completion": " " + " ".join([NOUNS[i * 3 % 7]] * (1 + i % 2))}
+    for i in range(12)
+]
+PREFERENCES = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " " + NOUNS[(i * 5 + 1) % 7]}
+    for i, row in enumerate(PAIRS)
+]
+CONSTANT: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
+class Kind(NamedTuple):
+    """A trainer with the mixin, the stock one, its config and rows, and what it logs of its own."""
+
+    ours: type[Any]
+    stock: type[Any]
+    config: Any
+    rows: Any
+    logged: frozenset[str] = frozenset()
+    auto_class: Any = AutoModelForCausalLM
+
+
+KINDS = {
+    "plain": Kind(ZOTrainer, Trainer, TrainingArguments, ROWS),
+    "smoothed": Kind(SmoothedTrainer, SmoothedStock, TrainingArguments, ROWS),
+    "sft": Kind(
+        ZOSFTTrainer, trl.SFTTrainer, trl.SFTConfig, PAIRS, frozenset({"entropy", "mean_token_accuracy", "num_tokens"})
+    ),
+    "dpo": Kind(
+        ZODPOTrainer,
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        PREFERENCES,
+        frozenset({"rewards/accuracies", "rewards/margins", "logps/chosen"}),
+    ),
+    "reward": Kind(
+        ZORewardTrainer,
+        trl.RewardTrainer,
+        trl.RewardConfig,
+        PREFERENCES,
+        frozenset({"accuracy", "margin", "mean_reward"}),
+        AutoModelForSequenceClassification,
+    ),
+}
+
+
+def kind_of(name: str) -> Kind:
+    if name != "tpo":
+        return KINDS[name]
+    tpo = pytest.importorskip("trl.experimental.tpo")
+    ours: Any = type("ZOTPOTrainer", (ZOTrainerMixin, tpo.TPOTrainer), {})
+    return Kind(ours, tpo.TPOTrainer, tpo.TPOConfig, [{**row, "reference": row["chosen"]} for row in PREFERENCES])
+
+
+def made(name: str, model: Any, output: Path, zo: ZOArguments | None = None, *, stock: bool = False, **options: Any) -> Any:
+    """A trainer, with a constant rate of 1e-3 where no other one is asked for."""
+    kind = kind_of(name)
+    given = {key: options.pop(key) for key in ("callbacks", "compute_metrics") if key in options}
+    rows = kind.rows if kind.rows is ROWS else datasets.Dataset.from_list(kind.rows)
+    held_out = ROWS[:5] if kind.rows is ROWS else rows.select(range(5))
+    args = kind.config(**trainer_options(output, **{**CONSTANT, **options}))
+    own = {} if stock else {"zo": zo}
+    return (kind.stock if stock else kind.ours)(
+        model=model, args=args, train_dataset=rows, eval_dataset=held_out, **own, **given
+    )
+
+
+BATCHES = [{key: torch.stack([row[key] for row in ROWS[start : start + 2]]) for key in ROWS[0]} for start in range(0, 12, 2)]
+
+
+LRS = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]
+FALLING: dict[str, Any] = {
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+}  # a warm-up of two steps to 1e-3, then linear to 0 at step 6
+
+
+def plain_loop(base: Path, batches: Iterable[Any] = BATCHES, precision: str = "exact", lrs: Any = None) -> Engine:
     """What the trainer is held against: the same steps without it."""
-    estimator = Guarded(estimator=MeZOSGD(lr=lambda step: LRS[step], zo_eps=1e-3, perturb_in_place=False))
+    lr: Any = 1e-3 if lrs is None else lrs.__getitem__
+    estimator = Guarded(estimator=MeZOSGD(lr=lr, zo_eps=1e-3, perturb_in_place=False))
     model = open_checkpoint(base, precision=precision)
-    engine = zeroth_order(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42, **options)
-    for batch in BATCHES[:steps]:
+    engine = Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42))
+    for batch in batches:
         engine.step(batch)
     return engine
 
 
-def same_models(one: Path, other: Path) -> None:
-    weights = AutoModelForCausalLM.from_pretrained(other).state_dict()
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(one).state_dict().items(), weights.items())
+def weights_of(directory: Path | str) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    return state
 
 
-def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path / "run", logging_steps=1)
+@pytest.mark.parametrize("name", ["plain", "sft"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path, name: str, bf16: bool) -> None:
+    """Also where clipping is turned off, which is not refused, and where it is evaluated in between."""
+    evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
+    trainer = made(name, str(base), tmp_path / "run", bf16=bf16, max_grad_norm=0.0, **FALLING, **evaluated)
     output = trainer.train()
-    with plain_loop(base) as engine:
-        assert trainer.engine.journal.updates == engine.journal.updates
+    batches = [{key: batch[key] for key in BATCHES[0]} for batch in trainer.get_train_dataloader()]
+    updates = trainer.engine.journal.updates
+    with plain_loop(base, batches, "mixed" if bf16 else "exact", LRS) as engine:
+        assert trainer.block_model.autocast is (torch.bfloat16 if bf16 else None)
+        assert updates == engine.journal.updates
         trainer.save_model()
         engine.export(tmp_path / "plain")
-    same_models(tmp_path / "run", tmp_path / "plain")
+    assert_same_weights(weights_of(tmp_path / "run").items(), weights_of(tmp_path / "plain").items())
     AutoTokenizer.from_pretrained(tmp_path / "run")
     logged = [row for row in trainer.state.log_history if "loss" in row]
-    updates = trainer.engine.journal.updates
     assert [row["learning_rate"] for row in logged] == pytest.approx(LRS)
     assert [row["loss"] for row in logged] == pytest.approx([update.losses[0] for update in updates])
     assert [row["grad_norm"] for row in logged] == pytest.approx([abs(update.projected_grads[0]) for update in updates])
     assert output.global_step == 6
     parameters = sum(spec.numel for layout in trainer.block_model.layouts for spec in layout.parameters)
-    assert trainer.state.total_flos == 6 * 2 * parameters * 10 * 2
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    assert trainer.state.total_flos == 2 * 2 * parameters * tokens
 
 
-@pytest.mark.parametrize("weights", [True, False])
-def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, weights: bool) -> None:
-    zo = ZOArguments(export_checkpoints=weights)
-    whole = made(base, tmp_path / "run", save_strategy="steps", save_steps=2, save_total_limit=2, zo=zo)
-    whole.train()
-    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert kept == ["checkpoint-4", "checkpoint-6"]
-    assert (tmp_path / "run" / "checkpoint-4" / "model.safetensors").exists() == weights
-    resumed = made(base, tmp_path / "run", save_strategy="steps", save_steps=2, zo=zo)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert resumed.engine.journal.updates == whole.engine.journal.updates
-    last = made(base, tmp_path / "run", zo=zo)
-    last.train(resume_from_checkpoint=True)
-    assert last.engine.version == 6
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model."""
+    directory: Path = tmp_path_factory.mktemp("reward") / "base"
+    config = small_config("llama", pad_token_id=0, num_labels=1)
+    random_model(config, torch.float32, auto_class=AutoModelForSequenceClassification).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
 
 
-def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, warmup_steps=0)
+OWN_LOSSES = short_first(
+    [("smoothed", {"bf16": True}), ("sft", {"loss_type": "dft"}), ("dpo", {}), ("reward", {"bf16": True}), ("tpo", {})],
+    [
+        *(("smoothed", {}), ("sft", {}), ("sft", {"bf16": True}), ("reward", {})),
+        *(("dpo", {"loss_type": "ipo"}), ("dpo", {"loss_type": ["sigmoid", "sft"]}), ("dpo", {"bf16": True})),
+        ("reward", {"center_rewards_coefficient": 0.1}),
+    ],
+)
+
+
+@pytest.mark.parametrize("case", OWN_LOSSES, ids=str)
+def test_a_loss_of_its_own_is_monolithic_mezos(
+    base: Path, rewarded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
+) -> None:
+    """Against MeZO's loop over the stock trainer's model and loss."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    name, changes = case
+    base, kind = rewarded if name == "reward" else base, kind_of(name)
+    trainer = made(
+        name, base, tmp_path / "run", replace(EXACT, trainer_loss=name == "sft"), **{**changes, "logging_steps": 6}
+    )
     trainer.train()
-    with plain_loop(base, steps=0) as engine:
-        lrs = [update.lr for update in trainer.engine.journal.updates]
-        steps: Any = engine._steps
-        steps._estimator = Guarded(estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False))
-        for batches in [BATCHES[:4], BATCHES[4:]] * 2:
-            engine.step(batches)
-        assert trainer.engine.journal.updates == engine.journal.updates
-
-
-def test_mixed_precision_is_the_models(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path, bf16=True)
-    trainer.train()
-    with plain_loop(base, precision="mixed") as engine:
-        assert trainer.block_model.autocast is torch.bfloat16
-        assert trainer.engine.journal.updates == engine.journal.updates
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_loss_of_its_own_is_monolithic_mezos(base: Path, tmp_path: Path, bf16: bool) -> None:
-    trainer = made(base, tmp_path, SmoothedTrainer, zo=EXACT, bf16=bf16, lr_scheduler_type="constant", warmup_steps=0)
-    trainer.train()
-    whole = AutoModelForCausalLM.from_pretrained(base)
+    [logged] = [row for row in trainer.state.log_history if "loss" in row]
+    assert kind.logged <= logged.keys()
+    whole = kind.auto_class.from_pretrained(base)
+    extra: dict[str, Any] = {"precompute_ref_log_probs": True} if name == "dpo" else {}
+    stock = made(name, whole, tmp_path / "stock", stock=True, **extra, **changes)
+    for column in ("ref_chosen_logps", "ref_rejected_logps") if name == "dpo" else ():
+        assert trainer.train_dataset[column] == stock.train_dataset[column], column
 
     class Literal(MonolithicMeZO):
         def loss(self, batch: Any) -> torch.Tensor:
             with torch.inference_mode():
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                    outputs = self.model(**batch, use_cache=False)
-                return outputs.loss.float() + 0.1 * outputs.logits.float().square().mean()  # type: ignore[no-any-return]
+                return stock.compute_loss(stock.model_wrapped, dict(batch)).detach()  # type: ignore[no-any-return]
 
-    literal = Literal(whole, lr=1e-3, zo_eps=1e-2)
-    for batch, update in zip(BATCHES, trainer.engine.journal.updates, strict=True):
-        assert literal.step(batch, update.seeds[0]).losses == update.losses
+    with torch.inference_mode():
+        stock.model_wrapped = stock.accelerator.prepare_model(whole)
+        literal, batches = Literal(whole, lr=1e-3, zo_eps=1e-2), iter(stock.get_train_dataloader())
+        for update in trainer.engine.journal.updates:
+            assert literal.step(next(batches), update.seeds[0]).losses == update.losses
     assert_same_weights(trainer.engine.parameters_now(), whole.named_parameters())
+    trainer.save_model(tmp_path / "saved")
+    kind.auto_class.from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("name", "weights"), [("plain", True), ("plain", False), ("sft", True), ("dpo", True)])
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(
+    base: Path, tmp_path: Path, name: str, weights: bool
+) -> None:
+    zo = ZOArguments(export_checkpoints=weights)
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    whole = made(name, base, tmp_path / "run", zo, save_total_limit=2, **saved)
+    whole.train()
+    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "run" / "checkpoint-4" / "model.safetensors").exists() == weights
+    resumed = made(name, base, tmp_path / "run", zo, **saved)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert resumed.engine.journal.updates == whole.engine.journal.updates
+    last = made(name, base, tmp_path / "run", zo, lr_scheduler_type="linear")
+    last.train(resume_from_checkpoint=True)
+    assert last.engine.version == last.state.global_step == 6
+
+
+def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_path: Path) -> None:
+    trainer = made("plain", base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    with plain_loop(base, [BATCHES[:4], BATCHES[4:]] * 2) as engine:
+        assert trainer.engine.journal.updates == engine.journal.updates
 
 
 def test_losses_of_its_own_are_averaged_over_accumulated_batches(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path, SmoothedTrainer, gradient_accumulation_steps=2, max_steps=2, warmup_steps=0)
+    trainer = made("smoothed", base, tmp_path, gradient_accumulation_steps=2, max_steps=2)
     trainer.loss_is_scaled_for_ga = False
     losses: list[torch.Tensor] = []
     compute = trainer.compute_loss
@@ -167,11 +304,11 @@ def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
         return {"accuracy": float(right.mean()), "spread": float(np.std(prediction.predictions))}
 
     options: dict[str, Any] = {"compute_metrics": metrics}
-    trainer = made(base, tmp_path / "run", **options)
+    trainer = made("plain", base, tmp_path / "run", **options)
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    stock = Trainer(model=whole, args=arguments(tmp_path / "stock"), eval_dataset=ROWS[:5], **options)
+    stock = made("plain", whole, tmp_path / "stock", stock=True, **options)
     ours, theirs = trainer.evaluate(), stock.evaluate()
     for key in ("eval_loss", "eval_accuracy", "eval_spread"):
         assert ours[key] == theirs[key], key
@@ -193,6 +330,7 @@ def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: P
 
     calls: list[int] = []
     trainer = made(
+        "plain",
         base,
         tmp_path / "run",
         callbacks=[Worse(), EarlyStoppingCallback(early_stopping_patience=2)],
@@ -208,24 +346,13 @@ def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: P
     assert trainer.state.best_global_step == 1
     assert trainer.engine.version == 1
     trainer.save_model(tmp_path / "best")
-    with plain_loop(base, steps=1) as engine:
+    with plain_loop(base, BATCHES[:1]) as engine:
         engine.export(tmp_path / "plain")
-    same_models(tmp_path / "best", tmp_path / "plain")
-
-
-def test_it_goes_on_from_any_step(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path / "run")
-    trainer.train()
-    updates = list(trainer.engine.journal.updates)
-    trainer.rewind(trainer.engine.journal.until(2))
-    assert trainer.engine.version == 2
-    branch_journal(trainer.engine.journal, tmp_path / "branched.jsonl", 1)
-    trainer.engine.step(BATCHES[2])
-    assert trainer.engine.journal.updates[:2] == updates[:2]
+    assert_same_weights(weights_of(tmp_path / "best").items(), weights_of(tmp_path / "plain").items())
 
 
 def test_saving_again_replaces_what_is_there(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path / "run")
+    trainer = made("plain", base, tmp_path / "run")
     stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
     stale.write_bytes(b"of another model")
     trainer.save_model()
@@ -238,63 +365,117 @@ def test_saving_again_replaces_what_is_there(base: Path, tmp_path: Path) -> None
         trainer._save(str(tmp_path / "file"))
 
 
-REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("optim: found", {"optim": "sgd"}),
-    ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
-    ("max_grad_norm: found 0.3; expected the default, 1.0.*no gradient whose norm could be clipped", {"max_grad_norm": 0.3}),
-    ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
-    ("auto_find_batch_size: found True", {"auto_find_batch_size": True}),
-    ("bf16_full_eval: found True", {"bf16_full_eval": True}),
+def without_data(model: Any, **options: Any) -> Any:
+    make: Any = ZOTrainer
+    return make(model=model, train_dataset=ROWS, **options)
+
+
+def of_trl(trainer: str, *, derived: bool = False) -> Callable[[Path, Path], object]:
+    """Makes a trainer of TRL's with the mixin."""
+
+    def make(base: Path, output: Path) -> object:
+        kind: Any = type(f"ZO{trainer}", (ZOTrainerMixin, getattr(trl, trainer)), {})
+        kind = type("Derived", (kind,), {}) if derived else kind
+        return kind(model=base, args=TrainingArguments(**trainer_options(output)))
+
+    return make
+
+
+def untried(base: Path, output: Path) -> object:
+    new: Any = type("NewTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.new"})
+    kind: Any = type("ZONew", (ZOTrainerMixin, new), {})
+    return kind(model=base, args=TrainingArguments(**trainer_options(output)))
+
+
+def generating(base: Path, output: Path) -> object:
+    kind: Any = type("ZOSeq2SeqTrainer", (ZOTrainerMixin, Seq2SeqTrainer), {})
+    args = Seq2SeqTrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], predict_with_generate=True)
+    return kind(model=base, args=args, train_dataset=ROWS)
+
+
+def plain_args(output: Path, **changes: Any) -> TrainingArguments:
+    return TrainingArguments(**trainer_options(output, **changes))
+
+
+UNTRAINABLE = {
+    "GRPOTrainer": "generates text during training",
+    "RLOOTrainer": "generates text during training",
+    "DistillationTrainer": "generates text during training",
+    "KTOTrainer": "calls the model with a second batch within one loss",
+}
+SGD: Any = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
+    *(
+        (lambda base, run, changes=changes: made("plain", base, run, **changes), said)
+        for said, changes in (
+            ("optim: found", {"optim": "sgd"}),
+            ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
+            (
+                "max_grad_norm: found 0.3; expected the default, 1.0.*no gradient whose norm could be clipped",
+                {"max_grad_norm": 0.3},
+            ),
+            ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
+            ("auto_find_batch_size: found True", {"auto_find_batch_size": True}),
+            ("bf16_full_eval: found True", {"bf16_full_eval": True}),
+        )
+    ),
+    *(
+        (lambda *_, wrong=wrong: ZOArguments(estimator=wrong), "estimator: found .*expected a function that makes an")
+        for wrong in (None, MeZOSGD(lr=1e-6, zo_eps=1e-3))
+    ),
+    (generating, "predict_with_generate: found True"),
+    (lambda base, _: without_data(base), "args: found a NoneType"),
+    (lambda base, run: without_data(base, args=plain_args(run), model_init=lambda: None), "model_init: found"),
+    (lambda base, run: without_data(base, args=plain_args(run), optimizers=(SGD, None)), "optimizers: found"),
+    (
+        lambda base, run: without_data(base, args=plain_args(run), peft_config=object()),
+        r"peft_config: found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)",
+    ),
+    (lambda base, run: made("plain", AutoModelForCausalLM.from_pretrained(base), run), "model: found a LlamaForCausalLM"),
+    *(
+        (lambda base, run, name=name: made(name, open_checkpoint(base), run, bf16=True), "bf16, fp16: found a model that")
+        for name in ("plain", "sft")
+    ),
+    (lambda base, run: made("plain", base, run, ZOArguments(device="cuda")).train(), "device: found cuda, while"),
+    (
+        lambda base, run: made("smoothed", base, run, ZOArguments(micro_batch_size=1)).train(),
+        "micro_batch_size: found 1, with a loss that the trainer computes",
+    ),
+    (lambda base, run: made("sft", base, run, model_init_kwargs={"dtype": "float32"}), "model_init_kwargs: found"),
+    (lambda base, run: made("dpo", base, run, disable_dropout=False), "disable_dropout: found False; expected the default"),
+    (lambda base, run: made("dpo", base, run, sync_ref_model=True), "sync_ref_model: found True"),
+    (lambda base, run: ZODPOTrainer(model=base, args=plain_args(run), ref_model="other"), "ref_model: found a str"),
+    *(
+        (of_trl(name, derived=derived), f"{name}: found a trainer that {why}")
+        for name, why in UNTRAINABLE.items()
+        for derived in (False, True)
+    ),
+    (untried, "NewTrainer: found a trainer that has not been tested"),
+    (
+        lambda base, run: made("reward", open_checkpoint(base), run),
+        "model: found a LlamaForCausalLM with num_labels=2; expected a reward model",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("said", "options"), REFUSED, ids=[said.split(":")[0] for said, _ in REFUSED])
-def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_be_heeded_is_refused(
+    base: Path, tmp_path: Path, make: Callable[[Path, Path], object], said: str
+) -> None:
     with pytest.raises(OptionError, match=said):
-        made(base, tmp_path / "run", **options)
+        make(base, tmp_path / "run")
 
 
-@pytest.mark.parametrize("wrong", [None, MeZOSGD(lr=1e-6, zo_eps=1e-3)], ids=["none", "an estimator"])
-def test_arguments_take_what_makes_an_estimator(wrong: Any) -> None:
-    with pytest.raises(OptionError, match=r"estimator: found .*expected a function that makes an estimator"):
-        ZOArguments(estimator=wrong)
-
-
-def test_clipping_that_is_turned_off_is_not_refused(base: Path, tmp_path: Path) -> None:
-    made(base, tmp_path / "run", max_grad_norm=0.0)
-
-
-def test_text_that_an_evaluation_would_generate_is_refused(base: Path, tmp_path: Path) -> None:
-    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
-    kind: Any = type("ZOSeq2SeqTrainer", (ZOTrainerMixin, Seq2SeqTrainer), {})
-    with pytest.raises(OptionError, match="predict_with_generate: found True"):
-        kind(model=base, args=args, train_dataset=ROWS)
-
-
-def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -> None:
-    args = arguments(tmp_path / "run")
-    given = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    make: Any = ZOTrainer
-    with pytest.raises(OptionError, match="args: found a NoneType"):
-        make(model=base, train_dataset=ROWS)
-    with pytest.raises(OptionError, match="device: found cuda, while the trainer uses cpu"):
-        made(base, tmp_path / "run", zo=ZOArguments(device="cuda")).train()
-    with_adapter = r"found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)"
-    for name, value, told in (
-        ("model_init", lambda: None, "found"),
-        ("optimizers", (given, None), "found"),
-        ("peft_config", object(), with_adapter),
-    ):
-        with pytest.raises(OptionError, match=f"{name}: {told}"):
-            make(model=base, args=args, train_dataset=ROWS, **{name: value})
-    with pytest.raises(OptionError, match="model: found a LlamaForCausalLM"):
-        make(model=AutoModelForCausalLM.from_pretrained(base), args=args)
-    with pytest.raises(OptionError, match="bf16, fp16: found a model that computes in the dtype of its weights"):
-        ZOTrainer(model=open_checkpoint(base), args=arguments(tmp_path / "run", bf16=True))
-    with pytest.raises(OptionError, match="micro_batch_size: found 1, with a loss that the trainer computes"):
-        made(base, tmp_path / "run", SmoothedTrainer, zo=ZOArguments(micro_batch_size=1)).train()
+def test_what_is_not_there_or_no_reward_model_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
-        made(base, tmp_path / "run").train(resume_from_checkpoint=str(base))
+        made("plain", base, tmp_path / "run").train(resume_from_checkpoint=str(base))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*AutoModelForSequenceClassification.*num_labels=1"):
+        made("reward", base, tmp_path / "run")
+
+
+def test_every_trainer_of_trls_is_known() -> None:
+    exported = {name for name in dir(trl) if name.endswith("Trainer")}
+    assert exported == {*UNTRAINABLE, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
 
 
 def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
@@ -326,8 +507,8 @@ def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: 
 
     options: dict[str, Any] = {"dataloader_drop_last": kind == "drop_last"}
     rows: Any = Stream() if kind == "iterable" else ROWS[:5]
-    trainer = made(base, tmp_path / "run", **options)
-    stock = Trainer(model=AutoModelForCausalLM.from_pretrained(base), args=arguments(tmp_path / "stock", **options))
+    trainer = made("plain", base, tmp_path / "run", **options)
+    stock = made("plain", AutoModelForCausalLM.from_pretrained(base), tmp_path / "stock", stock=True, **options)
     ours: Any = trainer.predict(rows)
     theirs: Any = stock.predict(rows)
     assert np.array_equal(ours.predictions, theirs.predictions)
@@ -337,18 +518,18 @@ def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: 
 def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path: Path) -> None:
     zo = ZOArguments(write_back=WriteBackPolicy(directory=tmp_path / "disk", every=1))
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = made(base, tmp_path / "run", zo=zo, load_best_model_at_end=True, **options)
+    trainer = made("plain", base, tmp_path / "run", zo, load_best_model_at_end=True, **options)
     trainer.train()
     best = trainer.state.best_global_step
     assert trainer.engine.version == best
-    resumed = made(base, tmp_path / "run", zo=zo)
+    resumed = made("plain", base, tmp_path / "run", zo)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     with plain_loop(base) as engine:
         assert resumed.engine.journal.updates == engine.journal.updates
 
 
 def test_what_the_trainer_tells_the_config_is_saved(base: Path, tmp_path: Path) -> None:
-    trainer = made(base, tmp_path / "run")
+    trainer = made("plain", base, tmp_path / "run")
     trainer.model.config.pad_token_id, trainer.model.generation_config.eos_token_id = 7, [4, 2]
     trainer.model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -368,14 +549,13 @@ def test_a_step_that_was_broken_off_is_forgotten(base: Path, tmp_path: Path) -> 
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = True
 
-    trainer = made(base, tmp_path, gradient_accumulation_steps=2, callbacks=[Stop()])
+    trainer = made("plain", base, tmp_path, gradient_accumulation_steps=2, callbacks=[Stop()])
     trainer.train()
     assert trainer.engine.version == 0
     trainer.pop_callback(Stop)
     trainer.train()
-    with plain_loop(base, steps=0) as engine:
-        first = engine.step(BATCHES[:2])
-    assert trainer.engine.journal.updates[0].losses == first.losses
+    with plain_loop(base, [BATCHES[:2]]) as engine:
+        assert trainer.engine.journal.updates[0] == engine.journal.updates[0]
 
 
 def test_memory_is_counted_with_the_logits(base: Path) -> None:
@@ -388,16 +568,251 @@ def test_memory_is_counted_with_the_logits(base: Path) -> None:
     assert keeping.held_bytes(keeping.prepared(BATCHES[0])) == seen.held_bytes(batch) + kept * VOCABULARY * 4
 
 
-def test_batches_without_labels_are_not_left_out(base: Path) -> None:
-    unlabelled = {"input_ids": BATCHES[1]["input_ids"]}
-    silent = {**BATCHES[1], "labels": torch.full_like(BATCHES[1]["labels"], -100)}
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
-        wrong: Any
-        for wrong in ([BATCHES[0], unlabelled], [], 5, [5]):
-            with pytest.raises(BatchError, match="batch"):
-                engine.step(wrong)
-        assert engine.version == 0
-        both, one = engine.step([BATCHES[0], silent], seed=3), None
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
-        one = engine.step(BATCHES[0], seed=3)
-    assert both.losses == one.losses
+def test_sft_accumulates_as_the_stock_trainer_does(base: Path, tmp_path: Path) -> None:
+    """A step of several batches is the mean over all their labelled tokens, with the trainer's loss and with the model's."""
+    both = [
+        made("sft", base, tmp_path / name, zo=ZOArguments(trainer_loss=own), gradient_accumulation_steps=3, max_steps=2)
+        for name, own in (("own", True), ("models", False))
+    ]
+    for trainer in both:
+        trainer.train()
+    theirs, ours = ([update.losses for update in trainer.engine.journal.updates] for trainer in both)
+    assert [list(losses) for losses in theirs] == [pytest.approx(losses, rel=1e-5) for losses in ours]
+
+
+def test_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
+    trainer = made("sft", base, tmp_path / "run", zo=EXACT, packing=True, max_length=12, max_steps=2)
+    trainer.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "position_ids" in batch
+    assert "attention_mask" not in batch
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    literal = MonolithicMeZO(whole, lr=1e-3, zo_eps=1e-2)
+    kept = {key: batch[key] for key in ("input_ids", "position_ids", "labels")}
+    [first, *_] = trainer.engine.journal.updates
+    whole.config.use_cache = False
+    assert literal.step(kept, first.seeds[0]).losses == first.losses
+
+
+def test_evaluation_of_trls_trainers_is_the_stock_ones(base: Path, tmp_path: Path) -> None:
+    for name in ("sft", "dpo"):
+        trainer = made(name, base, tmp_path / name)
+        trainer.train()
+        trainer.save_model(tmp_path / name / "saved")
+        ours = trainer.evaluate()
+        fresh = made(name, str(tmp_path / name / "saved"), tmp_path / name / "fresh")
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / name / "saved")
+        extra: dict[str, Any] = {"precompute_ref_log_probs": True} if name == "dpo" else {}
+        theirs = made(name, whole, tmp_path / name / "stock", stock=True, **extra).evaluate()
+        of_fresh = fresh.evaluate()
+        for key in theirs.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+            if not key.endswith(("_time", "num_tokens")):
+                assert of_fresh[key] == theirs[key], (name, key)
+        if name == "sft":
+            assert ours["eval_loss"] == theirs["eval_loss"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """The command line's run, and TRL's trainer on its rows in its order."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "model", small_config("llama"), dtype)
+    save_tokenizer(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", PAIRS)
+    options_of_both = ["--steps", "6", "--lr", "1e-3", "--batch-size", "4", "--seed", "5"]
+    if dtype is torch.bfloat16:
+        options_of_both += ["--dtype", "bfloat16"]  # of the two that mixed precision may take
+    done("train", "--model", "model", "--data", "rows.jsonl", "--output", "run", *options_of_both)
+    data = RowReader(AutoTokenizer.from_pretrained("model"), LONGEST).read(Path("rows.jsonl"))
+    in_order = [
+        row for batch, _ in zip(training_batches(data, batch_size=4, seed=5), range(6), strict=False) for row in batch
+    ]
+    rows = datasets.Dataset.from_list(
+        [
+            {
+                "input_ids": list(row.input_ids),
+                "labels": [-100] * row.prompt_length + list(row.input_ids[row.prompt_length :]),
+            }
+            for row in in_order
+        ]
+    )
+    changes = {"bf16": dtype is torch.bfloat16, "per_device_train_batch_size": 4, "seed": 5}
+    kept = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = trl.SFTConfig(**trainer_options(tmp_path / "sft", **CONSTANT, **changes, **kept))
+    trainer = ZOSFTTrainer(model="model", args=args, train_dataset=rows)
+    trainer.train()
+    assert trainer.engine.journal.updates == Journal("run/journal.jsonl").updates
+    trainer.save_model("saved")
+    assert_same_weights(weights_of("run/model").items(), weights_of("saved").items())
+
+
+def test_dpos_reference_stays_the_base(base: Path, tmp_path: Path) -> None:
+    """Rows that are evaluated later are compared with the base, whatever steps were taken."""
+    trainer = made("dpo", base, tmp_path / "run")
+    batch = next(iter(trainer.get_train_dataloader()))
+    of_base = trainer.compute_ref_log_probs(trainer.model, batch)
+    trainer.train()
+    version = trainer.engine.version
+    later = trainer.compute_ref_log_probs(trainer.model, batch)
+    assert all(torch.equal(one, other) for one, other in zip(of_base, later, strict=True))
+    assert trainer.engine.version == version == 6
+
+
+# Checkpoints: damaged copies are refused, and a kill while saving leaves a whole model
+
+
+def saving(base: Path, output: Path, **options: Any) -> Any:
+    told = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    return made("plain", base, output, ZOArguments(export_checkpoints=False), **{**told, **options})
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with checkpoints at steps 2 and 4."""
+    directory: Path = tmp_path_factory.mktemp("checkpoints") / "run"
+    saving(base, directory).train()
+    return directory
+
+
+def without_last_line(text: str) -> str:
+    return "".join(text.splitlines(keepends=True)[:-1])
+
+
+DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
+    "the last line is cut": (lambda text: text[:-9], "a last record that is cut or damaged, after 3 steps"),
+    "a digit of the last line is another one": (
+        lambda text: text[:-30] + str((int(text[-30], 16) + 1) % 10) + text[-29:],
+        "a last record that is cut or damaged, after 3 steps",
+    ),
+    "a whole line is missing": (without_last_line, "found 3 steps; expected 4"),
+    "a line in the middle is damaged": (lambda text: text.replace('"step":1', '"step":7'), "found a damaged record"),
+    "nothing is left": (lambda text: "", "an empty file, after 0 steps"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_checkpoint_with_a_damaged_journal_is_refused(
+    base: Path, trained: Path, tmp_path: Path, damage: Callable[[str], str], said: str
+) -> None:
+    copy = Path(shutil.copytree(trained / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
+    text = (copy / "journal.jsonl").read_text()
+    assert damage(text) != text
+    (copy / "journal.jsonl").write_text(damage(text))
+    trainer = saving(base, tmp_path / "run")
+    with pytest.raises(JournalError, match=said):
+        trainer.train(resume_from_checkpoint=str(copy))
+    trainer.state.best_model_checkpoint = str(copy)
+    with pytest.raises(JournalError, match=said):
+        trainer._load_best_model()
+    assert trainer.engine.version == 0
+
+
+def test_the_journal_of_another_checkpoint_is_refused(base: Path, trained: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(trained / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
+    shutil.copy(trained / "checkpoint-4" / "journal.jsonl", copy)
+    with pytest.raises(JournalError, match=r"checkpoint-2/journal\.jsonl: found 4 steps; expected 2"):
+        saving(base, tmp_path / "run").train(resume_from_checkpoint=str(copy))
+
+
+def test_a_checkpoint_of_a_second_call_of_train_goes_on_though_its_step_counts_from_zero(base: Path, tmp_path: Path) -> None:
+    twice = saving(base, tmp_path / "run")
+    twice.train()
+    twice.train()
+    assert json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+    resumed = saving(base, tmp_path / "run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert resumed.engine.journal.updates == twice.engine.journal.updates
+    assert resumed.engine.version == 8
+
+
+def test_a_checkpoint_that_names_no_version_is_held_against_the_trainers_step(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(trained / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
+    state = json.loads((copy / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["ZOTrainerMixin"]
+    (copy / "trainer_state.json").write_text(json.dumps(state))
+    trainer = saving(base, tmp_path / "run", max_steps=5)
+    trainer.train(resume_from_checkpoint=str(copy))
+    assert trainer.engine.version == 5
+    (copy / "journal.jsonl").write_text(without_last_line((copy / "journal.jsonl").read_text()))
+    with pytest.raises(JournalError, match="found 3 steps; expected 4"):
+        saving(base, tmp_path / "run").train(resume_from_checkpoint=str(copy))
+
+
+class Killed(BaseException):
+    """Ends a save where a process is killed."""
+
+
+@contextmanager
+def killed_at(place: int) -> Iterator[None]:
+    """Ends what runs at its change number ``place`` of names in a directory. A killed process removes nothing."""
+    left = [place]
+
+    def counted(change: Any) -> Any:
+        def changing(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return change(*arguments, **options)
+
+        return changing
+
+    with pytest.MonkeyPatch.context() as patched:
+        for method in ("replace", "rename", "unlink"):
+            patched.setattr(Path, method, counted(getattr(Path, method)))
+        patched.setattr(tempfile.TemporaryDirectory, "__exit__", lambda self, *_: self._finalizer.detach())
+        yield
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def contents(directory: Path) -> tuple[set[str], list[bytes]]:
+    """Names of files, but for those of shards, and what the weights and the journal are."""
+    names = {path.name for path in directory.iterdir() if "model-" not in path.name}
+    shards = sorted(directory.glob("model*.safetensors"))
+    return names, [path.read_bytes() for path in (*shards, directory / "journal.jsonl")]
+
+
+def shards_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    writing = partial(write_checkpoint, max_shard=nbytes)
+    monkeypatch.setattr(zo2core.engine, "write_checkpoint", writing)
+
+
+WHOLE, CUT = 10**9, 4000  # bytes of a shard
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("before", "after"), [(WHOLE, WHOLE), (CUT, CUT), (WHOLE, CUT), (CUT, WHOLE)])
+def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    trainer = saving(base, tmp_path / "run", max_steps=1, save_strategy="no", lr_scheduler_type="constant")
+    trainer.train()
+    shards_of(monkeypatch, before)
+    trainer.save_model(tmp_path / "earlier")
+    trainer.engine.step({key: value[None] for key, value in ROWS[5].items()})
+    shards_of(monkeypatch, after)
+    trainer.save_model(tmp_path / "later")
+    earlier, later = weights_of(tmp_path / "earlier"), weights_of(tmp_path / "later")
+    assert not are_equal(earlier, later)
+    seen = set()
+    for place in range(100):
+        directory = Path(shutil.copytree(tmp_path / "earlier", tmp_path / str(place)))
+        with killed_at(place), suppress(Killed):
+            trainer.save_model(directory)
+            break
+        found = weights_of(directory)
+        assert are_equal(found, earlier) or are_equal(found, later), place
+        opened = dict(Engine(open_checkpoint(directory)).parameters_now())
+        assert are_equal(opened, earlier) or are_equal(opened, later), place
+        version = len(Journal(directory / "journal.jsonl").updates)
+        assert version in (1, 2)
+        assert version == 1 or are_equal(found, later), "a journal is never ahead of the model beside it"
+        seen.add((are_equal(found, later), version))
+        trainer.save_model(directory)
+        assert contents(directory) == contents(tmp_path / "later")
+    assert {(False, 1), (True, 1)} <= seen
