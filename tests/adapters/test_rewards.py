@@ -15,21 +15,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from command_lines import refusal, run_here
+from command_lines import done, refusal, write_rows
 from continuations import by_hugging_face
 from crews import Crew
 from models import WORDS, save_model, save_tokenizer, small_config
 from parity import assert_same_weights
+from profiles import short_first
 from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import limited_process, open_checkpoint
-from zo2adapters.cli import main
 from zo2adapters.tasks import reward_program
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
-from zo2adapters.trainers.option_table import SETTING_OF, flag
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
 from zo2core.names import Fitness
@@ -143,11 +142,20 @@ def rewards(*names: str, seconds: float = 5.0, start_seconds: float = 1.0) -> Re
     return Rewards(parsed, seconds=seconds, memory=1 << 28, start_seconds=start_seconds)
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, rows and functions."""
+    folder = tmp_path_factory.mktemp("rewards")
+    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32))
+    save_tokenizer(base)
+    write_rows(folder / "rows.jsonl", ROWS)
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return folder
+
+
 @pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "functions.py"
-    path.write_text(FUNCTIONS)
-    return path
+def functions(prepared: Path) -> Path:
+    return prepared / "functions.py"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +205,12 @@ def test_rewards_are_added_by_their_weights(functions: Path) -> None:
         ("exits", "its process ended with status 3"),
         ("kills", "it ends its process by SIGKILL"),
         ("goes_on", "it takes longer than allowed"),
+        ("waits", "it takes longer than allowed"),
     ],
 )
 def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
     # Code in C ends at the limit of a whole request, which nothing else has to wait for.
-    start = 1 if function == "computes" else 600
+    start = {"computes": 1.0, "waits": 0.5}.get(function, 600.0)
     rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
     line = 4 if function in ("infinite", "huge", "text") else 5
     with closing(rewards(f"{functions}:{function}", seconds=0.3, start_seconds=start)) as judge:
@@ -209,14 +218,6 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
             judge.of(rows)
         if line == 5 and function != "divides":
             assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
-
-
-def test_a_weight_that_makes_a_reward_too_large_is_told(functions: Path) -> None:
-    with (
-        closing(rewards("length=1e31")) as judge,
-        pytest.raises(DataError, match=r"line 2 of --data: found -1 with a weight of 1e\+31"),
-    ):
-        judge.of(completions("", "x" * 100))
 
 
 def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
@@ -231,6 +232,11 @@ def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
         for text, why in found.items():
             with pytest.raises(DataError, match=f"line 2 of --evaluation: found {re.escape(why)}"):
                 judge.of(completions("0", text), option="evaluation")
+    with (
+        closing(rewards("length=1e31")) as judge,
+        pytest.raises(DataError, match=r"line 2 of .* -1 with a weight of 1e\+31"),
+    ):
+        judge.of(completions("", "x" * 100))
 
 
 def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(
@@ -239,14 +245,6 @@ def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no
     with closing(rewards(f"{functions}:prints")) as judge:
         assert judge.of(completions("a", "b")) == judge.of(completions("c", "d")) == [[1.0, 1.0]]
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Path) -> None:
-    with (
-        closing(rewards(f"{functions}:waits", seconds=0.2, start_seconds=0.5)) as judge,
-        pytest.raises(DataError, match=r"waits, row on line 1 of --data: found it takes longer than allowed"),
-    ):
-        judge.of(completions("text", weight=3))
 
 
 @pytest.mark.few(2)
@@ -261,7 +259,9 @@ def test_a_reward_that_only_waits_and_takes_no_interrupt_is_ended(functions: Pat
         ("cats = 3", "TypeError: cats is not a function"),
     ],
 )
-def test_a_file_that_does_not_run_is_told_before_anything_is_generated(source: str, why: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_run_is_told_before_anything_is_generated(
+    source: str, why: str, here: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(source)
     with (
@@ -269,10 +269,9 @@ def test_a_file_that_does_not_run_is_told_before_anything_is_generated(source: s
         pytest.raises(OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"),
     ):
         judge.start()
-    base_of(tmp_path)
     if "while" not in source:
-        assert f"--reward: found {path}: {why}" in refusal(*map(str, asked(tmp_path, f"{path}:cats")))
-        assert not (tmp_path / "run").exists()
+        assert f"--reward: found {path}: {why}" in refusal(*asked(f"{path}:cats"))
+        assert not Path("run").exists()
 
 
 PARENT = """
@@ -334,25 +333,24 @@ def test_names_are_written_as_they_are_read(functions: Path) -> None:
         rewards(f"{functions.parent / 'none.py'}:cats")
 
 
-def base_of(folder: Path, **changes: Any) -> Path:
-    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32, **changes))
-    save_tokenizer(base)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return base
+CATS = "functions.py:cats"
+
+
+def task_of(model: Any, batch_size: int, **options: Any) -> tuple[RewardTask, Any]:
+    tokenizer, rewards = AutoTokenizer.from_pretrained("base"), RewardOptions(**options)
+    rows = RowReader(tokenizer, 32, keeps_sources=True).read(Path("rows.jsonl"))
+    given = TaskOptions(objective="reward", pad=0, batch_size=batch_size, rewards=rewards, tokenizer=tokenizer)
+    task = RewardTask(model, rows, given)
+    task.prepare(lambda: Engine(model), list)
+    return task, rows
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fitness", Fitness)
-def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, functions: Path, tmp_path: Path) -> None:
-    base, eps, q, new = base_of(tmp_path), 0.1, 3, 5
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = open_checkpoint(base)
-    rows = RowReader(tokenizer, 32, keeps_sources=True).read(tmp_path / "rows.jsonl")
-    options = RewardOptions(reward=(f"{functions}:cats", "length=0.5"), max_new_tokens=new)
-    task = RewardTask(
-        model, rows, TaskOptions(objective="reward", pad=0, batch_size=4, rewards=options, tokenizer=tokenizer)
-    )
-    task.prepare(lambda: Engine(model), list)
+def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Path) -> None:
+    base, eps, q, new = here / "base", 0.1, 3, 5
+    tokenizer, model = AutoTokenizer.from_pretrained(base), open_checkpoint(base)
+    task, rows = task_of(model, 4, reward=(CATS, "length=0.5"), max_new_tokens=new)
     whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loop = StackedLoop(whole, 2, 2, Distribution.RADEMACHER)
     moved = False
@@ -400,15 +398,10 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, function
     assert moved
 
 
-def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> None:
-    base = base_of(tmp_path)
+def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
+    base = here / "base"
     tokenizer, model = AutoTokenizer.from_pretrained(base), open_checkpoint(base)
-    rows = RowReader(tokenizer, 32, keeps_sources=True).read(tmp_path / "rows.jsonl")
-    options = RewardOptions(reward=("length",), max_new_tokens=4, max_drift=0.05)
-    task = RewardTask(
-        model, rows, TaskOptions(objective="reward", pad=0, batch_size=2, rewards=options, tokenizer=tokenizer)
-    )
-    task.prepare(lambda: Engine(model), list)
+    task, rows = task_of(model, 2, reward=("length",), max_new_tokens=4, max_drift=0.05)
     estimator = EvolutionStrategies(lr=0.2, zo_eps=0.1, q=2, perturb_in_place=False)
     with Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2))) as engine:
         assert task.drift(engine) == 0.0
@@ -418,9 +411,9 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> No
             task.step(engine, rows.rows[:2], {})
         assert engine.version == 10, "a step that is refused is not taken"
         drift = task.drift(engine)
-        engine.export(tmp_path / "out")
+        engine.export(here / "out")
     task.close()
-    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, tmp_path / "out"))
+    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, here / "out"))
     sums, count = 0.0, 0
     for row in ROWS:
         prompt = tokenizer(row["prompt"])["input_ids"]
@@ -434,72 +427,69 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(tmp_path: Path) -> No
     assert drift > 0.05
 
 
-def asked(folder: Path, reward: str, **changes: object) -> list[object]:
-    given: dict[str, object] = {"model": folder / "base", "data": folder / "rows.jsonl", "output": folder / "run"}
-    given |= {"reward": reward, "estimator": "es", "queries": 3, "rank": 2, "lr": 0.02, "zo_eps": 0.1, "steps": 6}
-    given |= {"batch_size": 3, "max_new_tokens": 5, "temperature": 0.8, "seed": 3, **changes}
-    settings = {name: f"{SETTING_OF[name][1]}={value}" for name, value in given.items() if name in SETTING_OF}
-    options = [(flag(SETTING_OF.get(name, (name,))[0]), settings.get(name, value)) for name, value in given.items()]
-    return ["train", *(word for option in options for word in option)]
+def asked(reward: str, *more: object, output: str = "run", steps: int = 6) -> list[object]:
+    """The command of a run."""
+    given = ["train", "--model", "base", "--data", "rows.jsonl", "--output", output, "--reward", reward, "--seed", 3]
+    given += ["--estimator", "es", "--queries", 3, "--rank", 2, "--lr", 0.02, "--zo-eps", 0.1, "--steps", steps]
+    return [*given, "--batch-size", 3, "--reward-options", "max_new_tokens=5,temperature=0.8", *more]
 
 
-def test_a_run_writes_rewards_and_a_resumed_one_has_its_bits(functions: Path, tmp_path: Path) -> None:
-    base_of(tmp_path)
-    reward = f"{functions}:cats"
-    evaluated: dict[str, object] = {"evaluation": tmp_path / "rows.jsonl", "evaluate_every": 3, "samples": 2}
-    whole = run_here(*asked(tmp_path, reward, output=tmp_path / "whole", **evaluated))
-    assert whole.status == 0, whole
-    assert run_here(*asked(tmp_path, reward, steps=3, **evaluated)).status == 0
-    assert run_here("train", "--resume", tmp_path / "run", "--steps", 6, "--reward", f"{functions}:cats").status == 0
-    records = [
-        [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
-        for name in ("whole", "run")
-    ]
-    assert [line for line in records[0] if "seeds" in line] == [line for line in records[1] if "seeds" in line]
-    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (
-        tmp_path / "whole/model/model.safetensors"
-    ).read_bytes()
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+def journal_of(run: str) -> bytes:
+    return Path(run, "journal.jsonl").read_bytes()
+
+
+def steps_of(run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal_of(run).splitlines() if b"seeds" in line]
+
+
+def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) -> None:
+    evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 3, "--samples", 2)
+    done(*asked(CATS, *evaluated, steps=3))
+    done("train", "--resume", "run", "--steps", 6, "--reward", CATS)
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
     assert all({"reward", "best_reward", "completion_tokens", "generated_tokens"} <= row.keys() for row in steps)
     assert all(row["reward"] == pytest.approx(-statistics.fmean(row["losses"])) for row in steps)
     assert len({row["reward"] for row in steps}) > 1
     assert evaluations[0]["evaluation_drift"] == 0.0 == steps[0]["drift"]
     assert evaluations[-1]["evaluation_reward"] == -evaluations[-1]["evaluation_loss"]
-    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
     assert sorted({sample["step"] for sample in samples}) == [0, 3, 6]
-    main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    page = (tmp_path / "report.html").read_text()
-    for words in ("<h2>Rewards</h2>", "completion tokens", "drift", "reward"):
-        assert words in page
+    done("report", "run", "--output", "report.html")
+    page = Path("report.html").read_text()
+    assert all(words in page for words in ("<h2>Rewards</h2>", "completion tokens", "drift", "reward"))
 
 
-def test_two_workers_share_the_population(functions: Path, tmp_path: Path, crew: Crew) -> None:
-    base_of(tmp_path)
-    command = asked(tmp_path, f"{functions}:cats", steps=3)
-    assert run_here(*asked(tmp_path, f"{functions}:cats", steps=3, output=tmp_path / "alone")).status == 0
-    ended = crew.run(*command)
+@pytest.mark.parametrize("queries", short_first([3], [1]))  # 1: a population that does not divide
+def test_two_workers_share_the_population(queries: int, here: Path, crew: Crew) -> None:
+    done(*asked(CATS, "--queries", queries, output="alone", steps=3))
+    ended = crew.run(*asked(CATS, "--queries", queries, steps=3))
     assert all(own.status == 0 for own in ended), ended
-    names = ("alone", "run", "run.worker-1")
-    alone, first, second = ((tmp_path / name / "journal.jsonl").read_text().splitlines() for name in names)
-    assert first == second
-    grads = [[json.loads(line)["projected_grads"] for line in lines if "seeds" in line] for lines in (alone, first)]
-    assert grads[0] == grads[1]
+    assert journal_of("run") == journal_of("run.worker-1")
+    for key in ("losses", "projected_grads"):
+        assert [step[key] for step in steps_of("alone")] == [step[key] for step in steps_of("run")]
 
 
-def test_a_function_of_a_run_from_elsewhere_is_named_again(functions: Path, tmp_path: Path) -> None:
-    base_of(tmp_path)
-    reward = f"{functions}:cats"
-    assert run_here(*asked(tmp_path, reward, steps=2)).status == 0
-    resumed = ["train", "--resume", str(tmp_path / "run"), "--steps", "3"]
-    assert f"pass --reward {reward} if you trust it" in refusal(*resumed)
-    moved = tmp_path / "moved.py"
-    functions.rename(moved)
-    assert f"pass --reward {reward} if you trust it" in refusal(*resumed)
-    moved.write_text(FUNCTIONS + "\n# changed\n")
-    assert "other digests" in refusal(*resumed, "--reward", f"{moved}:cats")
-    moved.write_text(FUNCTIONS)
-    assert run_here(*resumed, "--reward", f"{moved}:cats").status == 0
+@pytest.mark.long_profile
+def test_workers_whose_rewards_fail_end_alike(here: Path, crew: Crew) -> None:
+    for own in crew.run(*asked("functions.py:divides")):
+        assert own.status == 2, own
+        assert own.line.startswith("zo2")
+        assert "row on line 3 of --data: found ZeroDivisionError" in own.line
+        assert "Traceback" not in own.err
+    assert not list(here.glob("run*"))
+
+
+def test_a_function_of_a_run_from_elsewhere_is_named_again(here: Path) -> None:
+    done(*asked(CATS, steps=2))
+    resumed = ("train", "--resume", "run", "--steps", "3")
+    assert f"pass --reward {here / CATS} if you trust it" in refusal(*resumed)
+    Path("functions.py").rename("moved.py")
+    assert f"pass --reward {here / CATS} if you trust it" in refusal(*resumed)
+    Path("moved.py").write_text(FUNCTIONS + "\n# changed\n")
+    assert "other digests" in refusal(*resumed, "--reward", "moved.py:cats")
+    Path("moved.py").write_text(FUNCTIONS)
+    done(*resumed, "--reward", "moved.py:cats")
 
 
 PAUSES = """
@@ -515,125 +505,52 @@ def pauses(prompt, completion, row):
 
 
 @pytest.mark.long_profile
-def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(tmp_path: Path) -> None:
-    base_of(tmp_path)
-    path = tmp_path / "pauses.py"
-    path.write_text(PAUSES)
-    told = refusal(*map(str, asked(tmp_path, f"{path}:pauses", reward_seconds=0.5)))
+def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(here: Path) -> None:
+    Path("pauses.py").write_text(PAUSES)
+    told = refusal(*asked("pauses.py:pauses", "--reward-options", "seconds=0.5"))
     assert "of --data: found TimeoutError: it takes longer than 0.5 s" in told
     assert "resume with more seconds" in told
-    taken = (tmp_path / "run/journal.jsonl").read_bytes().count(b"projected_grads")
-    assert taken == 2, "18 calls a step"
-    assert (
-        run_here("train", "--resume", tmp_path / "run", "--reward-options", "seconds=5", "--reward", f"{path}:pauses").status
-        == 0
-    )
-    assert run_here(*asked(tmp_path, f"{path}:pauses", output=tmp_path / "whole")).status == 0
-    journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("run", "whole")]
-    assert journals[0] == journals[1]
+    assert len(steps_of("run")) == 2, "18 calls a step"
+    done("train", "--resume", "run", "--reward-options", "seconds=5", "--reward", "pauses.py:pauses")
+    done(*asked("pauses.py:pauses", output="whole"))
+    assert journal_of("run") == journal_of("whole")
 
 
-def test_a_rewards_process_that_dies_once_costs_nothing(functions: Path, tmp_path: Path) -> None:
-    base_of(tmp_path)
-    died = tmp_path / "died"
-    dies = f"""
+DIES = """
 import pathlib
 
 def dies(*call):
-    if not pathlib.Path({str(died)!r}).exists():
-        pathlib.Path({str(died)!r}).touch()
+    died = pathlib.Path(__file__).with_name("died")
+    if not died.exists():
+        died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return cats(*call)
 """
-    functions.write_text(FUNCTIONS + dies)
-    journals = []
+
+
+def test_a_rewards_process_that_dies_once_costs_nothing(here: Path) -> None:
+    Path("functions.py").write_text(FUNCTIONS + DIES)
     for output in ("run", "whole"):
-        assert run_here(*asked(tmp_path, f"{functions}:dies", output=tmp_path / output)).status == 0
-        assert died.exists()
-        journals.append((tmp_path / output / "journal.jsonl").read_bytes())
-    assert journals[0] == journals[1]
+        done(*asked("functions.py:dies", output=output))
+        assert Path("died").exists()
+    assert journal_of("run") == journal_of("whole")
 
 
-def test_a_reward_that_fails_in_an_evaluation_is_told_by_its_row(functions: Path, tmp_path: Path) -> None:
-    base_of(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 1}) + "\n")
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "cat", "weight": 3}) + "\n")
-    command = asked(tmp_path, f"{functions}:divides", batch_size=1, evaluation=tmp_path / "eval.jsonl")
-    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in refusal(*command)
+def test_a_reward_that_fails_in_an_evaluation_is_told_by_its_row(here: Path) -> None:
+    for name, weight in (("rows", 1), ("eval", 3)):
+        write_rows(Path(f"{name}.jsonl"), [{"prompt": "cat", "weight": weight}])
+    told = refusal(*asked("functions.py:divides", "--batch-size", 1, "--evaluation", "eval.jsonl"))
+    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in told
 
 
-def test_prompts_that_leave_no_room_are_told_by_their_row(tmp_path: Path) -> None:
-    base_of(tmp_path)
-    for tokens, rows in ((40, "rows.jsonl"), (30, "rows.jsonl"), (30, "eval.jsonl")):
-        (tmp_path / "eval.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
-        kept = (tmp_path / rows).read_text()
-        (tmp_path / rows).write_text(kept + json.dumps({"prompt": "cat " * tokens}) + "\n")
-        told = refusal(*map(str, asked(tmp_path, "length", evaluation=tmp_path / "eval.jsonl")))
-        where = "--data" if rows == "rows.jsonl" else "--evaluation"
-        if tokens == 40:
-            assert f"{tmp_path / rows}, line 5: found a prompt of 40 tokens, which leaves no token" in told
-        else:
-            assert (
-                f"max_new_tokens of --reward-options: found 5 after a prompt of 30 tokens, in the row on line 5 of {where}"
-                in told
-            )
-            assert "expected at most 2" in told
-        assert not (tmp_path / "run").exists()
-        (tmp_path / rows).write_text(kept)
-
-
-@pytest.mark.long_profile
-def test_workers_whose_population_does_not_divide_and_whose_rewards_fail_end_alike(
-    functions: Path, tmp_path: Path, crew: Crew
-) -> None:
-    base_of(tmp_path)
-    assert run_here(*asked(tmp_path, f"{functions}:cats", steps=2, queries=1, output=tmp_path / "alone")).status == 0
-    ended = crew.run(*asked(tmp_path, f"{functions}:cats", steps=2, queries=1))
-    assert all(own.status == 0 for own in ended), ended
-    names = ("alone", "run", "run.worker-1")
-    records = [
-        [line for line in (tmp_path / name / "journal.jsonl").read_text().splitlines() if "seeds" in line] for name in names
-    ]
-    assert [json.loads(line)["losses"] for line in records[0]] == [json.loads(line)["losses"] for line in records[1]]
-    assert records[1] == records[2]
-    for own in crew.run(*asked(tmp_path, f"{functions}:divides", output=tmp_path / "failed")):
-        assert own.status == 2, own
-        assert own.line.startswith("zo2")
-        assert "row on line 3 of --data: found ZeroDivisionError" in own.line
-        assert "Traceback" not in own.err
-    assert not list(tmp_path.glob("failed*"))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    base_of(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"objective": "exact-match"}, "reward"),
-        ({"micro_batch_size": 1}, "micro_batch_size"),
-        ({"max_new_tokens": 30}, "max_new_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"reward_seconds": 0}, "reward_seconds"),
-        ({"reward_seconds": 1e308}, "reward_seconds"),
-        ({"reward_memory": "much"}, "reward_memory"),
-        ({"max_drift": -1}, "max_drift"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": 1e-300}, "temperature"),
-        ({"top_p": 0.5, "temperature": 0}, "top_p"),
-        ({"estimator": "mezo", "fitness": "ranks"}, "fitness"),
-        ({"reward": "exact"}, "reward"),
-    ],
-)
-def test_options_that_have_no_effect_or_no_sense_are_refused(changes: dict[str, object], named: str, run: Path) -> None:
-    command = asked(run, str(changes.pop("reward", "length")), **changes)
-    assert refusal(*map(str, command)).startswith(f"zo2: {flag(named)}: ")
-    assert not (run / "run").exists()
-
-
-def test_options_of_rewards_need_a_reward(run: Path) -> None:
-    command = [str(word) for word in asked(run, "length") if word not in ("--reward", "length")]
-    assert "max_new_tokens of --reward-options: found 5 without --reward" in refusal(*command)
+@pytest.mark.parametrize(("tokens", "option"), [(40, "--data"), (30, "--data"), (30, "--evaluation")])
+def test_prompts_that_leave_no_room_are_told_by_their_row(tokens: int, option: str, here: Path) -> None:
+    write_rows(Path("long.jsonl"), [*ROWS, {"prompt": "cat " * tokens}])
+    told = refusal(*asked("length", "--evaluation", "rows.jsonl", option, "long.jsonl"))
+    if tokens == 40:
+        assert "long.jsonl, line 5: found a prompt of 40 tokens, which leaves no token" in told
+    else:
+        assert "max_new_tokens of --reward-options: found 5 after a prompt of 30 tokens, in the row on line 5 of" in told
+        assert f"line 5 of {option}" in told
+        assert "expected at most 2" in told
+    assert not Path("run").exists()
