@@ -7,202 +7,110 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from command_lines import done, refusal, run_here
+from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import main
+from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.tasks.benchmarks import BENCHMARKS, Sizes, benchmark_of, benchmark_rows
 from zo2core.errors import DataError, MissingPackageError, OptionError
 
+YES, NO = ["Yes", "No"], ["No", "Yes"]
+RAIN = {"premise": "It rains.", "hypothesis": "It is wet."}
+RAINS = 'It rains.\nDoes this mean that "It is wet." is true? Yes or No?\n'
+IS_IT = 'Ann saw Eve.{}\nIn the previous sentence, does the pronoun "{}" refer to Ann? Yes or No?\n'
+WHO = 'Cats purr.\nQuestion: Who?\nI found this answer "{}". Is that correct? Yes or No?\n'
+ANSWERS = [{"text": "cats", "label": 1}, {"text": "dogs", "label": 0}]
+PASSAGE = {
+    "text": "Ann met Eve.\n@highlight\nAnn won",
+    "entities": [{"start": 0, "end": 2}, {"start": 8, "end": 10}, {"start": 24, "end": 26}],
+}
+SAW_EVE = {"text": "Ann saw Eve. She left.", "target": {"span1_text": "Ann", "span2_text": "She"}, "label": False}
+BANKS = {"word": "bank", "sentence1": "The bank lends.", "sentence2": "The bank is green.", "label": "false"}
+BANK = 'Does the word "bank" have the same meaning in these two sentences? Yes, No?\nThe bank lends.\nThe bank is green.\n'
+WET = {"premise": "It rained.", "choice1": "I got wet.", "choice2": "The sun set.", "question": "effect", "label": 0}
+RAINED = {"premise": "I got wet. ", "choice1": "It rained.", "choice2": "I slept.", "question": "cause", "label": 0}
+GLAD = {"query": "@placeholder was glad", "answers": [{"text": "Ann"}]}
+MISS = {"entities": ["Ann", "Miss Ann", "Eve"], "query": GLAD["query"], "answers": ["Miss Ann", "Ann"]}
+LOOKED = {"sentence": "Ann saw Eve because _ looked.", "option1": "Ann", "option2": "Eve", "answer": "2"}
+CATS = {"title": "Cats", "context": "Cats purr.", "question": " Who purrs? ", "answers": {"text": ["Cats", "cats"]}}
+TWO = {"passage": "Two cats.", "question": "How many?", "answers_spans": {"spans": ["2", "two"], "types": ["number"]}}
+PAIR = {"sentence1": "A.", "sentence2": "B.", "label": 1}
+SENTENCES = "Yes or No?\nSentence 1: A.\nSentence 2: B.\n"
+Asked = tuple[str, list[str], Any]
+
 # Rows as the benchmark's own files have them, or as ``datasets`` gives them, and what becomes of them.
-CASES: dict[str, list[tuple[dict[str, Any], list[tuple[str, list[str], Any]]]]] = {
-    "sst2": [({"sentence": "a fine film ", "label": 1}, [("a fine film It was", [" terrible", " great"], 1)])],
-    "rte": [
-        (
-            {"premise": "It rains.", "hypothesis": "It is wet.", "label": "not_entailment"},
-            [('It rains.\nDoes this mean that "It is wet." is true? Yes or No?\n', ["Yes", "No"], 1)],
-        ),
-        (
-            {"premise": "It rains.", "hypothesis": "It is wet.", "label": 0},
-            [('It rains.\nDoes this mean that "It is wet." is true? Yes or No?\n', ["Yes", "No"], 0)],
-        ),
-    ],
-    "cb": [
-        (
-            {"premise": "It may rain.", "hypothesis": "it rains", "label": "neutral"},
-            [('Suppose It may rain. Can we infer that "it rains"? Yes, No, or Maybe?\n', ["Yes", "No", "Maybe"], 2)],
-        )
-    ],
-    "boolq": [
-        (
-            {"passage": "Cats purr.", "question": "do cats purr", "label": True},
-            [("Cats purr. Do cats purr?\n", ["No", "Yes"], 1)],
-        )
-    ],
-    "wsc": [
-        (
-            {"text": "Ann saw Eve. She left.", "target": {"span1_text": "Ann", "span2_text": "She"}, "label": False},
-            [
-                (
-                    'Ann saw Eve. She left.\nIn the previous sentence, does the pronoun "she" refer to Ann? Yes or No?\n',
-                    ["No", "Yes"],
-                    0,
-                )
-            ],
-        ),
-        (
-            {"text": "Ann saw Eve.", "span1_text": "Ann", "span2_text": "Eve", "label": 1},
-            [
-                (
-                    'Ann saw Eve.\nIn the previous sentence, does the pronoun "eve" refer to Ann? Yes or No?\n',
-                    ["No", "Yes"],
-                    1,
-                )
-            ],
-        ),
-    ],
-    "wic": [
-        (
-            {"word": "bank", "sentence1": "The bank lends.", "sentence2": "The bank is green.", "label": "false"},
-            [
-                (
-                    'Does the word "bank" have the same meaning in these two sentences? Yes, No?\n'
-                    "The bank lends.\nThe bank is green.\n",
-                    ["No", "Yes"],
-                    0,
-                )
-            ],
-        )
-    ],
-    "multirc": [
-        (
-            {
-                "passage": {
-                    "text": "Cats purr.",
-                    "questions": [
-                        {"question": "Who?", "answers": [{"text": "cats", "label": 1}, {"text": "dogs", "label": 0}]}
-                    ],
-                }
-            },
-            [
-                ('Cats purr.\nQuestion: Who?\nI found this answer "cats". Is that correct? Yes or No?\n', ["No", "Yes"], 1),
-                ('Cats purr.\nQuestion: Who?\nI found this answer "dogs". Is that correct? Yes or No?\n', ["No", "Yes"], 0),
-            ],
-        ),
-        (
-            {"paragraph": "Cats purr.", "question": "Who?", "answer": "cats", "label": 1},
-            [('Cats purr.\nQuestion: Who?\nI found this answer "cats". Is that correct? Yes or No?\n', ["No", "Yes"], 1)],
-        ),
-    ],
-    "copa": [
-        (
-            {"premise": "It rained.", "choice1": "I got wet.", "choice2": "The sun set.", "question": "effect", "label": 0},
-            [("It rained so", [" I got wet.", " the sun set."], 0)],
-        ),
-        (
-            {"premise": "I got wet. ", "choice1": "It rained.", "choice2": "I slept.", "question": "cause", "label": 0},
-            [("I got wet because", [" it rained.", " I slept."], 0)],
-        ),
-    ],
-    "record": [
-        (
-            {
-                "passage": {
-                    "text": "Ann met Eve.\n@highlight\nAnn won",
-                    "entities": [{"start": 0, "end": 2}, {"start": 8, "end": 10}, {"start": 24, "end": 26}],
-                },
-                "qas": [{"query": "@placeholder was glad", "answers": [{"text": "Ann"}]}],
-            },
-            [("Ann met Eve.\n- Ann won\n-", [" Ann was glad", " Eve was glad"], [0])],
-        ),
-        (
-            {
-                "passage": "Ann met Eve.",
-                "query": "@placeholder was glad",
-                "entities": ["Ann", "Miss Ann", "Eve"],
-                "answers": ["Miss Ann", "Ann"],
-            },
-            [("Ann met Eve.\n-", [" Ann was glad", " Miss Ann was glad", " Eve was glad"], [0, 1])],
-        ),
-    ],
-    "mrpc": [
-        (
-            {"sentence1": "A.", "sentence2": "B.", "label": 1},
-            [
-                (
-                    "Do the following two sentences mean the same thing? Yes or No?\nSentence 1: A.\nSentence 2: B.\n",
-                    ["No", "Yes"],
-                    1,
-                )
-            ],
-        )
-    ],
-    "qqp": [
-        (
-            {"question1": "A?", "question2": "B?", "label": "not_duplicate"},
-            [
-                (
-                    "Are these two questions asking the same thing? Yes or No?\nQuestion 1: A?\nQuestion 2: B?\n",
-                    ["No", "Yes"],
-                    0,
-                )
-            ],
-        )
-    ],
-    "qnli": [
-        (
-            {"question": "A?", "sentence": "B.", "label": 0},
-            [("Does this sentence answer the question? Yes or No?\nSentence 1: A?\nSentence 2: B.\n", ["Yes", "No"], 0)],
-        )
-    ],
-    "wnli": [
-        (
-            {"sentence1": "A.", "sentence2": "B.", "label": 1},
-            [
-                (
-                    "Given the first sentence, is the second sentence true? Yes or No?\nSentence 1: A.\nSentence 2: B.\n",
-                    ["No", "Yes"],
-                    1,
-                )
-            ],
-        )
-    ],
-    "winogrande": [
-        (
-            {"sentence": "Ann saw Eve because _ looked.", "option1": "Ann", "option2": "Eve", "answer": "2"},
-            [("Ann saw Eve because", [" Ann looked.", " Eve looked."], 1)],
-        )
-    ],
-}
-WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "squad": (
-        {"title": "Cats", "context": "Cats purr.", "question": " Who purrs? ", "answers": {"text": ["Cats", "cats"]}},
-        {
-            "prompt": "Title: Cats\nContext: Cats purr.\nQuestion: Who purrs?\nAnswer:",
-            "completion": " Cats\n",
-            "answers": ["Cats", "cats"],
-        },
+CASES: list[tuple[str, dict[str, Any], list[Asked]]] = [
+    ("sst2", {"sentence": "a fine film ", "label": 1}, [("a fine film It was", [" terrible", " great"], 1)]),
+    ("rte", {**RAIN, "label": "not_entailment"}, [(RAINS, YES, 1)]),
+    ("rte", {**RAIN, "label": 0}, [(RAINS, YES, 0)]),
+    (
+        "cb",
+        {"premise": "It may rain.", "hypothesis": "it rains", "label": "neutral"},
+        [('Suppose It may rain. Can we infer that "it rains"? Yes, No, or Maybe?\n', ["Yes", "No", "Maybe"], 2)],
     ),
-    "drop": (
-        {"passage": "Two cats.", "question": "How many?", "answers_spans": {"spans": ["2", "two"], "types": ["number"]}},
-        {"prompt": "Passage: Two cats.\nQuestion: How many?\nAnswer:", "completion": " 2\n", "answers": ["2", "two"]},
+    (
+        "boolq",
+        {"passage": "Cats purr.", "question": "do cats purr", "label": True},
+        [("Cats purr. Do cats purr?\n", NO, 1)],
     ),
-}
+    ("wsc", SAW_EVE, [(IS_IT.format(" She left.", "she"), NO, 0)]),
+    (
+        "wsc",
+        {"text": "Ann saw Eve.", "span1_text": "Ann", "span2_text": "Eve", "label": 1},
+        [(IS_IT.format("", "eve"), NO, 1)],
+    ),
+    ("wic", BANKS, [(BANK, NO, 0)]),
+    (
+        "multirc",
+        {"passage": {"text": "Cats purr.", "questions": [{"question": "Who?", "answers": ANSWERS}]}},
+        [(WHO.format("cats"), NO, 1), (WHO.format("dogs"), NO, 0)],
+    ),
+    (
+        "multirc",
+        {"paragraph": "Cats purr.", "question": "Who?", "answer": "cats", "label": 1},
+        [(WHO.format("cats"), NO, 1)],
+    ),
+    ("copa", WET, [("It rained so", [" I got wet.", " the sun set."], 0)]),
+    ("copa", RAINED, [("I got wet because", [" it rained.", " I slept."], 0)]),
+    (
+        "record",
+        {"passage": PASSAGE, "qas": [GLAD]},
+        [("Ann met Eve.\n- Ann won\n-", [" Ann was glad", " Eve was glad"], [0])],
+    ),
+    (
+        "record",
+        {"passage": "Ann met Eve.", **MISS},
+        [("Ann met Eve.\n-", [" Ann was glad", " Miss Ann was glad", " Eve was glad"], [0, 1])],
+    ),
+    ("mrpc", PAIR, [(f"Do the following two sentences mean the same thing? {SENTENCES}", NO, 1)]),
+    (
+        "qqp",
+        {"question1": "A?", "question2": "B?", "label": "not_duplicate"},
+        [("Are these two questions asking the same thing? Yes or No?\nQuestion 1: A?\nQuestion 2: B?\n", NO, 0)],
+    ),
+    (
+        "qnli",
+        {"question": "A?", "sentence": "B.", "label": 0},
+        [("Does this sentence answer the question? Yes or No?\nSentence 1: A?\nSentence 2: B.\n", YES, 0)],
+    ),
+    ("wnli", PAIR, [(f"Given the first sentence, is the second sentence true? {SENTENCES}", NO, 1)]),
+    ("winogrande", LOOKED, [("Ann saw Eve because", [" Ann looked.", " Eve looked."], 1)]),
+    ("squad", CATS, [("Title: Cats\nContext: Cats purr.\nQuestion: Who purrs?\nAnswer:", ["Cats", "cats"], " Cats\n")]),
+    ("drop", TWO, [("Passage: Two cats.\nQuestion: How many?\nAnswer:", ["2", "two"], " 2\n")]),
+]
 
 
 def test_every_benchmark_has_a_case() -> None:
-    assert BENCHMARKS.keys() == CASES.keys() | WRITTEN.keys()
+    assert BENCHMARKS.keys() == {name for name, *_ in CASES}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_prompts_are_those_of_the_papers(name: str) -> None:
-    for row, asked in CASES[name]:
-        rows = [{"prompt": prompt, "candidates": candidates, "answer": answer} for prompt, candidates, answer in asked]
-        assert list(BENCHMARKS[name].questions(row)) == rows
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_prompts_of_answers_that_are_written(name: str) -> None:
-    row, asked = WRITTEN[name]
-    assert list(BENCHMARKS[name].questions(row)) == [asked]
+@pytest.mark.parametrize(("name", "row", "asked"), CASES)
+def test_prompts_are_those_of_the_papers(name: str, row: dict[str, Any], asked: list[Asked]) -> None:
+    """Of answers that are chosen, and in squad and drop of answers that are written."""
+    keys = ("answers", "completion") if name in ("squad", "drop") else ("candidates", "answer")
+    assert list(BENCHMARKS[name].questions(row)) == [dict(zip(("prompt", *keys), values, strict=True)) for values in asked]
 
 
 @pytest.fixture
@@ -219,10 +127,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_parts_are_sampled_once_and_do_not_overlap(sst2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_are_sampled_once_and_do_not_overlap(sst2: Path, tmp_path: Path) -> None:
     command = ["rows", "--task", "sst2", "--data", str(sst2), "--train-rows", "20", "--test-rows", "5", "--shots", "2"]
-    main([*command, "--output", str(tmp_path / "rows")])
-    said = capsys.readouterr().out
+    said = done(*command, "--output", tmp_path / "rows").out
     assert "20 rows in train.jsonl, 20 rows in dev.jsonl, 5 rows in test.jsonl, 5 rows in in-context.jsonl" in said
     train, dev, test, shown = (
         rows_of(tmp_path / "rows" / f"{name}.jsonl") for name in ("train", "dev", "test", "in-context")
@@ -234,8 +141,8 @@ def test_parts_are_sampled_once_and_do_not_overlap(sst2: Path, tmp_path: Path, c
     first, second = train[:2]
     before = "".join(row["prompt"] + row["candidates"][row["answer"]] + "\n\n" for row in (first, second))
     assert [row["prompt"] for row in shown] == [before + row["prompt"] for row in test]
-    main([*command, "--output", str(tmp_path / "again")])
-    main([*command, "--output", str(tmp_path / "other"), "--seed", "1"])
+    done(*command, "--output", tmp_path / "again")
+    done(*command, "--output", tmp_path / "other", "--seed", "1")
     assert rows_of(tmp_path / "again" / "train.jsonl") == train
     assert rows_of(tmp_path / "other" / "train.jsonl") != train
 
@@ -278,3 +185,72 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
+
+
+# A benchmark in one command
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)
+    save_tokenizer(save_model(tmp_path / "base", config, torch.float32))
+    (tmp_path / "sst2").mkdir()
+    for name in ("train", "validation"):
+        rows = [{"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)]
+        (tmp_path / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_one_command_does_what_its_parts_do(folder: Path) -> None:
+    options = ["--model", folder / "base", "--steps", 6, "--lr", 1e-3, "--evaluate-every", 2, "--batch-size", 2]
+    ended = run_here(
+        "train", "--task", "sst2", "--data", folder / "sst2", "--shots", 2, "--output", folder / "run", *options
+    )
+    assert ended.status == 0, ended.err
+    scores = [line for line in ended.out.splitlines() if "accuracy" in line]
+    assert [line.partition(":")[0] for line in scores] == ["zero-shot", "with 2 demonstrations", "fine-tuned"]
+    assert (
+        run_here("rows", "--task", "sst2", "--data", folder / "sst2", "--shots", 2, "--output", folder / "rows").status == 0
+    )
+    for name in ("train", "dev", "test", "in-context"):
+        ours, theirs = (folder / where / f"{name}.jsonl" for where in ("run.rows", "rows"))
+        assert ours.read_bytes() == theirs.read_bytes()
+    rows = ["--data", folder / "rows" / "train.jsonl", "--evaluation", folder / "rows" / "dev.jsonl"]
+    assert run_here("train", *rows, "--keep-best", "--output", folder / "parts", *options).status == 0
+    ours, theirs = (folder / run / "model" / "model.safetensors" for run in ("run", "parts"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    for model, line in ((folder / "base", scores[0]), (folder / "parts" / "model", scores[2])):
+        evaluating = ["evaluate", "--model", model, "--data", folder / "rows" / "test.jsonl", "--batch-size", 2]
+        assert run_here(*evaluating).out.strip() == line.partition(": ")[2]
+
+
+def test_rows_that_a_killed_process_left_are_used_again_and_others_are_refused(folder: Path) -> None:
+    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
+    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
+    assert run_here("rows", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run.rows").status == 0
+    whole = (folder / "run.rows" / "test.jsonl").read_bytes()
+    (folder / "run.rows" / "test.jsonl").write_bytes(whole + b"\n")
+    assert "run.rows: found something at this path" in refusal(*given)
+    assert (folder / "run.rows").exists()
+    (folder / "run.rows" / "test.jsonl").write_bytes(whole)
+    ended = run_here(*given)
+    assert ended.status == 0, ended
+    assert f"{folder / 'run.rows'}: " in ended.out
+
+
+def test_an_interruption_before_the_run_began_leaves_no_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluate, "run", interrupted)
+    given = ["--model", folder / "base", "--data", folder / "sst2", "--output", folder / "run"]
+    assert run_here("train", "--task", "sst2", *given).status == 130
+    assert not (folder / "run.rows").exists()
+
+
+def test_the_command_given_again_is_told_to_resume_the_run(folder: Path) -> None:
+    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
+    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
+    assert run_here(*given).status == 0
+    assert f"continue the run with zo2 train --resume {folder / 'run'}" in refusal(*given)
+    assert run_here("train", "--resume", folder / "run").status == 0
