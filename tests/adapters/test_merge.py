@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from command_lines import done, make_place, refusal
 from models import save_model, small_config
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -21,20 +19,6 @@ from zo2core.planning.memory import HostPlan, plan_host
 peft: Any = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"]}
-SAVED = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "v_proj"]}
-
-KINDS: dict[str, Callable[[str], Any]] = {
-    "lora": lambda name: peft.LoraConfig(r=3, lora_alpha=16, target_modules=TARGETS[name]),
-    "all-linear": lambda name: peft.LoraConfig(r=2, target_modules="all-linear", use_rslora=True),
-    "dora": lambda name: peft.LoraConfig(r=3, lora_alpha=16, target_modules=TARGETS[name], use_dora=True),
-    "modules_to_save": lambda name: peft.LoraConfig(r=3, target_modules=TARGETS[name], modules_to_save=SAVED[name]),
-    "ia3": lambda name: peft.IA3Config(target_modules=TARGETS[name], feedforward_modules=TARGETS[name][1:]),
-    "loha": lambda name: peft.LoHaConfig(r=3, alpha=16, target_modules=TARGETS[name]),
-    "lokr": lambda name: peft.LoKrConfig(r=3, alpha=16, target_modules=TARGETS[name]),
-    "hra": lambda name: peft.HRAConfig(r=4, target_modules=TARGETS[name]),
-    "miss": lambda name: peft.MissConfig(r=2, target_modules=TARGETS[name]),
-}
 
 
 def save_adapter(base: Path, config: Any, directory: Path) -> None:
@@ -60,20 +44,6 @@ def assert_equal(merged: Path, expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
         assert own[name].dtype == value.dtype, name
         assert torch.equal(own[name], value), name
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model_type", ["opt", "llama"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_weights_are_those_that_peft_merges(kind: str, model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config(model_type), dtype)
-    save_adapter(base, KINDS[kind](model_type), tmp_path / "adapter")
-    expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")
-    done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
-    assert_equal(tmp_path / "merged", expected)
-    before = load_file(base / "model.safetensors")
-    assert any(not torch.equal(value, before[name]) for name, value in expected.items()), "the adapter changes weights"
 
 
 def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
@@ -184,10 +154,3 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> 
         assert f"pass --output {name.partition('.')[0]};" in told
         assert not Path(name).exists()
     assert not Path("merged").exists()
-
-
-def test_the_file_is_whole_however_its_weights_arrive(here: Path) -> None:
-    done("merge", "--run", "first", "--output", "merged")
-    with safe_open("merged/model.safetensors", "pt") as merged:
-        names = set(merged.keys())
-    assert names == load_file("base/model.safetensors").keys()

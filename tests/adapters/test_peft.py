@@ -9,35 +9,51 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import refusal
+import yaml
+from command_lines import Ended, done, make_place, refusal, write_rows
 from engines import zeroth_order
-from models import make_batch, save_model, small_config
+from models import WORDS, make_batch, random_model, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, steps, values_of
+from profiles import each_choice
 from runs import small_run
 from safetensors.torch import load_file
 from stacked_loop import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
-from zo2adapters.cli import main
+from zo2adapters import train as train_recipe
+from zo2adapters.models.export import export_adapter
 from zo2adapters.models.peft_adapter import peft_config
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
+    DensePerturbation,
     Distribution,
     Engine,
     HostPlan,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
+    MultiQueryRGE,
     PhiloxNoise,
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.errors import OptionError, ZO2Warning
+from zo2core.errors import OptionError, OutputError, ZO2Warning
+from zo2core.perturbation import Perturbation
 from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
+LORA = {"peft_type": "LORA", "r": 2}
 FA = ("lora_A",)  # LoRA-FA
 
 
@@ -200,77 +216,21 @@ def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) 
         zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
 
 
-def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    path = tmp_path / "lora.json"
-    path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}))
-    assert steps(open_checkpoint(base, adapter=Adapter(config=path))) == steps(
-        open_checkpoint(base, adapter=Adapter(config=lora()))
-    )
-
-
-def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step(tmp_path: Path) -> None:
     options = small_run(tmp_path)
-    config, run = tmp_path / "lora.json", tmp_path / "run"
-    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
-    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2"]
-    adapter = ["--adapter", str(config), "--adapter-frozen", "lora_A"]
-    main([*train, "--output", str(run), "--steps", "2", *adapter])
-    assert (run / "model" / "adapter_model.safetensors").exists()
-    config.write_text("{}")  # a resumed run reads it again
+    config, run, text = tmp_path / "lora.json", tmp_path / "run", json.dumps({**LORA, "target_modules": ["q_proj"]})
+    config.write_text(text)
+    train = ("train", "--model", options.model, "--data", options.data, "--lr", "1e-2", "--adapter", config)
+    frozen = ("--adapter-frozen", "lora_A")
+    done(*train, *frozen, "--output", run, "--steps", "2")
+    config.write_text("{}")
     assert refusal("train", "--resume", run, "--steps", 4).startswith("zo2: --adapter: found None; expected one of LORA")
-    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
-    main(["train", "--resume", str(run), "--steps", "4"])
-    main([*train, "--output", str(tmp_path / "whole"), "--steps", "4", *adapter])
-    resumed, whole = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "whole"))
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    main(["export", "--run", str(run), "--output", str(tmp_path / "adapter"), "--at", "2"])
-    branch = ["train", "--resume", str(run), "--from-step", "2", "--output", str(tmp_path / "branch"), "--steps", "4"]
-    main([*branch, "--lr", "1e-2", *adapter])
-    again = load_file(tmp_path / "branch" / "model" / "adapter_model.safetensors")
+    config.write_text(text)
+    done("train", "--resume", run, "--steps", "4")
+    branch = ("train", "--resume", run, "--from-step", 2, "--output", tmp_path / "branch", "--steps", 4, "--lr", "1e-2")
+    done(*branch, "--adapter", config, *frozen)
+    whole, again = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "branch"))
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    capsys.readouterr()
-    main(["evaluate", "--run", str(run), "--data", str(options.data), "--no-base"])
-    of_run = capsys.readouterr().out
-    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data), "--no-base"])
-    assert capsys.readouterr().out == of_run
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--adapter", "missing.json"], "missing.json"),
-        (["--adapter", "CONFIG", "--precision", "auto:transfer=bfloat16"], "transfer of --precision"),
-        (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
-        (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),
-        (["--adapter", "CONFIG", "--adapter-frozen", "lora_C"], "--adapter-frozen"),
-    ],
-)
-def test_an_adapter_that_cannot_be_heeded_is_one_line(more: list[str], said: str, tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    config = tmp_path / "lora.json"
-    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
-    more = [str(config) if word == "CONFIG" else word for word in more]
-    train = "train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run"
-    assert refusal(*train, *more).startswith(f"zo2: {said}")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("kept", [0, 2])
-def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
-    adapter = Adapter(config=lora(init_lora_weights=False))
-    model = open_checkpoint(base, adapter=adapter)
-    whole: Any = monolithic(base, adapter.config, values_of(model), ())
-    mono = MonolithicMeZO(whole.to("cuda"), lr=1e-3, zo_eps=1e-2)
-    batch = make_batch(40, [7, 5])
-    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
-    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), device="cuda", memory=policy) as engine:
-        for seed in range(3):
-            theirs = mono.step({key: value.to("cuda") for key, value in batch.items()}, seed)
-            assert engine.step(batch, seed=seed).losses == theirs.losses
 
 
 def test_keys_of_a_later_peft_are_ignored_by_name(tmp_path: Path) -> None:
@@ -278,3 +238,227 @@ def test_keys_of_a_later_peft_are_ignored_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
     with pytest.warns(ZO2Warning, match="of_tomorrow ignored, which the installed peft"):
         assert peft_config(Adapter(config=path)).config.r == 3
+
+
+# Runs of low rank, written as peft's adapters
+
+
+EXPORTED: dict[str, PretrainedConfig] = {
+    "opt": small_config("opt"),
+    "llama": small_config("llama", tie_word_embeddings=False),
+    "llama, tied": small_config("llama", tie_word_embeddings=True),
+    "qwen2, with biases": small_config("qwen2"),
+    "gpt2": GPT2Config(vocab_size=40, n_embd=12, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2),
+}
+
+
+def low_rank(base: Path, perturbation: Perturbation | None = None, **options: Any) -> Engine:
+    estimator = MultiQueryRGE(q=2, lr=3e-2, zo_eps=1e-2, perturb_in_place=False)
+    beside = LowRankPerturbation(rank=2, period=3) if perturbation is None else perturbation
+    return zeroth_order(open_checkpoint(base, **options), estimator, perturbation=beside, seed=3)
+
+
+def load(base: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    return model
+
+
+@torch.inference_mode()
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> float:
+    return float(model(**batch, use_cache=False).loss)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`",  # the head has columns of its own, beside those of the embedding
+    "ignore:fan_in_fan_out is set to True",
+    "ignore:`is_gradient_checkpointing` is deprecated",
+)
+def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: str) -> None:
+    base, batch = save_model(tmp_path / "base", EXPORTED[name]), make_batch(40, [7, 4])
+    with low_rank(base) as opened:
+        for _ in range(7):  # two periods, and one that goes on: six columns
+            opened.step(batch)
+        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        opened.export(tmp_path / "merged")
+    loaded = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
+    assert loaded.peft_config["default"].r == 6
+    assert loaded.peft_config["default"].bias == ("none" if name.startswith("llama") else "all"), "peft saves it again whole"
+    merged = loss_of(load(tmp_path / "merged"), batch)
+    assert loss_of(loaded, batch) == pytest.approx(merged, rel=1e-5)
+    assert abs(loss_of(load(base), batch) - merged) > 1e-2, "something was learned"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -> None:
+    config = small_config("llama", pad_token_id=0, num_labels=3, tie_word_embeddings=False)
+    auto, batch = AutoModelForSequenceClassification, {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])}
+    base = tmp_path / "base"
+    random_model(config, torch.float32, auto_class=auto).save_pretrained(base)
+    with low_rank(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
+        for _ in range(3):
+            opened.step(batch)
+        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        opened.export(tmp_path / "merged")
+    merged = loss_of(auto.from_pretrained(tmp_path / "merged"), batch)
+    loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "adapter")
+    assert loss_of(loaded, batch) == pytest.approx(merged, rel=1e-5)
+    assert abs(loss_of(auto.from_pretrained(base), batch) - merged) > 1e-3, "something was learned"
+
+
+def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
+    options = small_run(tmp_path, steps=4, optimization=Optimization(lr=1e-2, rank=2, period=2))
+    with Trainer(options) as trainer:
+        trainer.run()
+    run = options.output
+    assert (
+        "the adapter after 3 steps"
+        in done("export", "--run", run, "--at", "3", "--output", tmp_path / "adapter", "--as-adapter").out
+    )
+    config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
+    assert config.r == config.lora_alpha == 4
+    assert Path(config.base_model_name_or_path).is_dir()
+    message = refusal("export", "--run", run, "--output", tmp_path / "other", "--as-adapter", "--output-dtype", "bfloat16")
+    assert "--output-dtype: found bfloat16" in message
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    out = tmp_path / "adapter"
+    with low_rank(base, DensePerturbation()) as opened, pytest.raises(OptionError, match="dense perturbations"):
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+    with low_rank(base, LowRankPerturbation(rank=5, period=1)) as opened:
+        for _ in range(3):
+            opened.step(batch)
+        with pytest.raises(OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."):
+            export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+    adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with low_rank(base, adapter=adapter) as opened, pytest.raises(OptionError, match="trains an adapter"):
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+    out.mkdir()
+    (out / "mine").touch()
+    with low_rank(base) as opened, pytest.raises(OutputError):
+        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+# ``--lora-rank``: peft's LoRA adapter without a config file, in every command
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+
+METHODS = {"zeroth-order": (), "low-rank": ("--rank", 2), "adamw": ("--method", "adamw")}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("lora"))
+
+
+def train(output: str, *more: object) -> Ended:
+    common = ("--model", "base", "--data", "rows.jsonl", "--steps", 3, "--lr", 1e-2, "--batch-size", 3)
+    return done("train", *common, "--output", output, *more)
+
+
+def files(run: str) -> tuple[bytes, bytes, dict[str, Any]]:
+    """A run's journal, and the adapter that it exported: its values and its config."""
+    folder = Path(run)
+    config = json.loads((folder / "model" / "adapter_config.json").read_bytes())
+    return (folder / "journal.jsonl").read_bytes(), (folder / "model" / "adapter_model.safetensors").read_bytes(), config
+
+
+OF_FILES: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
+    "defaults": ({"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}, ("--lora-rank", 2)),
+    "all-linear": (
+        {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
+        ("--lora-rank", 2, "--lora-targets", "all-linear"),
+    ),
+    "names": (
+        {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]},
+        ("--lora-rank", 3, "--lora-targets", "q_proj", "up_proj", "--lora-alpha", 5),
+    ),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("method", "name"), each_choice(list(METHODS), list(OF_FILES)))
+def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here: Path) -> None:
+    config, options = OF_FILES[name]
+    peft.LoraConfig(**config, task_type="CAUSAL_LM").save_pretrained("lora")
+    train("filed", *METHODS[method], "--adapter", "lora/adapter_config.json")
+    train("named", *METHODS[method], *options)
+    assert files("named") == files("filed")
+    modules = {name.rpartition(".lora_")[0] for name in load_file("named/model/adapter_model.safetensors")}
+    assert len(modules) == (14 if config["target_modules"] == "all-linear" else 4)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str, here: Path) -> None:
+    options = (*METHODS[method], "--lora-rank", 2, "--lora-alpha", 3)
+    train("whole", *options, "--steps", 5)
+    train("run", *options)
+    done("train", "--resume", "run", "--steps", 5)
+    assert files("run")[1:] == files("whole")[1:]
+    done("export", "--run", "run", "--output", "exported")
+    assert Path("exported/adapter_model.safetensors").read_bytes() == files("run")[1]
+    of_run = done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
+    assert of_run == done("evaluate", "--adapter", "exported", "--data", "rows.jsonl", "--no-base").out
+    assert "--lora-rank: found 4; expected 2, as in the run" in refusal(
+        "evaluate", "--run", "run", "--data", "rows.jsonl", "--lora-rank", 4
+    )
+    assert "--lora-rank" in refusal("train", "--resume", "run", "--lora-rank", 4)
+
+
+def test_the_recipe_of_a_run_has_what_was_left_out(here: Path) -> None:
+    train("run", "--method", "adamw", "--lora-rank", 2)
+    recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
+    assert (recipe["lora_rank"], recipe["lora_targets"], recipe["lora_alpha"]) == (2, ["auto"], 4)
+    train_recipe("run/recipe.yaml", {"output": "again"})
+    assert files("again") == files("run")
+    values = {"model": "base", "data": "rows.jsonl", "output": "mapped", "lr": 1e-2, "lora_rank": 2, "method": "adamw"}
+    train_recipe({**values, "lora_targets": "all-linear", "steps": 3, "batch_size": 3})
+    assert files("mapped") == files("run")
+
+
+def test_an_exported_adapter_names_its_base(here: Path) -> None:
+    train("run", "--lora-rank", 2)
+    assert files("run")[2]["base_model_name_or_path"] == str((here / "base").resolve())
+    model = peft.AutoPeftModelForCausalLM.from_pretrained("run/model")
+    assert model.peft_config["default"].r == 2
+
+
+def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
+    config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
+    made: Any = AutoModelForSequenceClassification
+    made.from_config(config).save_pretrained("classifier")
+    save_tokenizer(Path("classifier"))
+    write_rows(Path("labels.jsonl"), [{"text": "the cat", "label": 0}, {"text": "the dog", "label": 1}])
+    common = ("--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl", "--batch-size", 2)
+    done("train", *common, "--output", "run", "--steps", 2, "--lr", 1e-2, "--method", "adamw", "--lora-rank", 2)
+    names = load_file("run/model/adapter_model.safetensors").keys()
+    assert any(".score.lora_B" in name for name in names)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained("classifier"), "run/model")
+    rows = [AutoTokenizer.from_pretrained("classifier")(text, return_tensors="pt") for text in ("the cat", "the dog")]
+    losses = [loaded(**row, labels=torch.tensor([label])).loss.item() for label, row in enumerate(rows)]
+    told = done("evaluate", "--run", "run", "--data", "labels.jsonl", "--no-base").out
+    assert float(told.split()[1].strip(",")) == pytest.approx(sum(losses) / 2, abs=1e-5)
+
+
+def test_plan_counts_the_adapter_of_either_method(here: Path) -> None:
+    command = ("plan", "--model", "base", "--data", "rows.jsonl", "--json", "--lora-rank", 2)
+    zeroth_order, first_order = (json.loads(done(*command, *METHODS[method]).out) for method in ("zeroth-order", "adamw"))
+    assert zeroth_order["write_back_every"] is None, "no block changes"
+    assert zeroth_order["model_bytes"] == first_order["model_bytes"]
+    without = json.loads(done(*command[:-2]).out)
+    assert zeroth_order["model_bytes"] > without["model_bytes"]
+
+
+def test_tune_tries_rates_for_the_adapter(here: Path) -> None:
+    common = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--learning-rates", 1e-5, 1e-2)
+    done("tune", *common, "--method", "adamw", "--lora-rank", 2, "--forwards", 60, "--output", "tuned")
+    table = json.loads(Path("tuned/tune.json").read_bytes())
+    done("train", "--resume", "tuned/lr-0.01", "--steps", table["results"][0]["steps"] + 1)
+    assert len(load_file("tuned/lr-0.01/model/adapter_model.safetensors")) == 28

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_lines import refusal
+from command_lines import done, refusal
 from footprints import check
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
-from zo2adapters.cli import main
 from zo2adapters.models.batches import pack
 from zo2adapters.models.peft_prefix import LayerPrefix
 from zo2adapters.models.quantizer import quantize
@@ -231,6 +230,13 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
         again = load_file(tmp_path / f"{saved} again" / "adapter_model.safetensors")
         for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
             assert torch.equal(again[key], value)
+    if name != "prefix":  # which no weight can contain
+        done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
+        loaded.merge_and_unload().save_pretrained(tmp_path / "peft")
+        before, ours, theirs = (load_file(tmp_path / path / "model.safetensors") for path in ("base", "merged", "peft"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[key]) and value.dtype is dtype for key, value in ours.items())
+        assert any(not torch.equal(value, before[key]) for key, value in ours.items()), "the adapter changes weights"
 
 
 @pytest.mark.few(2)
@@ -504,38 +510,34 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_kind_on_the_command_line(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
+def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     options = small_run(tmp_path)
     run, config = tmp_path / "run", KINDS[kind].config("llama")
     config.save_pretrained(tmp_path / "kind")
     adapter = ["--adapter", str(tmp_path / "kind" / "adapter_config.json")]
     train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", *adapter]
-    main([*train, "--output", str(run), "--steps", "2"])
-    main(["train", "--resume", str(run), "--steps", "4"])
-    main([*train, "--output", str(tmp_path / "whole"), "--steps", "4"])
-    main(["export", "--run", str(run), "--output", str(tmp_path / "exported")])
+    done(*train, "--output", run, "--steps", "2")
+    done("train", "--resume", run, "--steps", "4")
+    done(*train, "--output", tmp_path / "whole", "--steps", "4")
+    done("export", "--run", run, "--output", tmp_path / "exported")
     paths = [
         path / "adapter_model.safetensors" for path in (run / "model", tmp_path / "whole" / "model", tmp_path / "exported")
     ]
     resumed, whole, exported = map(load_file, paths)
     assert resumed.keys() == whole.keys() == exported.keys()
     assert all(torch.equal(resumed[name], whole[name]) and torch.equal(exported[name], whole[name]) for name in whole)
-    capsys.readouterr()
-    main(["evaluate", "--run", str(run), "--data", str(options.data), "--no-base"])
-    of_run = capsys.readouterr().out
-    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data), "--no-base"])
-    assert capsys.readouterr().out == of_run
+    of_run = done("evaluate", "--run", run, "--data", options.data, "--no-base").out
+    assert (
+        done("evaluate", "--model", options.model, "--adapter", run / "model", "--data", options.data, "--no-base").out
+        == of_run
+    )
     if kind != "prefix" and not request.config.getoption("--long"):
         return
-    main(["export", "--run", str(run), "--output", str(tmp_path / "first"), "--at", "0"])
-    main([*train[:-1], str(tmp_path / "first"), "--output", str(tmp_path / "again"), "--steps", "4"])
+    done("export", "--run", run, "--output", tmp_path / "first", "--at", "0")
+    done(*train[:-1], tmp_path / "first", "--output", tmp_path / "again", "--steps", "4")
     again = load_file(tmp_path / "again" / "model" / "adapter_model.safetensors")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    capsys.readouterr()
-    main(["generate", "--run", str(run), "--prompt", "the cat", "--max-new-tokens", "3"])
-    assert capsys.readouterr().out.startswith("the cat")
+    assert done("generate", "--run", run, "--prompt", "the cat", "--max-new-tokens", "3").out.startswith("the cat")
     train = ["train", "--model", options.model, "--data", str(options.data), *adapter, "--output", str(tmp_path / "beside")]
     assert refusal(*train, "--rank", 2).startswith("zo2: --adapter: found ")
     assert not (tmp_path / "beside").exists()
