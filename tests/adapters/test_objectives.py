@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_lines import done
 from engines import zeroth_order
-from models import candidate_scores, make_batch, save_model, small_config
-from parity import assert_same_bits, assert_same_weights
-from torch import nn
+from models import CONFIGS, WORDS, make_batch, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import (
@@ -20,7 +21,6 @@ from zo2adapters import (
     ChoiceF1Error,
     ChoiceLoss,
     HFBlockModel,
-    MonolithicMeZO,
     PreferenceLoss,
     choice_batch,
     generate,
@@ -28,7 +28,13 @@ from zo2adapters import (
     preference_batch,
     score,
 )
-from zo2adapters.tasks.objectives import CandidateScores
+from zo2adapters.cli import main
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.objectives import CandidateScores, LogLikelihood, Scored
+from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.task import ChoiceTask, TaskOptions
+from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (
     FZOO,
     Distribution,
@@ -42,6 +48,7 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
+from zo2core.sweep.activations import storage_bytes
 
 NUMBERS: dict[str, Any] = {"lr": 2e-2, "zo_eps": 5e-2}
 PROMPTS = [[3, 5, 7], [9, 2], [4, 4, 8, 1], [30, 11], [6, 13, 21], [17, 5]]
@@ -53,73 +60,6 @@ CHOICES = choice_batch(PROMPTS, CANDIDATES, ANSWERS)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("objectives") / "base", small_config("llama"))
-
-
-class MonolithicObjective(MonolithicMeZO):
-    """MeZO's loop over a whole model whose loss is a function of model and batch."""
-
-    def __init__(
-        self, base: Path, number: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor], **options: Any
-    ) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        super().__init__(model, **NUMBERS, **options)
-        self.number = number
-
-    @torch.inference_mode()
-    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.number(self.model, batch)
-
-
-def stock_error(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    wrong = candidate_scores(model, batch).argmax(1) != torch.tensor(ANSWERS)
-    share: torch.Tensor = wrong.double().mean()
-    return share
-
-
-def stock_f1_error(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    chosen, right = candidate_scores(model, batch).argmax(1) == 1, torch.tensor(ANSWERS) == 1
-    precision, recall = (chosen & right).sum() / max(int(chosen.sum()), 1), (chosen & right).sum() / right.sum()
-    both = precision + recall
-    return 1 - (2 * precision.double() * recall.double() / both.double() if both else both.double())
-
-
-def stock_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(candidate_scores(model, batch), torch.tensor(ANSWERS))
-
-
-def same_weights(engine: Engine, whole: MonolithicMeZO) -> None:
-    assert_same_weights(engine.parameters_now(), whole.model.named_parameters())
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "number"), [(ChoiceError, stock_error), (ChoiceF1Error, stock_f1_error)])
-@pytest.mark.parametrize("rows", [None, 1, 4])
-def test_objectives_without_a_gradient_are_the_monolithic_loop(kind: Any, number: Any, rows: int | None, base: Path) -> None:
-    model = open_checkpoint(base)
-    whole = MonolithicObjective(base, number)
-    grads: list[float] = []
-    with zeroth_order(model, MeZOSGD(**NUMBERS), micro_batch_size=rows) as engine:
-        for seed in range(12):
-            result, expected = engine.step(CHOICES, kind(model), seed=seed), whole.step(CHOICES, seed)
-            assert result.losses == pytest.approx(expected.losses, abs=1e-6)
-            grads += result.projected_grads
-        if number is stock_error:  # sixths are the same floats both ways
-            same_weights(engine, whole)
-        now = engine.evaluate([CHOICES], kind(model))
-    assert any(grads), "some step has to move something"
-    assert now.loss == pytest.approx(float(whole.loss(CHOICES)), abs=1e-6)
-
-
-def test_the_loss_over_candidates_is_that_of_the_whole_model(base: Path) -> None:
-    model = open_checkpoint(base)
-    whole = MonolithicObjective(base, stock_loss)
-    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine:
-        for seed in range(5):
-            result, expected = engine.step(CHOICES, ChoiceLoss(model), seed=seed), whole.step(CHOICES, seed)
-            assert result.losses == pytest.approx(expected.losses, rel=1e-4)
-        trained = engine.evaluate([CHOICES], ChoiceLoss(model)).loss
-        assert trained < result.losses[0]
-        assert trained == pytest.approx(float(whole.loss(CHOICES)), rel=1e-3)
 
 
 def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
@@ -134,18 +74,10 @@ def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
             assert whole.losses == (whole.loss,)
 
 
-def test_dpo_of_a_model_that_is_its_own_reference_is_log_two(base: Path) -> None:
+def test_what_makes_no_preferences_is_refused(base: Path) -> None:
     model = open_checkpoint(base)
-    with Engine(model) as replayer:
-        references = score(replayer, model, PROMPTS, CANDIDATES).log_likelihoods
-    batch = preference_batch(PROMPTS, CANDIDATES, references)
-    with zeroth_order(model, MeZOSGD(**NUMBERS), micro_batch_size=3) as engine:
-        assert engine.evaluate([batch], PreferenceLoss(model)).loss == pytest.approx(math.log(2), abs=1e-6)
-        for _ in range(20):
-            engine.step(batch, PreferenceLoss(model, beta=0.5))
-        assert engine.evaluate([batch], PreferenceLoss(model)).loss < math.log(2)
-        with pytest.raises(BatchError, match="make it with preference_batch"):
-            engine.step(CHOICES, PreferenceLoss(model))
+    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine, pytest.raises(BatchError, match="make it with preference_batch"):
+        engine.step(CHOICES, PreferenceLoss(model))
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(OptionError, match="beta"):
             PreferenceLoss(model, beta=wrong)
@@ -186,42 +118,6 @@ def test_losses_told_one_by_one_are_those_of_a_step(make: Callable[[], ZOEstimat
             assert told.step == step
         for (name, own), (_, other) in zip(asked.parameters_now(), straight.parameters_now(), strict=True):
             assert_same_bits(name, own, other)
-
-
-def test_exact_match_of_generated_text_trains_as_over_transformers_generate(base: Path) -> None:
-    prompts, new = [[3, 5, 7], [9, 2, 30], [4, 8, 1]], 3
-
-    def continued(model: Any) -> list[list[int]]:
-        ids = torch.tensor(prompts)
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        return [row[len(prompts[0]) :].tolist() for row in out]
-
-    references = continued(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
-    whole = MonolithicObjective(
-        base,
-        lambda model, batch: torch.tensor(
-            sum(text != reference for text, reference in zip(continued(model), references, strict=True)) / 3,
-            dtype=torch.float64,
-        ),
-    )
-    model = open_checkpoint(base)
-    moved = False
-    with zeroth_order(model, MeZOSGD(**NUMBERS)) as engine:
-        for seed in range(4):
-            losses = []
-            for evaluation in engine.ask(seed=seed):
-                tokens = list(generate(engine, model, prompts, max_new_tokens=new, at=evaluation))
-                texts = [list(column) for column in zip(*tokens, strict=True)]
-                wrong = [text != reference for text, reference in zip(texts, references, strict=True)]
-                losses.append(sum(wrong) / 3)
-            result, expected = engine.tell(losses), whole.step({}, seed)
-            assert result.losses == expected.losses
-            assert result.projected_grads == expected.projected_grads
-            moved = moved or any(result.projected_grads)
-        same_weights(engine, whole)
-    assert moved, "some step has to move something"
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(None, [12]), (1, [2] * 6), (4, [4, 4, 4]), (5, [4, 4, 4]), (8, [8, 4])])
@@ -318,3 +214,117 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
 def test_choices_that_are_none_are_refused(prompts: Any, candidates: Any, answers: Any) -> None:
     with pytest.raises(BatchError):
         choice_batch(prompts, candidates, answers)
+
+
+# Scores: candidates' log-likelihoods are Hugging Face's
+
+
+SCORED_PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
+SCORED = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_log_likelihoods_are_hugging_faces(model_type: str, chunk: int | None, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = open_checkpoint(base, loss_chunk=chunk)
+    with Engine(model) as engine:
+        scored = score(engine, model, SCORED_PROMPTS, SCORED, batch_size=4)
+    assert scored.tokens == ((1, 2), (3, 1, 2), (1,))
+    for prompt, answers, found in zip(SCORED_PROMPTS, SCORED, scored.log_likelihoods, strict=True):
+        for answer, value in zip(answers, found, strict=True):
+            with torch.inference_mode():
+                logs = whole(input_ids=torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
+            expected = sum(logs[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer))
+            assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_scores_are_of_the_present_weights(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("opt"))
+    model = open_checkpoint(base)
+    batch = collate([TokenizedRow((prompt := [3, 4, 5, 1]), 3, 1)], pad_token_id=0)  # type: ignore[arg-type]
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-1, zo_eps=1e-3))) as engine:
+        before = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
+        engine.step(batch, seed=1)
+        after = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
+        assert after != before
+        assert after == pytest.approx(-engine.evaluate([batch]).loss, rel=1e-5)
+
+
+@pytest.mark.long_profile
+def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    rows = [{"prompt": f"the {WORDS[3 + i % 5]} is", "candidates": [" yes", " no"], "answer": i % 2} for i in range(1000)]
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = open_checkpoint(base)
+    batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
+    forward = LogLikelihood(model)
+    with Engine(model), torch.inference_mode():
+        held, running = storage_bytes(forward.embed(batch)), forward.forward_bytes(batch)
+    for fitting in (1, 10, 125):
+        budget = fitting * held + running
+        main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])
+        printed = capsys.readouterr().out
+        assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweep" in printed
+    with Engine(model := open_checkpoint(base)) as engine:
+        choices = RowReader(load_tokenizer(base), 12).read(data)
+        scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
+    right = sum(mine == each.answer for mine, each in zip(scored.choices(), choices, strict=True))
+    assert f"accuracy {right / 1000:.1%}," in printed
+
+
+def test_the_candidate_with_the_largest_mean_is_chosen_and_the_first_of_equal_ones() -> None:
+    scored = Scored(((-3.0, -2.0), (-1.0, -1.0)), ((3, 1), (1, 1)), 1)
+    assert scored.means == [[-1.0, -2.0], [-1.0, -1.0]]
+    assert scored.choices() == (0, 0)
+
+
+def test_steps_evaluations_and_the_demo_judge_candidates_alike(tmp_path: Path) -> None:
+    """The candidates have one and four tokens, so that by sums the short one would always be chosen."""
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    labels = [" yes", " no cat sat the"]
+    rows = [{"prompt": f"the {word}", "candidates": labels, "answer": number % 2} for number, word in enumerate(WORDS[3:9])]
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer = open_checkpoint(base), load_tokenizer(base)
+    choices = RowReader(tokenizer, 12).read(data)
+    with Engine(model) as engine:
+        task = ChoiceTask(model, choices, TaskOptions(objective="accuracy", batch_size=2, pad=0))
+        [[outputs]] = engine.forwards([(batch := task.batch(choices.rows))], forward := ChoiceError(model))
+        step = 1 - float(forward.loss([outputs], [batch]))
+        held_out = task.evaluate(engine, choices)
+        scored = score(engine, model, [row.prompt for row in choices], [row.candidates for row in choices])
+    assert f"accuracy {step:.1%}, 6 rows" in done("evaluate", "--model", base, "--data", data).out
+    assert held_out == {"loss": pytest.approx(1 - step), "accuracy": pytest.approx(step)}
+    sums = [max((0, 1), key=values.__getitem__) for values in scored.log_likelihoods]
+    assert sum(index in row.answers for row, index in zip(choices, sums, strict=True)) / 6 != pytest.approx(step), (
+        "sums would give another accuracy"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "candidates"),
+    [([], []), ([[]], [[[1]]]), ([[1]], [[]]), ([[1]], [[[]]]), ([[1] * 12], [[[1]]]), ([[40]], [[[1]]])],
+)
+def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, prompts: list[list[int]], candidates: list[list[list[int]]]
+) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
+    with Engine(model) as engine, pytest.raises(BatchError):
+        score(engine, model, prompts, candidates)
+
+
+def test_a_prompt_that_is_too_long_with_a_candidate_is_named(tmp_path: Path) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
+    with Engine(model) as engine:
+        assert score(engine, model, [[3] * 9], [[[4], [5] * 3]]).sweeps == 1
+        found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 together"
+        with pytest.raises(BatchError, match=found):
+            score(engine, model, [[3], [3] * 9], [[[4]], [[4], [5] * 4]])
