@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_lines import done
 from models import save_model, save_tokenizer, small_config
 
 from zo2adapters import open_checkpoint
-from zo2adapters.cli import main
 from zo2adapters.commands import train
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
@@ -128,7 +128,7 @@ def test_the_command_keeps_memory_within_the_budget_alone(
     options = ["--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run"]
     options += ["--steps", 1, "--batch-size", 1]
     options += ["--memory", f"activations={int(0.6 * free_memory())}"] if is_tight else []
-    main(["train", *map(str, options)])
+    done("train", *map(str, options))
     assert calls == ([] if is_tight else [True])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import refusal
+from command_lines import done, refusal
 from models import make_batch, save_model, small_config
 from runs import STEPS, finish, interrupt_after, outcome, resumable_run
 
@@ -212,11 +212,6 @@ def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path
         assert not (tmp_path / "new").exists()
 
 
-def test_a_step_without_a_run_is_refused(tmp_path: Path) -> None:
-    said = refusal("train", "--from-step", 3, "--output", tmp_path / "new")
-    assert "--from-step: found no --resume; expected --resume DIR" in said
-
-
 @pytest.mark.parametrize("lr", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_best_step(
@@ -249,11 +244,15 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     ("dtype", "precision", "warns"), [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)]
 )
 def test_a_run_whose_steps_are_rounded_away_says_so_once(
-    dtype: str, precision: str, warns: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+    dtype: str, precision: str, warns: bool, options: TrainOptions
 ) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
-    run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
-    assert capsys.readouterr().err.count("others rounded back to their old values") == warns
+    assert (
+        done(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6).err.count(
+            "others rounded back to their old values"
+        )
+        == warns
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,12 +263,14 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     ],
 )
 def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(
-    chosen: list[str], remedy: str, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+    chosen: list[str], remedy: str, options: TrainOptions
 ) -> None:
     """A run whose weights come back from a device in 16 bits is in mixed precision already."""
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
-    run(*arguments, *chosen, "--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9)
-    assert f"keep them in float32 {remedy}" in capsys.readouterr().err
+    assert (
+        f"keep them in float32 {remedy}"
+        in done(*arguments, *chosen, "--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9).err
+    )
 
 
 def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:

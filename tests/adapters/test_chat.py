@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import SECONDS, Ended, assert_typed, command, environment, run_here
+from command_lines import SECONDS, Ended, command, environment, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -220,40 +220,6 @@ def test_an_engine_is_closed_before_the_next_one_opens(place: Path, monkeypatch:
     monkeypatch.setattr(Engine, "close", close)
     chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
     assert len({id(engine) for engine in closed}) == 3
-
-
-@pytest.mark.parametrize(
-    "case", ["neither", "both", "two of a name", "an adapter of a run", "a step without a run", "absent"]
-)
-def test_command_lines_without_one_meaning_are_refused(place: Path, case: str) -> None:
-    base = ("--model", place / "base")
-    arguments, named = {
-        "neither": ((), "--model"),
-        "both": ((place, *base), "--model"),
-        "two of a name": ((*base, "--adapter", place / "first", place / "first"), "--adapter"),
-        "an adapter of a run": ((place, "--adapter", place / "first"), "--adapter"),
-        "a step without a run": ((*base, "--at", 1), "--at"),
-        "absent": ((*base, "--adapter", place / "third"), "--adapter"),
-    }[case]
-    ended = chat(*arguments, lines="")
-    assert ended.status == 2
-    assert_typed(ended)
-    assert named in ended.line
-
-
-def test_a_run_that_is_given_as_a_model_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").touch()
-    ended = chat("--model", tmp_path, lines="")
-    assert_typed(ended)
-    assert f"the directory of a run; expected a model. What to do: zo2 chat {tmp_path}" in ended.line
-
-
-def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
-    save_tokenizer(base)
-    ended = chat("--model", base, lines="the cat\n")
-    assert_typed(ended)
-    assert "zo2 generate" in ended.line
 
 
 @pytest.mark.parametrize("by", ["template", "columns"])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import refusal, run_here
+from command_lines import done, make_place, refusal, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
+from profiles import each_choice
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,8 +29,7 @@ from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
-from zo2core.errors import OptionError
-from zo2core.names import EstimatorName
+from zo2core.names import EstimatorName, OptimizerName
 
 ROWS = [
     {"text": "the cat sat"},
@@ -58,10 +59,14 @@ def run(*arguments: object) -> None:
 TRAIN = ["--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3]
 
 
-def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run("train", "--model", base, "--data", rows, "--output", out, "--evaluation", rows, "--evaluate-every", 3, *TRAIN)
-    assert str(out / "model") in capsys.readouterr().out
+    assert (
+        str(out / "model")
+        in done(
+            "train", "--model", base, "--data", rows, "--output", out, "--evaluation", rows, "--evaluate-every", 3, *TRAIN
+        ).out
+    )
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     evaluations = {record["step"]: record["evaluation_loss"] for record in records if "evaluation_loss" in record}
@@ -69,12 +74,15 @@ def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path,
     assert all(record["tokens_per_second"] > 0 and record["rss_bytes"] > 0 for record in steps)
     assert list(evaluations) == [0, 3, 6]
 
-    run("evaluate", "--model", out / "model", "--data", rows, "--batch-size", 2)
-    assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
-    run("evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2, "--no-base")
-    assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
+    assert f"loss {evaluations[6]:.6f}" in done("evaluate", "--model", out / "model", "--data", rows, "--batch-size", 2).out
+    assert (
+        f"loss {evaluations[6]:.6f}"
+        in done(
+            "evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2, "--no-base"
+        ).out
+    )
 
-    run("export", "--model", base, "--journal", out / "journal.jsonl", "--output", tmp_path / "exported")
+    done("export", "--model", base, "--journal", out / "journal.jsonl", "--output", tmp_path / "exported")
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", out / "model"))
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"] == [3, 4]
@@ -160,26 +168,6 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Pat
     assert "options.json: found no value for the key 'batching'" in refusal("train", "--resume", whole)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--estimator", "fzoo"], "--queries: found 1; expected at least 2"),
-        (["--estimator", "fzoo:exact", "--queries", "4"], "exact of --estimator: found fzoo; expected the estimator mezo"),
-        (["--estimator", "fzoo", "--queries", "4", "--noise", "mezo"], "--noise: found 'mezo'; expected 'rademacher'"),
-        (["--estimator", "fzoo", "--queries", "4", "--noise", "gaussian"], "--noise: found 'gaussian'"),
-        (["--estimator", "adam"], "adam"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_does_not_go_with_an_estimator_is_refused(
-    base: Path, rows: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    out = tmp_path / "out"
-    assert words in refusal("train", "--model", base, "--data", rows, "--output", out, *TRAIN, *arguments)
-    assert not out.exists()
-    assert words in refusal("plan", "--model", base, "--batch-size", 2, *arguments)
-
-
 def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
     base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,15 +201,37 @@ def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, dec
     assert rates[-1] == {"constant": 0.01, "linear": 0.0025, "cosine": expected(5)}[decay]
 
 
-def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
-    with pytest.raises(OptionError, match="warmup_steps"):
-        LearningRate(peak=1.0, decay=Decay.LINEAR, warmup_steps=5, steps=5)
+LORA = "--lora-rank 2"
+VERIFIED = ["", LORA, f"{LORA} --lora-targets q_proj down_proj", f"{LORA} --method adamw", f"{LORA} --method sgd"]
+VERIFIED += [f"--method {method}" for method in get_args(OptimizerName)]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-def test_verify_says_equal(base: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    run("verify", "--model", base, "--dtype", dtype, "--tokens", 9)
-    assert "EQUAL over 3 steps" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [*each_choice(VERIFIED, ["--precision exact", "--precision mixed --dtype bfloat16"]), ("", "--dtype float16")],
+)
+def test_verify_says_equal_or_finds_a_difference(
+    base: Path, method: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("verify", "--model", base, "--tokens", 9, *method.split(), *precision.split())
+    told = done(*command).out
+    assert told.startswith("EQUAL over 3 steps")
+    assert not method or "bit for bit" in told
+    assert "--method" not in method or "bit for bit: losses, gradient norms" in told
+    if LORA in method:
+        assert told.endswith(f"all {8 if '--lora-targets' in method else 28} trained parameters\n")
+    loads = AutoModelForCausalLM.from_pretrained
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        model: Any = loads(*arguments, **options)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", changed)
+    ended = run_here(*command)
+    assert ended.status == 1
+    assert ended.out.startswith("DIFFERENT: ")
 
 
 def test_verify_names_the_first_difference(
@@ -242,70 +252,20 @@ def test_verify_names_the_first_difference(
     assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--lr", "nan"], "--lr: found nan"),
-        (["--sequence-length", "13"], "at most 12"),
-        (["--warmup-steps", "6"], "--warmup-steps: found 6"),
-        (["--model", "/nowhere"], "no directory"),
-        (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
-        (["--evaluation", "/nowhere.jsonl"], "nowhere.jsonl"),
-        (["--dtype", "int8"], "dtype"),
-        (["--device", "gpu"], "--device: found 'gpu'"),
-        (["--device", "cuda:99"], "CUDA device(s)"),
-        (["--memory", "much"], "--memory: found 'much'"),
-        (["--device-memory", "8GiB"], "--device-memory: found '8GiB'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options_are_refused_before_anything_is_written(
-    base: Path, rows: Path, tmp_path: Path, arguments: Sequence[str], words: str
-) -> None:
-    out = tmp_path / "out"
-    defaults: dict[str, object] = {"--model": base, "--data": rows, "--output": out, "--steps": 6}
-    changed = {**defaults, **dict(zip(arguments[::2], arguments[1::2], strict=True))}
-    assert words in refusal("train", *(part for pair in changed.items() for part in pair))
-    assert not out.exists()
-
-
-def test_an_output_directory_in_use_is_refused(base: Path, rows: Path) -> None:
-    assert "something at this path" in refusal("train", "--model", base, "--data", rows, "--output", base, *TRAIN)
-    assert "something at this path" in refusal("export", "--model", base, "--output", base)
-
-
-def test_a_journal_that_is_none_is_refused(base: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert "no journal" in refusal("export", "--model", base, "--output", out, "--journal", tmp_path / "none")
-    (tmp_path / "words").write_text("not a journal\nat all\n")
-    assert "line 1" in refusal("export", "--model", base, "--output", out, "--journal", tmp_path / "words")
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_texts_fill_their_lines(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    run(command, "--help-all")
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    for line, following in itertools.pairwise(lines):
-        if line.startswith(" " * 6) and following.startswith(" " * 6):  # the second line goes on with the first one's text
-            assert len(f"{line} {following.split()[0]}") > 100, f"a break before the line's end: {line}"
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_all_help_has_one_layout(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_help_has_one_layout_and_fills_its_lines(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for option in ("--help", "--help-all"):
         usage, empty, *lines = run_here(*command.split(), option).out.splitlines()
         assert (usage.split()[:2], empty) == (["usage:", "zo2"], "")
         assert ("Options" if command else "Commands") in lines
+        assert max(map(len, lines)) <= 100
+        assert not set("".join(lines)) & set("│╭"), "boxes of another layout"
         for line, following in itertools.pairwise(lines):
             is_name = line.startswith("  ") and not line.startswith("   ")
             assert not is_name or (following.startswith(" " * 6) and following[6] != " "), "a text stands below each name"
-        assert not set("".join(lines)) & set("│╭"), "boxes of another layout"
+            if command and line.startswith(" " * 6) and following.startswith(" " * 6):  # one text over both lines
+                assert len(f"{line} {following.split()[0]}") > 100, f"a break before the line's end: {line}"
 
 
 def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
@@ -323,25 +283,18 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     assert report[0] == "usage: zo2 report RUNS ... --output PATH [OPTIONS]"
     assert "  --output, -o PATH" in report
     assert "  --base, --no-base" in run_here("evaluate", "--help").out.splitlines()
-
-
-def test_a_help_of_all_options_begins_with_those_that_most_people_need() -> None:
-    named = [line for line in run_here("train", "--help-all").out.splitlines() if line.startswith("  --")]
-    assert named[:4] == ["  --model TEXT", "  --data PATH", "  --output PATH", "  --steps INT"]
-
-
-def test_every_first_option_is_an_option() -> None:
+    train = run_here("train", "--help-all").out
+    assert re.findall("^  --.*", train, re.MULTILINE)[:4] == [
+        "  --model TEXT",
+        "  --data PATH",
+        "  --output PATH",
+        "  --steps INT",
+    ]
+    assert "(LoRA, DoRA, prefix tuning)" in " ".join(train.split())
+    assert "VeRA" not in train
     for name in COMMANDS:
         options = command_class(name)
-        fields = {option.field for option in option_fields(options)}
-        assert set(options.first_options) <= fields
-
-
-def test_the_help_of_adapters_names_the_kinds_that_can_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    run("train", "--help-all")
-    text = " ".join(capsys.readouterr().out.split())
-    assert "(LoRA, DoRA, prefix tuning)" in text
-    assert "VeRA" not in text
+        assert set(options.first_options) <= {option.field for option in option_fields(options)}
 
 
 @pytest.fixture
@@ -373,3 +326,67 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
     refused, bars = err.split("\n", 1)
     assert shown.replace(r"\r", " ") in refused  # an error is one line
     assert bars == f"\r 50%\n\x1b[A\r{shown}", "a progress bar moves the cursor"
+
+
+# What a newcomer types
+
+
+ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl", "--steps", 1)
+REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--reward-options", "max_new_tokens=2")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("hour"))
+
+
+def test_help_and_version_are_found_where_others_have_them() -> None:
+    assert run_here("help") == run_here("--help")
+    assert run_here("--version").out.startswith("zo2core ")
+
+
+@pytest.mark.parametrize("text", ["from math import sqrt as short\n", "short = 3\n", "if True:\n    short = len\n"])
+def test_a_name_may_be_defined_in_any_way(text: str, here: Path) -> None:
+    Path("rewards.py").write_text(text)
+    assert "without short" not in run_here(*ON_ROWS, "--output", "run", *REWARD).err
+
+
+def test_columns_that_a_run_on_texts_does_not_use_are_told(here: Path) -> None:
+    Path("tweets.csv").write_text("text,mood,id\nthe cat,good,1\nthe dog,bad,2\n")
+    tweets = ("train", "--model", "base", "--data", "tweets.csv", "--steps", 1)
+    told = done(*tweets, "--output", "run").err
+    assert "trained on: the column text; not used: mood, id. --prompt-template" in told
+    template = ("--prompt-template", "{text} is", "--columns", "label=mood")
+    assert "not used" not in done(*tweets, "--output", "labels", *template).err
+    assert "not used" not in done(*ON_ROWS, "--output", "rows").err
+
+
+def test_a_report_of_a_directory_of_runs_is_one_of_each(here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one", "two"):
+        done(*ON_ROWS, "--output", f"many/{name}")
+    done("report", "many", "-o", "all.html")
+    assert "<title>one, two</title>" in Path("all.html").read_text()
+    done("report", "many/one", "-o", "one.html")
+    assert "<title>one</title>" in Path("one.html").read_text()
+    Path("empty").mkdir()
+    assert "no journal" in refusal("report", "empty", "-o", "none.html")
+
+
+def test_a_model_that_no_run_has_changed_is_not_one_after_steps(here: Path) -> None:
+    assert done("export", "--model", "base", "--output", "copy").out == "copy: the model\n"
+
+
+def test_an_evaluation_of_one_row_counts_one_row(here: Path) -> None:
+    Path("one.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
+    assert "1 row, 1 sweep" in done("evaluate", "--model", "base", "--data", "one.jsonl").out
+
+
+def test_generations_of_several_models_have_a_name_each(here: Path) -> None:
+    for name in ("one", "two"):
+        done(*ON_ROWS, "--output", name, "--rank", 2)
+    prompts = ("--prompt", "the cat", "--max-new-tokens", 2)
+    lines = done("generate", "--run", "one", "--others", "two", *prompts).out.splitlines()
+    assert [line for line in lines if line.endswith(":")] == ["one:", "two:"]
+    assert not done("generate", "--run", "one", *prompts).out.startswith("one:")

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         made: Any = AutoModelForSequenceClassification
         made.from_config(type(config)(**{**config.to_dict(), "pad_token_id": 0, **changes})).save_pretrained(folder / name)
         save_tokenizer(folder / name)
-    rows = {
+    rows: dict[str, list[Any]] = {
         "rows": ROWS,
         "choices": [CHOICE] * 4,
         "preferences": [PREFERENCE] * 4,
@@ -90,13 +90,11 @@ REFUSED: list[tuple[str, str]] = [
     ("export --model base --output out --journal none", "no journal"),
     ("export --model base --output out --journal rows.jsonl", "line 1"),
     ("journal nowhere", "no journal"),
-    ("journal", "found no RUN_DIRECTORY; expected RUN_DIRECTORY"),
     ("report run", "found no --output; expected --output PATH"),
     ("report -o page.html", "found"),
     ("report nowhere -o page.html", "nowhere/journal.jsonl"),
     ("report base -o page.html", "base/journal.jsonl"),
     ("generate --run run", "found no --prompt; expected --prompt TEXT ..."),
-    ("init", "found no --model, no --data; expected --model TEXT and --data PATH"),
     ("init --model nowhere --data rows.jsonl -o new.yaml", "nowhere"),
     ("chat", "--model"),
     ("chat mine --model base", "--model"),
@@ -115,6 +113,7 @@ REFUSED: list[tuple[str, str]] = [
     # Values out of range
     (f"{TRAIN} --lr nan", "--lr: found nan"),
     (f"{TRAIN} --sequence-length 33", "at most 32"),
+    (f"{TRAIN} --split rows", "torchrun"),
     (f"{TRAIN} --warmup-steps 6", "--warmup-steps: found 6"),
     (f"{TRAIN} --dtype int8", "dtype"),
     (f"{TRAIN} --device gpu", "--device: found 'gpu'"),

@@ -113,6 +113,10 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
         ({EXPERT: torch.zeros(32, 16, dtype=torch.float64)}, "dtype F64"),
         ({EXPERT.replace("w1", "w9"): torch.zeros(32, 16)}, "w9.*that the model of config.json does not have"),
         ({"model.layers.0.mlp.gate.weight": torch.zeros(4, 16)}, "a second tensor for"),
+        (
+            {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 16)},
+            r"a second tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj",
+        ),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -245,13 +249,6 @@ def test_a_tensor_that_does_not_come_leaves_no_hole(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_beside_what_they_are_joined_to_are_refused(tmp_path: Path) -> None:
-    base = saved("mixtral", tmp_path / "base")
-    changed(base, {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 16)})
-    with pytest.raises(CheckpointError, match=r"a second tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
-        open_checkpoint(base)
-
-
 def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported(tmp_path: Path) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     whole = load_file(base / "model.safetensors")
@@ -278,17 +275,3 @@ def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, mon
     monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [*rules, joined])
     with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):
         open_checkpoint(base)
-
-
-def test_a_checkpoint_with_buffers_in_a_shard_larger_than_memory_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system refuses to map such a shard privately, as safetensors' reader for torch does."""
-
-    def refuse(path: str, *_: object, **__: object) -> None:
-        raise RuntimeError(f"unable to mmap bytes from file <{path}>: Cannot allocate memory (12)")
-
-    path = saved("deepseek_v3", tmp_path / "base")
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
-    model = open_checkpoint(path)
-    model.weights.close()

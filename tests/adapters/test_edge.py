@@ -176,14 +176,6 @@ def test_an_engine_that_is_told_the_losses_has_the_same_adapter_bit_for_bit(tmp_
     assert all(torch.equal(values[name], now[name]) for name in now)
 
 
-def test_an_engine_takes_the_same_steps(tmp_path: Path) -> None:
-    step = step_of(opened(tmp_path))
-    with told_engine(opened(tmp_path)) as engine:
-        for batch in batches(5):
-            losses, _, seed = taken(step, batch)
-            assert_close(losses, torch.tensor(engine.step(batch, seed=seed).losses))
-
-
 def test_a_step_changes_its_state_alone(tmp_path: Path) -> None:
     step = step_of(opened(tmp_path))
     before = {name: value.clone() for name, value in step.state_dict().items()}

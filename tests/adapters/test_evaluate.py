@@ -7,17 +7,25 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import done, make_place, refusal, write_rows
+import torch
+from command_lines import done, make_place, refusal, run_here, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from models import WORDS, save_tokenizer, small_config
-from transformers import AutoModelForSequenceClassification
+from models import WORDS, save_model, save_tokenizer, small_config
+from runs import finish, small_run
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from zo2adapters.tasks.measures import standard_error
+from zo2adapters.commands.report import page, read_run
+from zo2adapters.tasks.measures import f1_of_words, normalized, standard_error
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import FirstOrder
+from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
 TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]
@@ -207,3 +215,168 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[obje
     ):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
     assert "--evaluation: found 0.5 without the rows" in refusal("plan", "--model", "base", "--evaluation", 0.5)
+
+
+# Runs that train on completions and are evaluated on other rows, and samples
+
+
+CANDIDATES = [{"prompt": "the cat", "candidates": [" sat", " ran"], "answer": index} for index in (0, 1, 0)]
+LABELS = [{"prompt": "the cat", "label": label} for label in ("sat", "ran", "sat")]
+ANSWERED = [{"prompt": "the cat", "answers": ["sat", "ran"]}, {"prompt": "the dog", "answers": ["ran"]}]
+
+
+def rows_file(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluations(options: TrainOptions) -> dict[int, dict[str, float]]:
+    return {step: dict(results) for step, results in Journal(options.output / "journal.jsonl").evaluations.items()}
+
+
+JUDGED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {  # rows, and what is measured on them
+    "candidates": (CANDIDATES, {"choice_loss", "accuracy"}),
+    "labels": (LABELS, {"choice_loss", "accuracy"}),
+    "answers": (ANSWERED, {"f1", "exact_match"}),
+}
+
+
+@pytest.mark.parametrize(("rows", "measured"), JUDGED.values(), ids=JUDGED)
+def test_a_run_on_completions_is_evaluated_on_other_rows(
+    rows: list[dict[str, Any]], measured: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = small_run(tmp_path)
+    finish(plain)
+    evaluation, judged = rows_file(tmp_path / "evaluation.jsonl", rows), tmp_path / "judged"
+    finish(replace(plain, output=judged, evaluation=evaluation, evaluate_every=2, keep_best=True, samples=1))
+    best = "f1" if "f1" in measured else "choice loss"
+    assert f"step 3: evaluation {best} " in capsys.readouterr().err
+    journals = [Journal(path / "journal.jsonl") for path in (plain.output, judged)]
+    assert journals[0].updates == journals[1].updates, "steps take no notice of it"
+    assert journals[1].evaluations.keys() == {0, 2, 3}
+    for step, values in journals[1].evaluations.items():
+        assert values.keys() == measured, "steps minimise another loss"
+        shown = ("F1", "exact match") if best == "f1" else ("accuracy",)
+        expected = ", ".join(f"{name} {values[name.lower().replace(' ', '_')]:.1%}" for name in shown)
+        arguments = ("--at", step, "--data", evaluation, "--no-base", "--max-new-tokens", 6)
+        assert f"{expected}," in run_here("evaluate", "--run", judged, *arguments).out
+    written = [json.loads(line) for line in (judged / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["prompt"], sample["expected"].strip()) for sample in written] == [("the cat", "sat")] * 2
+    assert "evaluation_loss" not in (judged / "metrics.jsonl").read_text()
+    assert f"| step | {best} |" in (judged / "model" / "README.md").read_text()
+    pytest.importorskip("matplotlib")
+    report = page([read_run(judged)])
+    assert f"evaluation {best}, first and last" in report
+    assert "evaluation loss" not in report
+
+
+def test_the_columns_of_a_run_are_those_of_both_files(tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "completion": f"{word} on", "label": word} for word in ("sat", "ran", "sat")]
+    labels = [{"text": row["text"], "label": row["label"]} for row in rows]
+    data, evaluation = rows_file(tmp_path / "all.jsonl", rows), rows_file(tmp_path / "labels.jsonl", labels)
+    options = small_run(tmp_path, data=data, evaluation=evaluation, rows=RowOptions(prompt_template="{text}"))
+    finish(options)
+    assert evaluations(options)[3].keys() == {"choice_loss", "accuracy"}
+
+
+# Samples
+
+
+def samples(options: TrainOptions) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (options.output / "samples.jsonl").read_text().splitlines()]
+
+
+def test_samples_are_what_generate_writes_before_and_after_training(tmp_path: Path) -> None:
+    options = small_run(tmp_path, samples=2)
+    finish(options)
+    written = samples(options)
+    assert [(sample["step"], sample["row"]) for sample in written] == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    first_row = json.loads(options.data.read_text().splitlines()[0])
+    assert written[0]["prompt"] == first_row["prompt"]
+    assert written[0]["expected"].strip() == first_row["completion"].strip()
+    for sample in written:
+        arguments = ("--prompt", sample["prompt"], "--max-new-tokens", 9, "--at", sample["step"])
+        ended = run_here("generate", "--run", options.output, *arguments)
+        assert ended.out.split() == f"{sample['prompt']} {sample['generated']}".split()
+
+
+def test_a_resumed_run_adds_the_samples_that_are_missing(tmp_path: Path) -> None:
+    options = small_run(tmp_path, samples=1)
+    finish(options)
+    whole = samples(options)
+    (options.output / "samples.jsonl").write_text(json.dumps(whole[0]) + '\n{"step": 3, "ro')
+    for _ in range(2):  # the second time nothing is missing
+        finish(options, resume=True)
+        assert samples(options) == whole
+    finish(replace(options, steps=5, schedule_steps=3), resume=True)
+    assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
+
+
+def test_a_first_order_run_has_samples(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    peft.LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "lora")
+    options = small_run(
+        tmp_path,
+        samples=1,
+        model_options=RunModelOptions(adapter=tmp_path / "lora" / "adapter_config.json"),
+        first_order=FirstOrder(method="adamw"),
+    )
+    finish(options)
+    assert [sample["step"] for sample in samples(options)] == [0, 3]
+
+
+def test_a_report_shows_the_samples(tmp_path: Path) -> None:
+    options = small_run(tmp_path, samples=1)
+    finish(options)
+    run_here("report", options.output, "--output", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Samples of run" in page
+    for sample in samples(options):
+        assert sample["generated"] in page
+    assert "after 0 steps" in page
+    assert "after 3 steps" in page
+
+
+# Answers that are written
+
+
+NOUNS = WORDS[3:]
+
+
+def test_words_are_compared_without_articles_and_punctuation() -> None:
+    assert normalized("  The quick, brown Fox! ") == "quick brown fox"
+    assert f1_of_words("The cat.", "a cat") == 1
+    assert f1_of_words("cat and dog", "dog") == pytest.approx(0.5)  # precision 1/3, recall 1
+    assert f1_of_words("cat cat", "cat") == pytest.approx(2 / 3)
+    assert f1_of_words("", "cat") == f1_of_words("dog", "cat") == 0
+    assert f1_of_words("no", "no answer") == 0
+    assert f1_of_words("No answer.", "no answer") == 1
+
+
+@pytest.fixture
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_model(tmp_path / "model", small_config("llama", max_position_embeddings=32, vocab_size=len(WORDS)))
+    save_tokenizer(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_the_model_writes_is_compared(writer: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained("model")
+    tokenizer: Any = AutoTokenizer.from_pretrained("model")
+    rows, matches = [], 0
+    for number in range(5):
+        prompt = " ".join(NOUNS[number : number + 1 + number % 3])
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        written = model.generate(ids, eos_token_id=tokenizer.eos_token_id, **options)
+        text = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        is_right = number % 2 == 0 and normalized(text) != ""
+        matches += is_right
+        rows.append({"prompt": prompt, "answers": ["xyzzy", f"the {text}"] if is_right else ["xyzzy"]})
+    assert matches
+    (writer / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (
+        f"F1 {matches / 5:.1%}, exact match {matches / 5:.1%}, 5 rows"
+        in done("evaluate", "--model", "model", "--data", "asked.jsonl", "--max-new-tokens", "4", "--batch-size", "2").out
+    )

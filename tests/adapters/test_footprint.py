@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import families
 import pytest
 import torch
 from footprints import check, really_held
-from models import BLOOM, BLOOM_CONFIG, make_batch, save_model, small_config
-from transformers import PretrainedConfig
+from hypothesis import given
+from hypothesis import strategies as st
+from models import BLOOM, BLOOM_CONFIG, CONFIGS, batches, make_batch, save_model, small_config
+from profiles import examples
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from zo2adapters import open_checkpoint
+from zo2adapters import open_checkpoint, score
+from zo2adapters.models.batches import BranchCache, PreparedBatch
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import LogLikelihood
 from zo2adapters.trainers.engines import reserved_bytes
-from zo2core import Engine
+from zo2core import Distribution, Engine, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
+from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.optimizers import make_block_update
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-CONFIGS: dict[str, PretrainedConfig] = {
+SHAPES: dict[str, PretrainedConfig] = {
     "opt": small_config("opt"),
     "llama": small_config("llama"),
     "qwen2": small_config("qwen2"),
@@ -31,7 +41,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_what_a_batch_holds_is_known_without_running_it(
     config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -46,7 +56,7 @@ def test_what_a_batch_holds_is_known_without_running_it(
         check(model, model, {**unmasked, "labels": unmasked["input_ids"]})
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_what_the_newest_tokens_hold_is_known_without_running_them(config: PretrainedConfig, tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path, config))
     with Engine(model) as engine:
@@ -117,3 +127,184 @@ def test_in_the_turn_of_a_block_tied_weights_have_no_gradients(tmp_path: Path) -
     (small, small_in_turns), (large, large_in_turns) = sizes
     assert small_in_turns < small
     assert large_in_turns == large > 4 * embedding
+
+
+# Head and loss over slices of tokens
+
+
+MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("model_type", CONFIGS)
+@examples(short=10, long=100)
+@given(data=st.data(), chunk=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_the_loss_is_hugging_faces_within_summation(
+    model_type: str, data: st.DataObject, chunk: int, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = data.draw(CONFIGS[model_type])
+    batch = data.draw(batches(config.vocab_size))
+    base = save_model(tmp_path_factory.mktemp("base"), config, dtype)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(MEZO)) as engine, torch.inference_mode():
+        assert engine.evaluate([batch]).loss == pytest.approx(whole(**batch).loss.item(), rel=2e-6)
+
+
+def test_no_forward_sees_more_tokens_than_a_chunk(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    model = open_checkpoint(base, loss_chunk=4)
+    seen: list[int] = []
+    model.skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
+    with Engine(model, ZerothOrder(MEZO)) as engine:
+        engine.evaluate([make_batch(40, [9, 3])])
+    assert seen == [4, 4, 2]  # 8 + 2 labelled tokens; the others' logits are not computed at all
+
+
+def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("qwen2"), torch.float64)
+    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)
+    found = []
+    for chunk, rows in ((None, None), (3, None), (3, 1)):
+        with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator), micro_batch_size=rows) as engine:
+            found.append([loss for seed in range(2) for loss in engine.step(make_batch(40, [9, 3]), seed=seed).losses])
+    assert found[1] == pytest.approx(found[0], rel=3e-6)
+    assert found[2] == pytest.approx(found[0], rel=3e-6)
+
+
+def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", BLOOM_CONFIG)
+    losses = []
+    for chunk in (None, 3):
+        with Engine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), ZerothOrder(MEZO)) as engine:
+            losses.append(engine.evaluate([make_batch(40, [7, 4])]).loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_chunks_and_micro_batches_are_counted() -> None:
+    config = small_config("llama", vocab_size=10_000)
+    assert forward_bytes(config, 4, 100) == 400 * 10_000 * (4 + 4)  # logits, and what log-softmax makes of them
+    assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * (4 + 4 + 4)  # converted to float32 in between
+    assert forward_bytes(config, 4, 100, loss_chunk=999) == forward_bytes(config, 4, 100, loss_chunk=400)
+    assert forward_bytes(config, 4, 100, loss_rows=1) == 400 * 10_000 * 4 + 100 * 10_000 * 4  # one loss after another
+    held = activation_bytes(config, 4, 100, streams=2) - forward_bytes(config, 4, 100)
+    assert activation_bytes(config, 4, 100, streams=6) - forward_bytes(config, 4, 100) == 3 * held
+    alone = activation_bytes(config, 1, 100, streams=2) - forward_bytes(config, 1, 100)
+    assert held < 4 * alone == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
+
+
+@pytest.mark.parametrize("chunk", [0, -5, 2.5, "many"])
+def test_a_chunk_out_of_range_is_refused(tmp_path: Path, chunk: Any) -> None:
+    with pytest.raises(OptionError, match="loss_chunk"):
+        open_checkpoint(tmp_path, loss_chunk=chunk)
+
+
+# A sweep asks the device for nothing
+
+
+WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations for whose result the host would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.names += [name] if name in WAITING else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 3])
+@pytest.mark.parametrize("lengths", [[5, 5], [5, 3]], ids=["full", "padded"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_sweep_asks_the_device_for_nothing(
+    model_type: str, lengths: list[int], loss_chunk: int | None, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path, small_config(model_type))
+    model = open_checkpoint(base, loss_chunk=loss_chunk)
+    batch = make_batch(model.config.vocab_size, lengths)
+    prepared = model.prepared
+
+    def ahead(given: Any) -> Any:
+        """As for a GPU."""
+        learned = prepared(given)
+        model.record_branches(learned)
+        return learned
+
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with (
+        Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise)) as engine,
+        patch.object(model, "prepared", ahead),
+    ):
+        sweep = engine._runner.scheduler.sweep
+        waits = Waits()
+
+        def watched(*arguments: Any) -> None:
+            with waits:
+                sweep(*arguments)
+
+        with patch.object(engine._runner.scheduler, "sweep", watched):
+            for _ in range(2):
+                engine.step(batch)
+            losses = engine.evaluate([batch]).losses
+            score(engine, model, [[3, 4], [5]], [[[6], [7, 8]], [[9, 4, 6], [1]]])
+        assert waits.names == []
+        with patch.object(model, "prepared", lambda given: given):  # asks each time
+            assert engine.evaluate([batch]).losses == losses
+            with patch.object(engine._runner.scheduler, "sweep", watched):
+                engine.evaluate([batch])
+        assert waits.names != [], "what is looked for is there to be found"
+
+
+def asked(question: Callable[[], Any], branches: BranchCache) -> Any:
+    with branches:
+        return question()
+
+
+def test_answers_are_those_of_the_first_time_and_in_order() -> None:
+    values = torch.tensor([1, 0, 7])
+    branches = BranchCache()
+
+    def questions() -> list[Any]:
+        return [bool(values[0]), bool(values[1]), values[2].item(), int(values[2]), values.tolist()]
+
+    assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
+    values.zero_()
+    assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
+
+
+def test_what_is_not_known_is_asked() -> None:
+    values, weights = torch.tensor([1, 2]), torch.tensor([0.5])
+    branches = BranchCache()
+    assert asked(lambda: (int(values[0]), weights.item()), branches) == (1, 0.5)
+    values.add_(10)
+    weights.add_(10)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 12)
+    values.add_(10)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 22), "not learned late"
+
+
+OTHER_QUESTIONS: dict[str, Callable[[], object]] = {
+    "another order": lambda: (torch.tensor(7).item(), bool(torch.tensor(data=True))),
+    "another function": lambda: torch.tensor(data=True).item(),
+    "another shape": lambda: bool(torch.tensor([True])),
+    "another dtype": lambda: bool(torch.tensor(1)),
+}
+
+
+@pytest.mark.parametrize("questions", OTHER_QUESTIONS.values(), ids=OTHER_QUESTIONS)
+def test_another_question_is_never_given_the_answer_to_the_first(questions: Callable[[], object]) -> None:
+    branches = BranchCache()
+    assert asked(lambda: (bool(torch.tensor(data=True)), torch.tensor(7).item()), branches) == (True, 7)
+    with pytest.raises(UnsupportedModelError, match=r"read 0 .*expected __bool__ of a tensor of shape"):
+        asked(questions, branches)
+    assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, "the same question is answered again"
+
+
+def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
+    model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
+    with Engine(model):
+        assert isinstance(model.prepared(make_batch(model.config.vocab_size, [4])), PreparedBatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,19 @@ import pytest
 import torch
 from command_lines import done, refusal
 from gguf_models import EOS, SPLITTERS, export, save_directory, save_gguf
-from models import make_batch
+from models import make_batch, save_tokenizer
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.cli import main
 from zo2adapters.commands.export import Export
 from zo2adapters.models.export import _quoted, export_gguf
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
 from zo2adapters.models.model_directory import end_token_ids
-from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.checkpoint.gguf import read_gguf
 from zo2core.errors import OptionError, UnsupportedModelError
@@ -211,8 +212,8 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
     data.write_text('{"text": "the cat is the cat"}\n' * 8)
     lora.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
     common = ["train", "--model", base, "--data", str(data), "--steps", "2", "--lr", "1e-3"]
-    main([*common, "--output", str(tmp_path / "rank"), "--rank", "2"])
-    main([*common, "--output", str(tmp_path / "lora"), "--method", "adamw", "--adapter", str(lora)])
+    done(*common, "--output", tmp_path / "rank", "--rank", "2")
+    done(*common, "--output", tmp_path / "lora", "--method", "adamw", "--adapter", lora)
     for run, option in (("rank", []), ("merged", []), ("lora", ["--as-adapter"])):
         trained = tmp_path / run.replace("merged", "lora")
         done("export", "--run", trained, "--format", "gguf", "--output", tmp_path / f"{run}-gguf", *option)
@@ -265,3 +266,63 @@ def test_a_base_whose_name_would_add_lines_to_a_quoted_is_refused(character: str
     with Engine(model) as engine, pytest.raises(OptionError, match="without line breaks"):
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
     assert not (tmp_path / "out").exists()
+
+
+# Templates of Modelfiles
+
+
+TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+DEFAULT = "{% if messages[0].role != 'system' %}<|start|>system\nBe kind.<|end|>\n{% endif %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+COUNTED = "{{ messages | length }}"
+
+
+def rendered(template: str, *turns: tuple[str, str], system: str = "") -> str:
+    """What ollama makes of turns, whose last response is to come."""
+    text = ""
+    for number, (prompt, response) in enumerate(turns):
+        values = {".System": system if number == 0 else "", ".Prompt": prompt, ".Response": response}
+
+        def chosen(match: re.Match[str], values: dict[str, str] = values) -> str:
+            return match[2] if values[match[1]] else match[3]
+
+        turn = re.sub(r"{{ if (\.\w+) }}(.*?){{ else }}(.*?){{ end }}", chosen, template, flags=re.DOTALL)
+        if number == len(turns) - 1:
+            turn = turn.partition("{{ .Response }}")[0]
+        text += re.sub(r"{{ (\.\w+) }}", lambda match, values=values: values[match[1]], turn)  # type: ignore[misc]
+    return text
+
+
+def chats(folder: Path, template: str) -> str | None:
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return template_of_chats(AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("extra", ["", NO_SYSTEM])
+def test_turns_are_rendered_as_the_chat_template_does(extra: str, tmp_path: Path) -> None:
+    template = chats(tmp_path, extra + TURNS + ASKED)
+    assert template is not None
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [("one", "two"), ("three", "four"), ("five", "")]
+    said = zip(("user", "assistant") * 3, [text for turn in turns for text in turn], strict=True)
+    messages = [{"role": role, "content": text} for role, text in said][:-1]
+    for system in ("", *([] if extra else ["terse"])):
+        asked = [{"role": "system", "content": system}] * bool(system) + messages
+        expected = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert rendered(template, *turns, system=system) == expected
+    assert ("{{ .System }}" in template) == (not extra)
+
+
+@pytest.mark.parametrize(
+    "template", [DEFAULT + TURNS + ASKED, COUNTED + TURNS + ASKED, "{{ 1 / 0 }}", TURNS + "{{ '{{' }}" + ASKED]
+)
+def test_chats_that_no_fixed_texts_make_have_no_template(template: str, tmp_path: Path) -> None:
+    assert chats(tmp_path, template) is None
+
+
+def test_a_prompt_of_one_column_is_a_template() -> None:
+    assert template_of_rows(RowOptions(prompt_template=r"Tweet: {text}\nMood:")) == "Tweet: {{ .Prompt }}\nMood:"
+    for other in (None, "{a} and {b}", "{a} and {a}", "{{{{ {a} }}}}"):
+        assert template_of_rows(RowOptions(prompt_template=other)) is None

@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 import torch
 from command_lines import done, refusal, write_rows
-from families import batch, small_config, small_model
+from families import LR, batch, small_config, small_model, trained_by_peft
+from formats import written
 from models import save_tokenizer
 from peft_models import monolithic, values_of
 from profiles import each_choice, short_first
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.export import export_merged
 from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.routed_experts import expected_share
+from zo2adapters.tasks.generation import generate
+from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds
+from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
-from zo2core.errors import OptionError, UnsupportedModelError
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
 
@@ -186,3 +194,233 @@ def test_a_model_without_experts_has_none_to_adapt(tmp_path: Path) -> None:
     base = save("llama", tmp_path / "base")
     with pytest.raises(OptionError, match="llama does not have as stacks"):
         opened(base, "auto experts")
+
+
+# The loss of routers, where the config asks for it
+
+
+ROUTED = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "minimax", "phimoe", "granitemoe", "qwen3_next", "jamba"]
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    """Two rows, the second one padded."""
+    ids = torch.tensor([[3, 9, 4, 11, 5, 6], [7, 8, 10, 12, 0, 0]])
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def save_asking(family: str, directory: Path, dtype: torch.dtype = torch.float32, *, asks: bool = True) -> Path:
+    config = small_config(family)
+    config.output_router_logits, config.router_aux_loss_coef = asks, 0.5
+    model: Any = small_model(config)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def whole_model(base: Path) -> Any:
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()  # what is mapped from a file lies otherwise, and products round differently
+    return whole.eval()
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
+def test_gradients_have_the_routers_share(family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path) -> None:
+    base = save_asking(family, tmp_path / "base", dtype)
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
+        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
+        losses = [engine.step(padded_batch()).loss for _ in range(2)]
+        learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+    expected, trained = trained_by_peft(whole_model(base), config, first, padded_batch(), steps=2)
+    assert losses == expected
+    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
+
+
+@pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
+@pytest.mark.few(2)
+def test_zeroth_order_steps_are_monolithic_mezo(
+    family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
+) -> None:
+    base = save_asking(family, tmp_path / "base", dtype)
+    resident = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2)
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
+        for _ in range(2):
+            [seed] = {evaluation.seed for evaluation in engine.ask()}
+            assert list(engine.step(padded_batch()).losses) == list(resident.step(padded_batch(), seed).losses)
+
+
+def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path) -> None:
+    asked, silent = (save_asking("qwen3_moe", tmp_path / str(asks), asks=asks) for asks in (True, False))
+    with Engine(open_checkpoint(asked)) as with_routers, Engine(open_checkpoint(silent)) as without:
+        assert with_routers.evaluate([padded_batch()]).loss > without.evaluate([padded_batch()]).loss + 0.1
+    assert open_checkpoint(asked).description != open_checkpoint(silent).description
+    assert open_checkpoint(asked, precision="mixed").loss_chunk is None
+    with pytest.raises(OptionError, match="output_router_logits is true"):
+        open_checkpoint(asked, loss_chunk=4)
+    low_rank = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2))
+    adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["o_proj"]), seed=1)
+    with pytest.raises(OptionError, match="output_router_logits is true"):
+        Engine(open_checkpoint(asked, adapter=adapter), low_rank)
+
+
+def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> None:
+    asked, silent = (open_checkpoint(save_asking("qwen3_moe", tmp_path / str(asks), asks=asks)) for asks in (True, False))
+
+    def loss(called: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = called(**inputs, output_router_logits=True).loss
+        return loss
+
+    method, losses = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), []
+    for forward in (None, CalledForward(asked, loss)):
+        with Engine(asked, method) as engine:
+            losses.append(engine.step(padded_batch(), forward, seed=1).losses)
+    assert losses[0] == losses[1]
+    assert asked._recorder.at_end is None, "the logits would stay in memory"
+    with Engine(silent, method) as engine, pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        engine.step(padded_batch(), CalledForward(silent, loss))
+
+
+def test_a_family_that_ignores_the_setting_ignores_it_here(tmp_path: Path) -> None:
+    base = save_asking("deepseek_v3", tmp_path / "base")
+    with Engine(open_checkpoint(base)) as engine:
+        assert engine.evaluate([padded_batch()]).loss == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
+
+
+# Experts that are read when tokens are routed to them
+
+
+READ = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "qwen3_next"]
+FORMATS = ["bfloat16", "nf4", "fp8", "awq"]
+
+
+def save_in(family: str, form: str, folder: Path) -> Path:
+    path = written(family, form, folder)
+    assert path is not None, "the family has this format"
+    return path
+
+
+def outcome(path: Path, capacity: int | None) -> tuple[list[Any], float]:
+    model = open_checkpoint(path)
+    experts = None if capacity is None else model.route(tokens=1)
+    if experts is not None:
+        experts.capacity = capacity or 0
+        for buffer in experts.buffers.values():
+            buffer.fill_(float("nan"))  # of experts that nobody has read
+    ids = torch.tensor([[5, 6, 7, 9, 11]])
+    with Engine(model) as engine:
+        tokens = list(generate(engine, model, [[5, 6, 7], [3, 4]], max_new_tokens=4))
+        loss = engine.evaluate([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}]).loss
+    assert experts is None or experts.kept_bytes <= experts.capacity
+    return tokens, loss
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [*each_choice(READ, FORMATS), ("gpt_oss", "mxfp4"), ("gpt_oss", "bfloat16"), ("gpt_oss", "nf4")]
+)
+def test_bits_are_those_of_reading_all_experts(family: str, form: str, tmp_path: Path) -> None:
+    path = save_in(family, form, tmp_path)
+    expected = outcome(path, None)
+    assert [outcome(path, capacity) for capacity in (0, 20_000, 1 << 30)] == [expected] * 3
+
+
+def test_what_was_used_last_stays_and_is_not_read_again(tmp_path: Path) -> None:
+    model = open_checkpoint(save_in("qwen3_moe", "bfloat16", tmp_path))
+    experts = model.route(tokens=1)
+    assert experts is not None
+    experts.capacity = 1 << 30
+    whole = sum(spec.nbytes for spec in small_specs(tmp_path / "plain") if len(spec.shape) == 3)
+    with Engine(model) as engine:
+        list(generate(engine, model, [[5]], max_new_tokens=2))
+        after_two = experts.read_bytes
+        assert 0 < after_two < whole
+        list(generate(engine, model, [[5]], max_new_tokens=2))
+    assert experts.read_bytes == after_two
+
+
+def small_specs(path: Path) -> list[Any]:
+    return [spec for layout in open_checkpoint(path).layouts for spec in layout.parameters]
+
+
+def test_steps_journals_and_exports_are_refused(tmp_path: Path) -> None:
+    path = save_in("qwen3_moe", "bfloat16", tmp_path)
+
+    def routed() -> Any:
+        model = open_checkpoint(path)
+        assert model.route(tokens=1) is not None
+        return model
+
+    with pytest.raises(OptionError, match="all parameters in its segments"):
+        Engine(routed(), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)))
+    with pytest.raises(OptionError, match="all parameters in its segments"):
+        Engine(routed(), journal=tmp_path / "journal.jsonl")
+    with Engine(routed()) as engine, pytest.raises(OptionError, match="all parameters in its segments"):
+        engine.export(tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_models_without_routed_experts_are_left_as_they_are(tmp_path: Path) -> None:
+    for family in ("llama", "llama4_text"):  # a dense one, and one whose experts see all tokens
+        model: Any = small_model(small_config(family))
+        model.save_pretrained(tmp_path / family)
+        opened = open_checkpoint(tmp_path / family)
+        layouts = opened.layouts
+        assert opened.route(tokens=1) is None
+        assert opened.layouts == layouts
+
+
+def test_commands_that_generate_keep_experts_in_the_memory_that_is_left(tmp_path: Path) -> None:
+    at = AtStep(model=str(save_in("qwen3_moe", "bfloat16", tmp_path))).resolved()
+    for tokens, is_routed in ((1, True), (64, False), (None, False)):
+        model = at.open_model()
+        with at.engine(model, tokens=tokens) as engine:
+            assert (model.experts is not None) == is_routed
+            if model.experts is not None:
+                assert engine.host_plan is not None
+                assert model.experts.capacity == engine.host_plan.spare > 0
+
+
+def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = save_in("qwen3_moe", "bfloat16", tmp_path)
+    save_tokenizer(path)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if ".experts." in name)
+    broken = {key: torch.full_like(value, torch.nan) if ".experts." in key else value for key, value in tensors.items()}
+    save_file(broken, path / "model.safetensors", {"format": "pt"})
+    assert name.rsplit(".experts.")[0] in refusal("generate", "--model", str(path), "--prompt", "the cat")
+
+
+def test_many_tokens_read_all_experts_ahead(tmp_path: Path) -> None:
+    path = save_in("qwen3_moe", "bfloat16", tmp_path)  # 2 of 4 experts a token
+    assert open_checkpoint(path).route(tokens=1) is not None
+    assert open_checkpoint(path).route(tokens=2) is None
+    assert expected_share(128, 8, 1) == 8 / 128
+    assert 0.98 < expected_share(128, 8, 64) < 0.99
+
+
+def test_an_expert_that_ends_early_is_named(tmp_path: Path) -> None:
+    path = save_in("qwen3_moe", "bfloat16", tmp_path)
+    model = open_checkpoint(path)
+    assert model.route(tokens=1) is not None
+    with Engine(model) as engine:
+        shard = path / "model.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-20_000])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            list(generate(engine, model, [[5, 6, 7]], max_new_tokens=2))
+
+
+def test_probes_route_tokens_to_all_experts(tmp_path: Path) -> None:
+    model = open_checkpoint(save_in("qwen3_moe", "bfloat16", tmp_path))
+    chosen: list[int] = []
+    with evenly_routed(model):
+        (experts,) = {
+            module
+            for spec in model.layouts[1].parameters
+            for _, module, _ in model.places_of(spec.name)[:1]
+            if len(spec.shape) == 3
+        }
+        experts.register_forward_pre_hook(lambda module, arguments: chosen.extend(arguments[1].unique().tolist()))
+        assert measured_forward_seconds(model, BatchShape(2, 4, 8)) > 0
+    assert set(chosen) == {0, 1, 2, 3}

@@ -170,14 +170,6 @@ def test_a_file_that_is_none_or_absurd_is_refused_at_once(name: str, make: Calla
     assert "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, listen, Path.mkdir])
-def test_a_shard_that_is_no_file_is_refused_at_once(make: Callable[[Path], object], base: Path) -> None:
-    (base / "model.safetensors").unlink()
-    make(base / "model.safetensors")
-    with pytest.raises(CheckpointError):
-        open_checkpoint(base)
-
-
 def test_an_export_holds_no_remote_code_and_loads_without(base: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         path = base / name

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import refusal
 from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_weights
@@ -27,11 +26,10 @@ from transformers import (
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.batches import is_packed, pack, require_separating_masks
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.options import Batching
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, ZerothOrder
-from zo2core.errors import BatchError, OptionError, UnsupportedModelError
+from zo2core.errors import BatchError, UnsupportedModelError
 
 GROUPED: dict[str, Any] = {
     "vocab_size": 40,
@@ -172,21 +170,3 @@ def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys:
         float(line.split()[1].strip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")
     )
     assert packed_loss == pytest.approx(padded_loss, rel=1e-5)
-
-
-def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    places = ["--model", options.model, "--data", options.data, "--output", tmp_path / "new"]
-    train = ["train", *places, "--steps", "1", "--pack"]
-    assert "--pack: found True with --micro-batch-size" in refusal(*train, "--micro-batch-size", "2")
-    assert "--per-row: found True with --pack" in refusal(*train, "--per-row")
-    choices = tmp_path / "choices.jsonl"
-    choices.write_text(json.dumps({"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}) + "\n")
-    train[train.index(options.data)] = choices
-    assert "--pack: found the objective choice-loss" in refusal(*train)
-    assert "--pack: found" in refusal("evaluate", "--model", options.model, "--data", choices, "--pack")
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(OptionError, match="sequence-classification"):
-        small_run(
-            tmp_path, batching=Batching(pack=True), model_options=RunModelOptions(head="sequence-classification")
-        ).require_valid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -13,21 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import refusal, run_here
+from command_lines import ROWS, Ended, done, make_place, refusal, run_here, write_rows
 from models import WORDS, save_tokenizer
-from runs import STEPS, finish, interrupt_after, outcome, resumable_run
+from runs import STEPS, finish, interrupt_after, outcome, resumable_run, small_run
 from safetensors.torch import load_file, save_file
 
-from zo2adapters.cli import main
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.model_options import RunModelOptions
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
+from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Journal
+from zo2adapters.trainers.worker_options import device_kinds
+from zo2core import Journal, ZO2Error
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
+from zo2core.io.record_log import to_line
+from zo2core.names import OptimizerName
 
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 
@@ -37,32 +41,13 @@ def options(tmp_path: Path) -> TrainOptions:
     return resumable_run(tmp_path)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("steps", range(STEPS))
-def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOptions, steps: int) -> None:
-    finish(options)
-    expected = outcome(options.output)
-    shutil.rmtree(options.output)
-    interrupt_after(options, steps)
-    resumed = RunDirectory.options(options.output)
-    assert resumed == replace(
-        options, model_options=RunModelOptions(precision="exact")
-    )  # what was chosen for weights of 32 bits
-    finish(resumed, resume=True)
-    assert outcome(options.output) == expected
-
-
-def test_the_command_resumes_and_exports_any_past_step(
-    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_resumes_and_exports_any_past_step(options: TrainOptions, tmp_path: Path) -> None:
     interrupt_after(options, 4)
     run = str(options.output)
-    main(["export", "--run", run, "--at", "2", "--output", str(tmp_path / "two")])
-    main(["train", "--resume", run])
-    main(["export", "--run", run, "--output", str(tmp_path / "last")])
-    capsys.readouterr()
-    main(["journal", run, "--last", "2"])
-    printed = capsys.readouterr().out
+    done("export", "--run", run, "--at", "2", "--output", tmp_path / "two")
+    done("train", "--resume", run)
+    done("export", "--run", run, "--output", tmp_path / "last")
+    printed = done("journal", run, "--last", "2").out
     assert f"{STEPS} steps" in printed
     method, *identity = printed.partition(f"\n{STEPS} steps")[0].splitlines()
     assert re.fullmatch(r"method +zeroth-order steps, [a-z-]+, lr [0-9.e-]+, zo_eps 0.001, .*", method)
@@ -78,7 +63,7 @@ def test_the_command_resumes_and_exports_any_past_step(
     assert (tmp_path / "last" / weights).read_bytes() == (options.output / "model" / weights).read_bytes()
     shutil.rmtree(options.output)
     interrupt_after(options, 2)
-    main(["export", "--run", run, "--output", str(tmp_path / "two again")])
+    done("export", "--run", run, "--output", tmp_path / "two again")
     assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
 
 
@@ -127,15 +112,6 @@ def test_changed_data_is_refused(options: TrainOptions) -> None:
         Trainer(options, resume=True, quiet=True)
 
 
-def test_changed_evaluation_rows_are_refused_by_their_own_option(options: TrainOptions) -> None:
-    interrupt_after(options, 1)
-    assert options.evaluation is not None
-    changed = options.evaluation.with_name("changed.jsonl")
-    changed.write_text(options.evaluation.read_text() + '{"text": "the dog"}\n')
-    with pytest.raises(DataError, match=f"^evaluation: found {changed}, .*began with: {options.evaluation}, "):
-        Trainer(replace(options, evaluation=changed), resume=True, quiet=True)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
 def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
@@ -167,30 +143,22 @@ def test_another_base_or_other_options_are_refused_with_the_difference(options: 
         Trainer(options, resume=True, quiet=True)
 
 
-@pytest.mark.parametrize("key", ["checksums", "tokens"])
-def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, key: str) -> None:
+@pytest.mark.parametrize(
+    "lost",
+    ["checksums", "tokens", "options.steps", "options.seed", "options.optimization.warmup_steps", "options.storage.memory"],
+)
+def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions, lost: str) -> None:
     interrupt_after(options, 1)
     path = options.output / "options.json"
-    values = json.loads(path.read_bytes())
-    del values[key]
-    path.write_text(json.dumps(values))
-    with pytest.raises(OptionError, match=r"the options that zo2 train saved in options\.json"):
-        Trainer(options, resume=True, quiet=True)
-
-
-@pytest.mark.parametrize("lost", ["steps", "seed", ("optimization", "warmup_steps"), ("storage", "memory")])
-def test_options_that_have_lost_one_are_refused(options: TrainOptions, lost: str | tuple[str, str]) -> None:
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
-    path = options.output / "options.json"
-    record = json.loads(path.read_text())
-    if isinstance(lost, str):
-        del record["options"][lost]
-    else:
-        del record["options"][lost[0]][lost[1]]
+    record = json.loads(path.read_bytes())
+    *groups, name = lost.split(".")
+    place = record
+    for group in groups:
+        place = place[group]
+    del place[name]
     path.write_text(json.dumps(record))
     with pytest.raises(OptionError, match=r"options\.json"):
-        RunDirectory.options(options.output)
+        Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
 
 
 def test_what_a_killed_export_has_left_behind_its_model_is_cleared_away(options: TrainOptions) -> None:
@@ -207,31 +175,6 @@ def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> Non
     with pytest.raises(Exception, match="smallest plan"):
         Trainer(tiny, quiet=True)
     assert not options.output.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--resume", "nowhere"], "expected the directory of a run"),
-        (["train", "--resume", "nowhere", "--steps", "3"], "nowhere: found no readable options.json"),
-        (["export", "--run", "nowhere", "--output", "o"], "nowhere: found no readable options.json"),
-        (["train", "--model", "m"], "--data: found nothing"),
-        (["export", "--output", "o"], "either --model or --run"),
-        (["journal", "nowhere"], "no journal"),
-    ],
-)
-def test_what_the_commands_cannot_do_they_say(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in refusal(*arguments)
-
-
-def test_exporting_a_step_that_was_not_taken_is_refused(options: TrainOptions) -> None:
-    interrupt_after(options, 2)
-    assert "--at: found 3; expected 0 to 2, the steps of the run" in refusal(
-        "export", "--run", str(options.output), "--at", "3", "--output", "unused"
-    )
 
 
 @pytest.fixture
@@ -337,3 +280,212 @@ def test_a_run_killed_while_it_was_lengthened_can_be_lengthened(
     assert run_here("export", "--run", options.output, "--output", options.output.parent / "exported").status == 0
     ours, theirs = (place / "model.safetensors" for place in (options.output / "model", options.output.parent / "exported"))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+# Which step ``--keep-best`` exports
+
+
+EVALUATED_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was evaluated after every step, without its model. Its last evaluation was not the best one."""
+    place = tmp_path_factory.mktemp("best")
+    options = small_run(
+        place,
+        evaluation=place / "rows.jsonl",
+        evaluate_every=1,
+        keep_best=True,
+        steps=EVALUATED_STEPS,
+        optimization=Optimization(lr=3e-2),
+    )
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    assert best_of(losses(options.output)) != EVALUATED_STEPS
+    (options.output / "model").rename(place / "best")
+    return options.output
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+
+
+def best_of(values: dict[int, float]) -> int:
+    return min(values, key=lambda step: (values[step], step))
+
+
+def without_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+
+
+def with_another_best(run: Path) -> None:
+    """The last evaluation's loss becomes the smallest."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["evaluation_loss"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def resumed(finished: Path, run: Path, *damage: Callable[[Path], None]) -> Ended:
+    shutil.copytree(finished, run)
+    for damaged in damage:
+        damaged(run)
+    ended = run_here("train", "--resume", run)
+    assert ended.status == 0, ended
+    name = "model.safetensors"
+    assert (run / "model" / name).read_bytes() == (finished.parent / "best" / name).read_bytes()
+    return ended
+
+
+@pytest.mark.parametrize("damage", [without_metrics, with_another_best])
+def test_damaged_metrics_do_not_change_which_step_is_exported(
+    finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    resumed(finished, tmp_path / "run", damage)
+    assert losses(tmp_path / "run") == losses(finished)
+
+
+def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path, tmp_path: Path) -> None:
+    best, weights = best_of(losses(finished)), (finished.parent / "best" / "model.safetensors").read_bytes()
+    said = f"{finished}: step {best} (best of {EVALUATED_STEPS + 1} evaluations); --at N takes another one\n"
+    for command in ("export", "merge"):
+        ended = run_here(command, "--run", finished, "--output", tmp_path / command)
+        assert (ended.status, said in ended.err) == (0, True), ended
+        assert f"after {best} " in ended.out
+        assert (tmp_path / command / "model.safetensors").read_bytes() == weights
+        assert f" after {best} zeroth-order steps" in (tmp_path / command / "README.md").read_text()
+    evaluated = run_here("evaluate", "--run", finished)
+    assert said in evaluated.err
+    assert evaluated.out.splitlines()[0].split() == ["base", "step", str(best)]
+    assert f"{losses(finished)[best]:.6f}" in evaluated.out
+    generated = run_here("generate", "--run", finished, "--prompt", "the cat", "--max-new-tokens", 2)
+    assert said in generated.err
+    asked = run_here("export", "--run", finished, "--at", EVALUATED_STEPS, "--output", tmp_path / "last")
+    assert "best of" not in asked.err
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() != weights
+
+
+def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin({"noise": "z"})
+    checksum = journal.checksum
+    journal.note_evaluation(0, {"loss": 0.1, "accuracy": math.nan})
+    journal.note_evaluation(0, {"loss": 1 / 3, "accuracy": math.nan})
+    journal.close()
+    again = Journal(path)
+    assert again.evaluations.keys() == {0}
+    assert again.evaluations[0]["loss"] == 1 / 3
+    assert math.isnan(again.evaluations[0]["accuracy"])
+    assert (again.checksum, list(again.updates)) == (checksum, [])
+
+
+@pytest.mark.parametrize(
+    "record", [{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": 0, "loss": "1"}, {"step": True, "loss": 1.0}, [0, 1.0]]
+)
+def test_a_result_that_no_run_has_written_is_refused(tmp_path: Path, record: object) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin({"noise": "z"})
+    journal.close()
+    path.write_bytes(path.read_bytes() + to_line({"evaluation": record}))
+    with pytest.raises(JournalError, match="line 2: found"):
+        Journal(path)
+
+
+# What a run's journal says of its data and options
+
+
+@pytest.fixture
+def told_options(tmp_path: Path) -> TrainOptions:
+    place = make_place(tmp_path)
+    given = {"data": place / "rows.jsonl", "output": place / "run", "batching": Batching(batch_size=3)}
+    return TrainOptions(model=str(place / "base"), steps=2, optimization=Optimization(lr=1e-3), **given)  # type: ignore[arg-type]
+
+
+def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
+    rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
+    devices = device_kinds(told_options.storage.device, None)
+    given: Any = {"data_sha256": data_sha256(told_options.data), "sequence_length": length, "devices": devices}
+    return provenance(told_options, Path(told_options.model), rows, **given)
+
+
+def test_whatever_shapes_the_result_is_told(told_options: TrainOptions) -> None:
+    before = told(told_options)
+    assert json.loads(json.dumps(before)) == before
+    others = [
+        told(told_options, tokens=8),
+        told(told_options, length=11),
+        told(replace(told_options, seed=1)),
+        told(replace(told_options, model_options=RunModelOptions(dtype="bfloat16"))),
+        told(replace(told_options, batching=Batching(batch_size=4))),
+        told(replace(told_options, batching=Batching(batch_size=3, micro_batch_size=2))),
+        told(replace(told_options, batching=Batching(batch_size=3, loss_chunk=2))),
+        told(replace(told_options, optimization=Optimization(lr=1e-3, decay=Decay.LINEAR))),
+        told(replace(told_options, storage=Storage(device="cuda"))),
+        told(replace(told_options, evaluation=told_options.data, evaluate_every=1)),
+        told(replace(told_options, first_order=FirstOrder(method="adamw"))),
+    ]
+    write_rows(told_options.data, ROWS[1:])
+    others.append(told(told_options))
+    write_rows(told_options.data, ROWS)
+    assert told(told_options) == before
+    tokenizer = Path(told_options.model) / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    others.append(told(told_options))
+    assert all(other != before for other in others)
+
+
+def test_nothing_else_is_told(told_options: TrainOptions) -> None:
+    before = told(told_options)
+    for other in (
+        replace(told_options, storage=Storage(memory="4GiB", write_back_every=3, snapshot_every=5, activation_memory="1MB")),
+        replace(told_options, keep_best=True, report_to="wandb", samples=2),
+        replace(told_options, output=Path("elsewhere")),
+        told_options.with_steps(5),
+    ):
+        assert told(other) == before
+
+
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "sequence_length"])
+def test_options_that_were_changed_on_disk_are_refused(told_options: TrainOptions, name: str) -> None:
+    with Trainer(told_options, quiet=True) as trainer:
+        trainer.run()
+    path = told_options.output / "options.json"
+    record = json.loads(path.read_text())
+    record["options"]["batching"][name] = 2
+    path.write_text(json.dumps(record))
+    changed = replace(told_options, batching=Batching(**record["options"]["batching"]))
+    with pytest.raises(ZO2Error) as info:
+        Trainer(changed, resume=True, quiet=True)
+    assert isinstance(info.value, JournalError) or name == "sequence_length"
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("adamw", "lr", 2e-3),
+        ("adamw", "weight_decay", 0.1),
+        ("adamw", "betas", [0.8, 0.9]),
+        ("badam", "switch_every", 2),
+        ("sgd", "lr", 2e-3),
+        (None, "lr", 2e-3),
+        (None, "evaluate_every", 2),
+    ],
+)
+def test_what_decides_the_weights_and_was_edited_is_refused(
+    told_options: TrainOptions, method: OptimizerName | None, name: str, value: object
+) -> None:
+    evaluated = replace(told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True)
+    with Trainer(replace(evaluated, first_order=FirstOrder(method=method)), quiet=True) as trainer:
+        trainer.run()
+    path = told_options.output / "options.json"
+    record = json.loads(path.read_text())
+    groups = (record["options"], record["options"]["optimization"], record["options"]["first_order"])
+    [group] = [group for group in groups if name in group]
+    group[name] = value
+    path.write_text(json.dumps(record))
+    with pytest.raises(JournalError, match=name if name != "evaluate_every" else "evaluated every"):
+        Trainer(RunDirectory.options(told_options.output).with_steps(3), resume=True, quiet=True)

@@ -8,27 +8,33 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_lines import done, refusal
-from models import WORDS
+from command_lines import done, make_place, run_here
+from make_checkpoint import geometries, make_checkpoint
+from models import WORDS, save_model, small_config
 from runs import small_run
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.losses import KeptLosses
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import Batching, TrainOptions, evaluations_due
+from zo2adapters.trainers.engines import step_memory
+from zo2adapters.trainers.methods import GradientRun
+from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions, evaluations_due
 from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
-from zo2adapters.trainers.run_plan import RunPlan, Together, duration
+from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, Transfers, duration, plan_of, plan_run
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import HostPlan
+from zo2core import DevicePlan, HostPlan
+from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.names import EstimatorName, OptimizerName
 from zo2core.planning.memory import MemoryPart
 from zo2core.ranges import parse_size
 from zo2core.types import shown_bytes
@@ -55,23 +61,21 @@ def options(tmp_path: Path) -> TrainOptions:
     return options
 
 
-def planned(capsys: pytest.CaptureFixture[str], options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
+def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
     """What the command prints."""
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
     scratch = ["--output", str(options.output), "--batch-size", "3", "--json"]
-    capsys.readouterr()
-    main(["plan", "--model", options.model, *rows, *scratch, *given])
-    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    plan: dict[str, Any] = json.loads(done("plan", "--model", options.model, *rows, *scratch, *given).out)
     return plan
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("given", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
-    given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    given: list[str], options: TrainOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[Any] = []
-    plan = planned(capsys, options, *given)
+    plan = planned(options, *given)
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation), "--steps", "1", "--batch-size", "3"]
     train = Trainer.train
 
@@ -161,37 +165,28 @@ def test_the_first_and_the_last_step_have_a_snapshot_in_a_short_run_too(steps: i
 
 
 @pytest.mark.parametrize("more", [(), ("--rank", "2")])
-def test_a_zeroth_order_plan_counts_the_pages_that_a_step_writes(
-    options: TrainOptions, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
-) -> None:
-    plan = planned(capsys, options, *more)
+def test_a_zeroth_order_plan_counts_the_pages_that_a_step_writes(options: TrainOptions, more: tuple[str, ...]) -> None:
+    plan = planned(options, *more)
     assert plan["written_bytes"] > 0
     assert plan["terabytes_per_1000_steps"] == pytest.approx(plan["written_bytes"] / 1e9)
 
 
-def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions) -> None:
     def reserved(plan: dict[str, Any]) -> int:
         return next(int(part["nbytes"]) for part in plan["host_plan"]["parts"] if part["name"] == "activations, reserved")
 
-    short, long = planned(capsys, options), planned(capsys, options, data=False)
+    short, long = planned(options), planned(options, data=False)
     assert reserved(short) < reserved(long)
-    assert reserved(planned(capsys, options, "--sequence-length", "6", data=False)) == reserved(
-        short
-    )  # with the end of text
+    assert reserved(planned(options, "--sequence-length", "6", data=False)) == reserved(short)  # with the end of text
 
 
 def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, options, "--steps", "50", "--evaluate-every", "20")
+    plan = planned(options, "--steps", "50", "--evaluate-every", "20")
     assert (plan["steps"], plan["evaluations"]) == (50, 4)  # before the first step, after 20, 40 and 50
     assert plan["run_seconds"] == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"] > 50 * plan["seconds"]
     main(["plan", "--model", options.model, "--data", str(options.data), "--steps", "7"])
     assert "expected in total" in (printed := capsys.readouterr().out)
     assert "(7 steps)" in printed
-
-
-@pytest.mark.parametrize("given", [["--evaluate-every", "5"], ["--evaluation", "rows.jsonl"]])
-def test_evaluations_of_rows_that_are_not_named_are_refused(given: list[str], options: TrainOptions) -> None:
-    assert f"{given[0]}: found {given[1]} without the rows" in refusal("plan", "--model", options.model, *given)
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])
@@ -305,3 +300,233 @@ def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
     assert torch.equal(kept.losses, torch.stack(made))
     assert kept.losses.dtype == torch.bfloat16
     assert kept.losses.untyped_storage().data_ptr() not in {loss.untyped_storage().data_ptr() for loss in made}
+
+
+# For a GPU that is not here: which blocks stay, what is moved, and what is not known
+
+
+BLOCKS = 4
+MEZO = Optimization(exact_mezo=True)
+
+
+class PlannedForGpu(NamedTuple):
+    device_plan: DevicePlan
+    read_bytes: int
+    transfers: Transfers
+
+
+def planned_for_gpu(
+    model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any
+) -> PlannedForGpu:
+    batching = Batching(batch_size=rows)
+    sizes: dict[str, Any] = {"device_memory": "1GB", **{name: str(value) for name, value in limits.items()}}
+    given: Any = {"optimization": optimization, "batching": batching, "storage": Storage(device="cuda", **sizes)}
+    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
+    plan = plan_run(options, model, RowShapes.of_length(batching, 8))
+    assert plan.device_plan is not None
+    assert plan.transfers is not None
+    return PlannedForGpu(plan.device_plan, plan.read_bytes, plan.transfers)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS))
+
+
+def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
+    model = open_checkpoint(base)
+    block = model.layouts[1].nbytes
+    kept = set()
+    whole = planned_for_gpu(model).device_plan.nbytes
+    for nbytes in range(whole, whole - (BLOCKS + 1) * block, -block // 2):
+        try:
+            plan = planned_for_gpu(model, device_memory=nbytes)
+        except MemoryBudgetError:
+            break
+        assert plan.device_plan.nbytes <= nbytes
+        assert plan.transfers.moved_bytes == (BLOCKS - plan.device_plan.kept) * block
+        assert plan.transfers.transfer_seconds == plan.transfers.moved_bytes / BUS
+        assert plan.read_bytes == 0, "the host holds it all"
+        kept.add(plan.device_plan.kept)
+    assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
+
+
+def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
+    model = open_checkpoint(base)
+    mezo, counted = (planned_for_gpu(model, Optimization(noise=noise)) for noise in (Noise.MEZO, Noise.RADEMACHER))
+    assert counted.device_plan.nbytes < mezo.device_plan.nbytes
+
+
+@pytest.mark.long_profile
+def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
+    make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
+    arguments = ["plan", "--model", str(tmp_path / "opt"), "--device-memory", "24GB", "--memory", "400GB"]
+    arguments += ["--batch-size", "1", "--sequence-length", "64"]
+    table = done(*arguments).out
+    assert "compute, overlapped        not predicted" in table
+    assert "at 25.0 GB/s each way (assumed)" in table
+    found = json.loads(done(*arguments, "--json").out)
+    moved = found["moved_bytes"]
+    assert found["transfer_seconds"] == moved / 25e9
+    assert found["seconds"] is None, "compute is not predicted"
+    assert found["blocks"] == 96
+    assert 0.9 * 96 * 3.6e9 < moved + found["device_plan"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
+    assert moved / 2 < json.loads(done(*arguments, "--json", "--memory", "100GB").out)["read_bytes"] < moved, (
+        "some blocks stay on the host"
+    )
+
+
+def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
+    model = open_checkpoint(base)
+    one, four = (planned_for_gpu(model, replace(MEZO, queries=q), rows=8) for q in (1, 4))
+    assert (one.transfers.waiting_bytes, four.transfers.waiting_bytes) == (0, 0)
+    more = four.device_plan.activation_bytes - one.device_plan.activation_bytes
+    assert more == 3 * (one.device_plan.activation_bytes - forward_bytes(model.config, 8, 8))
+    blocks = (BLOCKS - 2) * model.layouts[1].nbytes  # two slots are left
+    tight_memory = four.device_plan.nbytes - blocks - more // 3
+    tight = planned_for_gpu(model, replace(MEZO, queries=4), rows=8, device_memory=tight_memory)
+    assert 0 < tight.transfers.waiting_bytes < more
+    assert tight.device_plan.kept == 0
+    assert (
+        tight.transfers.transfer_seconds * BUS == tight.transfers.moved_bytes + (BLOCKS + 1) * tight.transfers.waiting_bytes
+    )
+
+
+def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
+    model = open_checkpoint(base)
+    two_sided, one_sided = (
+        planned_for_gpu(model, Optimization(estimator=estimator, queries=4), rows=8)
+        for estimator in (EstimatorName.MEZO, EstimatorName.FZOO)
+    )
+    running, held = forward_bytes(model.config, 8, 8), expected_held_bytes(model.config, 8, 8)
+    assert two_sided.device_plan.activation_bytes - running == 8 * held
+    assert one_sided.device_plan.activation_bytes - running == 5 * held
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device_memory": "much"}, OptionError, "device_memory: found 'much'"),
+        ({"device_memory": "10kB"}, OptionError, "device_memory"),
+        ({"device_memory": "10KB"}, MemoryBudgetError, "device_memory: .*smallest plan.*slots"),
+        ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest plan"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str, base: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        planned_for_gpu(open_checkpoint(base), **options)
+
+
+@pytest.mark.parametrize(
+    "optimization",
+    [Optimization(rank=4, queries=2, stack=2), Optimization(rank=4, per_row=True), Optimization(per_row=True)],
+)
+def test_a_plan_reserves_what_the_run_reserves(optimization: Optimization, base: Path) -> None:
+    model = open_checkpoint(base, precision="exact")
+    needed = step_memory(model, RowShapes.of_length(Batching(batch_size=4), 8).longest, optimization, None)
+    assert planned_for_gpu(model, optimization, rows=4).device_plan.activation_bytes == needed.nbytes
+
+
+def test_the_least_memory_counts_logits_in_chunks_where_the_loss_is_computed_in_chunks(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama", vocab_size=1000))
+    whole, chunked = open_checkpoint(base), open_checkpoint(base, loss_chunk=1)
+    longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
+    least = [step_memory(model, longest, Optimization(), None).least for model in (whole, chunked)]
+    assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
+    assert least[1] < least[0]
+
+
+# The first lines of a run, from its plan
+
+
+pytest.importorskip("peft")
+
+SIZE = r"[0-9.]+ [kMG]B"
+TIME = r"[0-9.e-]+ m?s"
+FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("outlook"))
+
+
+def lines(*more: object) -> list[str]:
+    """What a run prints about itself."""
+    where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2, "--batch-size", 3]
+    ended = run_here(*where, *more)
+    assert ended.status == 0, ended.err
+    return ended.err.splitlines()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("more", "begins"),
+    [
+        (["--lr", 1e-3], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
+        (["--lr", 1e-3, "--lora-rank", 2], "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about "),
+        (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
+        ([*FIRST_ORDER, "--evaluation", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
+    ],
+    ids=str,
+)
+def test_the_first_line_has_method_time_memory_and_disk(here: Path, more: list[object], begins: str) -> None:
+    [first, *_] = lines(*more)
+    assert first.startswith(begins)
+    writes = f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute" if "--method" in more else "negligible"
+    assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} free[.] Disk writes: {writes}", first)
+
+
+def test_memory_that_is_limited_is_called_so(here: Path) -> None:
+    assert re.search(f"Memory: {SIZE} of 8.00 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
+
+
+def test_the_first_line_counts_graphs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[HostPlan] = []
+    storage = GradientRun.storage
+
+    def noted(self: GradientRun, engine: Any, host: HostPlan, model: Any) -> str:
+        told.append(host)
+        return storage(self, engine, host, model)
+
+    monkeypatch.setattr(GradientRun, "storage", noted)
+    lines(*FIRST_ORDER)
+    assert any(part.name.startswith("graphs of") for part in told[0].parts)
+
+
+def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
+    written = []
+    for turn in (3, 6):
+        options = TrainOptions(
+            model="base",
+            data=Path("rows.jsonl"),
+            output=Path("run"),
+            steps=4,
+            first_order=FirstOrder(method="badam", stream_blocks=True, switch_every=turn),
+            optimization=Optimization(lr=1e-3),
+            batching=Batching(batch_size=3),
+        )
+        inputs = RunInputs.read(options)
+        plan = plan_of(inputs)
+        inputs.model.weights.close()
+        assert plan.host_plan.buckets is not None
+        assert plan.snapshot_bytes == 0
+        written.append(plan.written_bytes - plan.spilled_bytes)
+    assert written[0] == pytest.approx(2 * written[1], abs=1)
+
+
+def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), steps=4, batching=Batching(batch_size=2))
+    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_forward_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_backward", lambda *_: 3.0)
+    seconds = []
+    cases: list[tuple[OptimizerName, float | None]] = [("adamw", None), ("adamw", 1.0), ("badam", None), ("badam", 1.0)]
+    for method, norm in cases:
+        inputs = RunInputs.read(replace(given, first_order=FirstOrder(method=method, max_grad_norm=norm)))
+        seconds.append(plan_of(inputs).forward_seconds)
+        inputs.model.weights.close()
+    assert seconds[1] == 2 * seconds[0]
+    assert seconds[3] == seconds[2], "one segment has its gradients there at once"

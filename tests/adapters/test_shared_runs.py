@@ -158,35 +158,10 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(options: TrainOptions, t
     assert outcomes["bad"]["error"] is not None
 
 
-@pytest.mark.parametrize(
-    ("runs", "message"),
-    [
-        ({"a": {"model": "x"}}, "pass --model for all runs"),
-        ({"a": {"lr": 1e-3}}, "a run that trains all weights"),
-        ({"a": {"rank": 2, "lr": "auto"}}, "zo2 tune"),
-        ({"a/b": {"rank": 2}}, "a name of letters and digits"),
-        ({"a": 3}, "a name of letters and digits"),
-        ({"a": {"rnk": 2}}, "rank"),
-        ({}, "at least one"),
-    ],
-)
-def test_a_file_of_runs_that_cannot_be_is_refused_before_anything_is_written(
-    options: TrainOptions, tmp_path: Path, runs: Mapping[str, object], message: str
-) -> None:
-    assert message in refusal(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs)))
-    assert not (tmp_path / "all").exists()
-
-
 METHODS: Mapping[str, Any] = {
     "low-rank": {"optimization": Optimization(rank=2)},
     "lora": {"first_order": FirstOrder(method="adamw"), "model_options": RunModelOptions(lora_rank=2)},
 }
-
-
-def test_more_runs_than_one_process_can_take_are_refused_at_once(options: TrainOptions, tmp_path: Path) -> None:
-    many = written(tmp_path, {f"run-{number}": {"rank": 2} for number in range(1000)})
-    told = refusal(*arguments(options, "--output", tmp_path / "all", "--runs", many))
-    assert "runs.yaml: found 1000 runs; expected at most 64" in told
 
 
 @pytest.mark.long_profile
@@ -282,10 +257,6 @@ def test_a_plan_of_runs_counts_what_they_generate(options: TrainOptions, process
 
 def refusal_of_plan(options: TrainOptions, *more: object) -> str:
     return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 400, *more)
-
-
-def test_a_plan_of_runs_that_cannot_share_is_refused(options: TrainOptions) -> None:
-    assert "that only read its weights" in refusal_of_plan(options, "--runs", 2)
 
 
 @pytest.fixture(scope="module")

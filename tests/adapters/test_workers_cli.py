@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ROWS, refusal, run_here
+from command_lines import ROWS, run_here
 from crews import Crew, attempted, worked
 from runs import small_run
 
@@ -95,14 +95,6 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
     for speaker in ("zo2: ", "zo2, worker 1: "):
         assert f"{speaker}--split: found 2x2, 2 workers" in said
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
-
-
-def test_a_split_is_refused_without_other_workers(tmp_path: Path) -> None:
-    options = small_run(tmp_path)
-    line = refusal(*asked(options, split="rows"))
-    assert line.startswith("zo2: --split: found rows")
-    assert "torchrun" in line
-    assert not options.output.exists()
 
 
 # --- what workers agree on before they begin
