@@ -15,7 +15,7 @@ from engines import zeroth_order
 from families import compare, small_config, small_model, stock_scores, stock_tokens
 from models import CONFIGS, WORDS, make_batch, save_tokenizer
 from models import small_config as known_config
-from parity import assert_same_bits, assert_same_weights
+from parity import assert_same_bits, assert_steps_alike
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -77,10 +77,7 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
     memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
     batch = random_batch(40, 2, 6, seed=0)
     with zeroth_order(model, MeZOSGD(**numbers), memory=memory) as engine:
-        for _ in range(3):
-            result = engine.step(batch)
-            assert result.losses == literal.step(batch, *result.seeds).losses
-        assert_same_weights(engine.parameters_now(), whole.named_parameters())
+        assert_steps_alike(engine, literal, [batch] * 3)
 
 
 @pytest.mark.parametrize("model_type", ["codegen", "gpt_neo"])
@@ -93,10 +90,7 @@ def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Pa
     literal = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
     batch = random_batch(40, 2, 6, seed=0)
     with Engine(open_checkpoint(tmp_path), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
-        for _ in range(3):
-            result = engine.step(batch)
-            assert result.losses == literal.step(batch, *result.seeds).losses
-        assert_same_weights(engine.parameters_now(), whole.named_parameters())
+        assert_steps_alike(engine, literal, [batch] * 3)
     assert whole.config.use_cache, "the config is the caller's"
 
 
@@ -264,19 +258,11 @@ def test_mixed_precision_is_monolithic_mezo_under_autocast(base: Path) -> None:
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
     literal = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
     with Engine(model, ZerothOrder(MEZO)) as engine:
-        assert [engine.step(SQUARE, seed=seed).losses for seed in (0, 1)] == [
-            literal.step(SQUARE, seed).losses for seed in (0, 1)
-        ]
-    with Engine(
-        open_checkpoint(base, precision="mixed", dtype="bfloat16"), ZerothOrder(MEZO)
-    ) as engine:  # in chunks, as a run has it
-        assert engine.step(SQUARE, seed=0).losses == pytest.approx(literal_losses(base), rel=1e-2)
-
-
-def literal_losses(base: Path) -> list[float]:
-    """The losses of the first step, of monolithic MeZO under autocast."""
-    literal = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
-    return list(literal.step(SQUARE, 0).losses)
+        assert_steps_alike(engine, literal, [SQUARE] * 2)
+        first = engine.journal.updates[0]
+    with Engine(open_checkpoint(base, precision="mixed", dtype="bfloat16"), ZerothOrder(MEZO)) as engine:
+        # In chunks, as a run has it.
+        assert engine.step(SQUARE, seed=first.seeds[0]).losses == pytest.approx(first.losses, rel=1e-2)
 
 
 def test_a_direction_of_each_row_takes_them_along_their_axis(base: Path) -> None:

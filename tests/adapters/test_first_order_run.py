@@ -58,10 +58,8 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 
 def arguments_of(options: Mapping[str, Any]) -> list[object]:
     """Options of an optimizer as arguments."""
-    arguments: list[object] = []
-    for name, value in options.items():
-        arguments += [f"--{name}", *(() if value is True else value if isinstance(value, tuple) else (value,))]
-    return arguments
+    values = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in options.items()}
+    return [word for name, value in values.items() for word in ("--method", f"{name}={value}")]
 
 
 def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from command_lines import done, refusal, write_rows
 from families import LR, batch, small_config, small_model, trained_by_peft
 from formats import written
 from models import save_tokenizer
+from parity import assert_steps_alike
 from peft_models import monolithic, values_of
 from profiles import each_choice, short_first
 from safetensors.torch import load_file, save_file
@@ -91,22 +92,14 @@ def test_gradients_are_those_of_peft_on_the_whole_model(
         pytest.skip("peft wraps a router, which then fails")
     base = save(family, tmp_path / "base", dtype)
     model = opened(base, targets)
-    optimizer, expected = partial(torch.optim.SGD, lr=1e-2), []
-    with Engine(model, FirstOrder(optimizer), memory=memory(buckets)) as engine:
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
         losses = [engine.step(batch()).loss for _ in range(2)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    whole: Any = monolithic(base, model.adapter.config, first)
-    trained = {name: value for name, value in whole.named_parameters() if name in first}
-    resident = optimizer(list(trained.values()))
-    for _ in range(2):
-        resident.zero_grad()
-        loss = whole(**batch(), use_cache=False).loss
-        loss.backward()
-        resident.step()
-        expected.append(loss.item())
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    expected, trained = trained_by_peft(whole, model.adapter.config, first, batch(), steps=2)
     assert losses == expected
-    assert [name for name, value in learned.items() if not torch.equal(value, trained[name].detach())] == []
+    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
     is_in_experts = any(".experts." in name for name in learned)
     assert is_in_experts == (targets != "auto" and not (targets == "all-linear" and family in ("gpt_oss", "qwen2_moe")))
 
@@ -247,9 +240,7 @@ def test_zeroth_order_steps_are_monolithic_mezo(
     base = save_asking(family, tmp_path / "base", dtype)
     resident = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2)
     with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
-        for _ in range(2):
-            [seed] = {evaluation.seed for evaluation in engine.ask()}
-            assert list(engine.step(padded_batch()).losses) == list(resident.step(padded_batch(), seed).losses)
+        assert_steps_alike(engine, resident, [padded_batch()] * 2)
 
 
 def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path) -> None:

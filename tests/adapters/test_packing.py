@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import zeroth_order
 from models import make_batch, save_model, small_config
-from parity import assert_same_weights
+from parity import assert_steps_alike
 from runs import small_run
 from transformers import (
     AutoModelForCausalLM,
@@ -88,10 +88,7 @@ def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_
             counts.append(int((row["labels"] != -100).sum()))
         mean = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
         assert engine.evaluate([packed]).loss == pytest.approx(mean, rel=1e-5)
-        for _ in range(3):
-            result = engine.step(packed)
-            assert result.losses == literal.step(packed, *result.seeds).losses
-        assert_same_weights(engine.parameters_now(), dict(literal.model.named_parameters()).items())
+        assert_steps_alike(engine, literal, [packed] * 3)
 
 
 def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_lines import done, refusal
 from models import CONFIGS, make_batch, save_model, small_config
-from parity import assert_same_bits, assert_same_weights
+from parity import assert_same_bits, assert_same_weights, assert_steps_alike
 from runs import small_run
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,9 +269,7 @@ def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.
     assert whole.model.norm.weight.dtype is (torch.float32 if dtype is torch.float16 else dtype)
     monolithic, batch = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2), make_batch(40, [6, 5])
     with Engine(open_checkpoint(base, architecture=architecture), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
-        for step in range(2):
-            assert engine.step(batch, seed=step).losses == monolithic.step(batch, step).losses
-        assert_same_weights(engine.parameters_now(), whole.named_parameters())
+        assert_steps_alike(engine, monolithic, [batch] * 2)
         engine.export(tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert_same_weights(

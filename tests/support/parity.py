@@ -126,6 +126,15 @@ def assert_same_weights(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterab
         assert_same_bits(name, value.detach(), expected[name].detach())
 
 
+def assert_steps_alike(engine: Engine, whole: MonolithicMeZO, batches: Iterable[Batch]) -> None:
+    """Take a step on each batch with both: losses, projected gradients and weights have the same bits."""
+    for batch in batches:
+        ours = engine.step(batch)
+        theirs = whole.step(batch, *ours.seeds)
+        assert (ours.losses, ours.projected_grads) == (theirs.losses, theirs.projected_grads)
+    assert_same_weights(engine.parameters_now(), whole.model.named_parameters())
+
+
 def assert_same_parameters(engine: Engine, whole: nn.Module) -> None:
     reference = dict(whole.named_parameters())
     seen = set()
