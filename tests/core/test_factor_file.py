@@ -8,17 +8,16 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from engines import weights, zeroth_order
+from engines import assert_equal, outcome, weights, zeroth_order
 from models import make_batch, save_model, small_config
-from parity import assert_same_weights
 
 from zo2adapters import open_checkpoint
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZerothOrder, factors
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, factors
 from zo2core.errors import JournalError, ZO2Warning
 from zo2core.factors import DATA, MANIFEST, kept_bytes_a_step, sum_elements
 from zo2core.io.direct_file import RangedFile
@@ -28,7 +27,6 @@ from zo2core.kernels import apply_drawing
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Program
 
-Stopped = tuple[Path, Path, dict[str, torch.Tensor]]
 BATCH = make_batch(40, [7, 4])
 STEPS, PERIOD = 8, 3  # two periods have ended at step 6, which the sweep of step 7 sees
 
@@ -54,51 +52,63 @@ def opened(base: Path, run: Path, **policy: Any) -> Engine:
     )
 
 
+class Stopped(NamedTuple):
+    """A base, a run of eight steps that was stopped, and the weights after one more step."""
+
+    base: Path
+    run: Path
+    expected: dict[str, torch.Tensor]
+
+    def copy(self, folder: Path, *, bare: bool = False) -> Path:
+        """The run, with what it keeps of ended periods or without."""
+        return shutil.copytree(self.run, folder, ignore=shutil.ignore_patterns("factors.*") if bare else None)
+
+    def resume(self, run: Path, **policy: Any) -> int:
+        """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
+        drawing = Counting()
+        with patch.object(factors, "apply_drawing", drawing):
+            assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
+        return drawing.drawn
+
+    def directions(self, steps: int) -> int:
+        """How many are drawn to replay so many steps of all parameters, by the sweep of a step and a look at the weights."""
+        model = open_checkpoint(self.base)
+        model.weights.close()
+        return (steps + 1) * sum(len(layout.parameters) for layout in model.layouts)
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """A base, a run of eight steps that was stopped, and the weights after one more step."""
     tmp = tmp_path_factory.mktemp("periods")
     base = save_model(tmp / "base", small_config("llama"), torch.bfloat16)
-    with opened(base, tmp / "whole") as engine:
-        for _ in range(STEPS + 1):
-            engine.step(BATCH)
-        expected = weights(engine)
-    with opened(base, tmp / "run") as engine:
-        for _ in range(STEPS):
-            engine.step(BATCH)
-    return base, tmp / "run", expected
+    expected = outcome(opened(base, tmp / "whole"), [BATCH] * (STEPS + 1))[1]
+    outcome(opened(base, tmp / "run"), [BATCH] * STEPS)
+    return Stopped(base, tmp / "run", expected)
 
 
-def resumed(base: Path, run: Path, expected: dict[str, torch.Tensor], **policy: Any) -> int:
-    """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
-    drawing = Counting()
-    with patch.object(factors, "apply_drawing", drawing), opened(base, run, **policy) as engine:
-        engine.step(BATCH)
-        assert_same_weights(weights(engine).items(), expected.items())
-    return drawing.drawn
+@pytest.fixture
+def run(stopped: Stopped, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return stopped.copy(tmp_path / "run")
 
 
-def directions(base: Path, steps: int) -> int:
-    """How many are drawn to replay so many steps of all parameters, by the sweep of a step and a look at the weights."""
-    model = open_checkpoint(base)
-    model.weights.close()
-    return (steps + 1) * sum(len(layout.parameters) for layout in model.layouts)
+def periods(run: Path) -> list[int]:
+    """The last step of each period in the manifest."""
+    return [json.loads(line)["version"] for line in (run / MANIFEST).read_bytes().splitlines()[1:]]
 
 
-def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
+def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
-    model = open_checkpoint(base)
+    model = open_checkpoint(stopped.base)
     model.weights.close()
     planned = kept_bytes_a_step(LowRankPerturbation(rank=2, period=PERIOD), model.layouts)
     assert (run / DATA).stat().st_size == 2 * PERIOD * planned
-    kept = shutil.copytree(run, tmp_path / "kept")
-    assert resumed(base, kept, expected) == directions(base, STEPS % PERIOD)
-    assert len((kept / MANIFEST).read_bytes().splitlines()) == 1 + 3, "the step after ended the third period"
-    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
-    assert resumed(base, bare, expected) == directions(base, STEPS)
-    assert (bare / DATA).read_bytes() == (kept / DATA).read_bytes()
-    assert (bare / MANIFEST).read_bytes() == (kept / MANIFEST).read_bytes()
+    assert stopped.resume(run) == stopped.directions(STEPS % PERIOD)
+    assert periods(run) == [3, 6, 9], "the step after ended the third period"
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    assert stopped.resume(bare) == stopped.directions(STEPS)
+    for name in (DATA, MANIFEST):
+        assert (bare / name).read_bytes() == (run / name).read_bytes()
 
 
 def flipped(at: float) -> Callable[[Path], None]:
@@ -136,42 +146,35 @@ def garbled(run: Path) -> None:
         (garbled, 3),  # found before anything was read: the periods are kept anew
     ],
 )
-def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    run = shutil.copytree(run, tmp_path / "run")
+def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, stopped: Stopped, run: Path) -> None:
     damage(run)
     with pytest.warns(ZO2Warning, match=r"factors\.jsonl: .* replayed from the journal"):
-        drawn = resumed(base, run, expected)
-    assert drawn > directions(base, STEPS % PERIOD)
-    assert len((run / MANIFEST).read_bytes().splitlines()) == 1 + left
-    with opened(base, run) as engine:  # whose sweep ends the periods again
-        engine.step(BATCH)
-    records = [json.loads(line) for line in (run / MANIFEST).read_bytes().splitlines()]
-    assert [record["version"] for record in records[1:]] == [3, 6, 9]
+        drawn = stopped.resume(run)
+    assert drawn > stopped.directions(STEPS % PERIOD)
+    assert len(periods(run)) == left
+    outcome(opened(stopped.base, run), [BATCH])  # whose sweep ends the periods again
+    assert periods(run) == [3, 6, 9]
 
 
-def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    kept = shutil.copytree(run, tmp_path / "kept")
+def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
     refused = patch("zo2core.factors.open_regular", side_effect=OSError(24, "Too many open files"))
     with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
-        assert resumed(base, kept, expected) == directions(base, STEPS)
-    assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes(), "it may be read the next time"
-    piped = shutil.copytree(run, tmp_path / "piped", ignore=shutil.ignore_patterns(DATA))
+        assert stopped.resume(run) == stopped.directions(STEPS)
+    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes(), "it may be read the next time"
+    piped = stopped.copy(tmp_path / "piped")
+    (piped / DATA).unlink()
     os.mkfifo(piped / DATA)
     with pytest.warns(ZO2Warning, match="no regular file"):
-        assert resumed(base, piped, expected) == directions(base, STEPS)
-    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+        assert stopped.resume(piped) == stopped.directions(STEPS)
+    bare = stopped.copy(tmp_path / "bare", bare=True)
     full = patch.object(RangedFile, "write", side_effect=OSError(28, "No space left on device"))
     with full, pytest.warns(ZO2Warning, match=r"factors\.jsonl: No space left on device"):
-        assert resumed(base, bare, expected) == directions(base, STEPS)
-    again = shutil.copytree(bare, tmp_path / "again")
-    assert not (again / MANIFEST).exists(), "no period counts whose bytes are not there"
+        assert stopped.resume(bare) == stopped.directions(STEPS)
+    assert not (bare / MANIFEST).exists(), "no period counts whose bytes are not there"
 
 
 def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, _ = stopped
-    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+    bare = stopped.copy(tmp_path / "bare", bare=True)
     written: list[int] = []  # bytes
     after_embedding: list[int] = []
     write, evaluate = RangedFile.write, SegmentVisitor._evaluate
@@ -186,21 +189,19 @@ def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_pat
         evaluate(visitor, index)
 
     with (
-        opened(base, bare) as engine,
+        opened(stopped.base, bare) as engine,
         patch.object(RangedFile, "write", writing),
         patch.object(SegmentVisitor, "_evaluate", evaluating),
     ):
         engine.evaluate([BATCH])
-    embedding = sum_elements(open_checkpoint(base).layouts[0].parameters, 2)
+    embedding = sum_elements(open_checkpoint(stopped.base).layouts[0].parameters, 2)
     assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], "nothing waits for other segments"
 
 
-def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, _ = stopped
-    run = shutil.copytree(run, tmp_path / "run")
+def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, run: Path) -> None:
     with (run / DATA).open("ab") as file:
         file.write(bytes(1 << 14))  # of a period that was not counted
-    with opened(base, run) as engine:
+    with opened(stopped.base, run) as engine:
         while engine.version <= 3 * PERIOD:
             engine.step(BATCH)
         expected = weights(engine)
@@ -210,40 +211,31 @@ def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             now = weights(engine)
-    assert_same_weights(now.items(), expected.items())
+    assert_equal(now, expected)
 
 
-def test_a_torn_manifest_counts_as_far_as_it_goes(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    run = shutil.copytree(run, tmp_path / "run")
+def test_a_torn_manifest_counts_as_far_as_it_goes(stopped: Stopped, run: Path) -> None:
     cut(MANIFEST, 0.99)(run)  # as a crash leaves it
-    drawn = resumed(base, run, expected)
-    assert drawn == directions(base, STEPS - PERIOD)
-    assert len((run / MANIFEST).read_bytes().splitlines()) == 1 + 3
+    assert stopped.resume(run) == stopped.directions(STEPS - PERIOD)
+    assert periods(run) == [3, 6, 9]
 
 
-def test_a_journal_that_lost_steps_is_refused(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, _ = stopped
-    run = shutil.copytree(run, tmp_path / "run")
+def test_a_journal_that_lost_steps_is_refused(stopped: Stopped, run: Path) -> None:
     steps = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (run / "journal.jsonl").write_bytes(b"".join(steps[:5]))
     with pytest.raises(JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"):
-        opened(base, run)
+        opened(stopped.base, run)
 
 
-def test_periods_of_a_run_on_other_data_do_not_count(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    with opened(base, tmp_path / "other") as engine:  # the same options, and so the same header
-        for _ in range(STEPS):
-            engine.step(make_batch(40, [3, 9]))
-    run = shutil.copytree(run, tmp_path / "run")
+def test_periods_of_a_run_on_other_data_do_not_count(stopped: Stopped, run: Path, tmp_path: Path) -> None:
+    other = [make_batch(40, [3, 9])] * STEPS  # the same options, and so the same header
+    outcome(opened(stopped.base, tmp_path / "other"), other)
     for name in (DATA, MANIFEST):
         shutil.copyfile(tmp_path / "other" / name, run / name)
-    assert resumed(base, run, expected) == directions(base, STEPS)
+    assert stopped.resume(run) == stopped.directions(STEPS)
 
 
-def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, _ = stopped
+def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, run: Path) -> None:
     order: list[str] = []
 
     def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +246,7 @@ def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, 
         return noted
 
     with (
-        opened(base, shutil.copytree(run, tmp_path / "run")) as engine,
+        opened(stopped.base, run) as engine,
         patch.object(RangedFile, "sync", noting("bytes", RangedFile.sync)),
         patch.object(RecordFile, "append", noting("record", RecordFile.append)),
         patch.object(Journal, "chain", noting("journal", Journal.chain)),
@@ -266,35 +258,12 @@ def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, 
     assert order[-2:] == ["bytes", "record"]
 
 
-def test_periods_of_another_run_do_not_count(stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    run = shutil.copytree(run, tmp_path / "run")
-    (run / "journal.jsonl").unlink()
-    with Engine(
-        open_checkpoint(base),
-        ZerothOrder(
-            MeZOSGD(lr=2e-2, zo_eps=1e-2, perturb_in_place=False),
-            seed=1,
-            perturbation=LowRankPerturbation(rank=2, period=PERIOD),
-        ),
-        journal=run / "journal.jsonl",
-        write_back=WriteBackPolicy(directory=run),
-    ) as engine:
-        for _ in range(PERIOD + 1):
-            engine.step(BATCH)
-        others = weights(engine)
-    assert any(not torch.equal(tensor, expected[name]) for name, tensor in others.items())
-    header, *records = map(json.loads, (run / MANIFEST).read_bytes().splitlines())
-    assert [record["version"] for record in records] == [PERIOD]
-    assert header["chain"] != json.loads((stopped[1] / MANIFEST).read_bytes().splitlines()[0])["chain"]
-
-
 @pytest.mark.parametrize("policy", [{"every": None}, {"terabytes_per_1000_steps": 1e-9}])
-def test_what_may_not_be_written_is_read_all_the_same(policy: dict[str, Any], stopped: Stopped, tmp_path: Path) -> None:
-    base, run, expected = stopped
-    kept = shutil.copytree(run, tmp_path / "kept")
-    assert resumed(base, kept, expected, **policy) == directions(base, STEPS % PERIOD)
-    assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes()
-    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
-    assert resumed(base, bare, expected, **policy) == directions(base, STEPS)
+def test_what_may_not_be_written_is_read_all_the_same(
+    policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
+    assert stopped.resume(run, **policy) == stopped.directions(STEPS % PERIOD)
+    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes()
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    assert stopped.resume(bare, **policy) == stopped.directions(STEPS)
     assert [path.name for path in bare.iterdir()] == ["journal.jsonl"]

@@ -300,15 +300,3 @@ def test_moves_by_themselves_are_each_one_move(
                 alone = Program((moves.seeds[place],), (), then=Perturb(0, shift, 1e-3))
                 dispatch.apply_drawing(theta, alone, distribution, 3, out=expected)
             assert_same(row, expected)
-
-
-@compiled
-def test_moves_by_themselves_are_the_references() -> None:
-    theta = weights(3000, torch.float32, 1)
-    moves = Program((5, 6), (Perturb(0, 1.0, 1e-3), Perturb(0, -1.0, 1e-3), Perturb(1, 0.5, 1e-3), Perturb(0, 0.0, 1e-3)))
-    ours, theirs = (torch.empty(4, 3000, dtype=torch.bfloat16) for _ in range(2))
-    dispatch.perturb_each(theta, moves, Distribution.GAUSSIAN, 3, ours)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "takes", lambda *tensors: False)
-        dispatch.perturb_each(theta, moves, Distribution.GAUSSIAN, 3, theirs)
-    assert_same(ours, theirs)

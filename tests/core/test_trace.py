@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from command_lines import refusal
 from engines import zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -98,18 +97,6 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "in place": HostDevice,
     "behind copies": lambda: ThreadedDevice(ThreadedStreams(lambda lane, nbytes: DELAY)),
 }
-
-every_case = [
-    pytest.mark.parametrize("streamed", [False, True], ids=["pinned", "streamed"]),
-    pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES),
-    pytest.mark.parametrize("order", SCHEDULERS.values(), ids=SCHEDULERS),
-]
-
-
-def in_every_case(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in every_case:
-        test = mark(test)
-    return test
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +188,9 @@ def require_bounds(results: list[StepResult], recording: Recording) -> None:
 
 
 @pytest.mark.few(5)
-@in_every_case
+@pytest.mark.parametrize("streamed", [False, True], ids=["pinned", "streamed"])
+@pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("order", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_trace_and_the_numbers_of_steps_say_what_was_done(
     order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
 ) -> None:
@@ -284,17 +273,17 @@ def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> Non
         assert len(found.spans) + len(found.sweeps) == whole, size
 
 
-def test_a_name_that_no_file_can_have_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="name too long"):
-        Trace(tmp_path / ("n" * 300))
-
-
-def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_trace_is_made_where_nothing_stands(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    with pytest.raises(OutputError, match="something at this path"):
-        Trace(tmp_path / "rows.jsonl")
-    with pytest.raises(OutputError, match="a directory that does not exist"):
-        Trace(tmp_path / "nowhere" / "t.json")
+    (tmp_path / "link.json").symlink_to(tmp_path / "made")
+    for path, told in (
+        (tmp_path / ("n" * 300), "name too long"),
+        (tmp_path / "rows.jsonl", "something at this path"),
+        (tmp_path / "link.json", "something at this path"),
+        (tmp_path / "nowhere" / "t.json", "a directory that does not exist"),
+    ):
+        with pytest.raises(OutputError, match=told):
+            Trace(path)
     with Trace(tmp_path / "t.json"):
         pass
     assert not (tmp_path / "t.json").exists(), "no sweep, no file"
@@ -383,23 +372,3 @@ def test_an_interrupted_run_leaves_a_whole_trace(model: Path, tmp_path: Path, mo
     assert info.value.code == 130
     json.loads((tmp_path / "t.json").read_text())
     assert [sweep.name for sweep in read_trace(tmp_path / "t.json").sweeps] == ["step 0", "step 1"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--trace", "rows.jsonl"], "something at this path"),
-        (["evaluate", "--trace", "rows.jsonl"], "something at this path"),
-    ],
-)
-def test_what_the_commands_cannot_do_they_say(
-    arguments: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = (tmp_path / "rows.jsonl").read_bytes()
-    arguments = [*arguments, "--model", str(model), "--data", "rows.jsonl"]
-    if arguments[0] == "train":
-        arguments = [*arguments, "--output", "run"]
-    assert message in refusal(*arguments)
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
-    assert not (tmp_path / "run").exists()

@@ -13,9 +13,8 @@ from locked_engines import BATCH, beside, engine, small_llama, toy
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
 from zo2core import Engine, Journal
-from zo2core.errors import JournalError, OutputError, ScratchError, ZO2Warning
+from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.journal import copy_journal
-from zo2core.profiling import Trace
 
 SECRET = b"correct horse battery staple"
 
@@ -132,12 +131,6 @@ def test_an_error_about_a_file_that_is_no_journal_prints_nothing_of_it(
         ShowJournal(run_directory=tmp_path).run()
     assert "horse" not in str(info.value)
     assert "horse" not in capsys.readouterr().out
-
-
-def test_traces_are_made_where_nothing_stands(victim: Path, tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to(tmp_path / "made")
-    with pytest.raises(OutputError, match="something at this path"):
-        Trace(tmp_path / "link.json")
 
 
 def test_replaced_files_replace_links(run: Path, victim: Path, tmp_path: Path) -> None:

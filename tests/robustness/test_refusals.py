@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import Apart, assert_typed, environment, make_place, refusal, run_here, write_rows
+from command_lines import Apart, Ended, assert_typed, environment, make_place, refusal, run_here, write_rows
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
@@ -65,6 +65,20 @@ def unfinish(run: Path) -> None:
     shutil.rmtree(run / "model")
 
 
+def spoil(place: Path, name: str, at: int, value: float) -> None:
+    """Another number in the base."""
+    path = place / "base/model.safetensors"
+    weights = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    weights[name].view(-1)[at] = value
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def refused_apart(ended: Ended) -> str:
+    assert ended.status == 2, ended
+    assert_typed(ended)
+    return ended.line
+
+
 # Options
 
 
@@ -83,6 +97,7 @@ def unfinish(run: Path) -> None:
         (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected none without --run"),
         (["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"], "--at: found -1; expected 0 to 6"),
         (["evaluate", "--run", "{run}", "--data", "{rows}", "--activation-memory", HUGE], "--activation-memory: found '99"),
+        (["evaluate", "--model", "{base}", "--data", "{rows}", "--trace", "{rows}"], "something at this path"),
         (["export", "--run", "{run}", "--at", HUGE, "--output", "{new}"], "--at: found a number of more than 24 digits"),
         (["export", "--run", "{run}", "--dtype", "bfloat16", "--output", "{new}"], "--dtype: found bfloat16; expected auto"),
         (["export", "--run", "{base}", "--output", "{new}"], "found no readable options.json"),
@@ -142,12 +157,13 @@ def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
         (["--model", "./{long}"], "File name too long"),
         (["--output", "/dev/null/run"], "Not a directory"),
         (["--trace", "/dev/full"], "/dev/full: found"),
+        (["--trace", "{rows}"], "something at this path"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str], said: str) -> None:
     before = sorted(place.rglob("*"))
-    arguments = [argument.format(long="n" * 300) for argument in arguments]
+    arguments = [argument.format(long="n" * 300, rows=place / "rows.jsonl") for argument in arguments]
     assert said in refusal(*train(place), *arguments)
     assert sorted(place.rglob("*")) == before
 
@@ -183,23 +199,19 @@ def test_a_batch_larger_than_the_data_says_that_it_repeats_rows(place: Path) -> 
 
 
 def test_a_run_refused_at_its_first_step_can_be_given_again(place: Path) -> None:
-    weights = load_file(place / "base/model.safetensors")
-    mended = {name: tensor.clone() for name, tensor in weights.items()}
-    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
-    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
+    before = (place / "base/model.safetensors").read_bytes()
+    spoil(place, "model.layers.1.mlp.up_proj.weight", 38, float("nan"))
     said = refusal(*train(place, "deep/run"), "--steps", 2)
     assert "model.layers.1.mlp.up_proj.weight: found nan at element 38; expected finite weights in the checkpoint" in said
     assert "lower" not in said
     assert not (place / "deep").exists()
-    save_file(mended, place / "base/model.safetensors", metadata={"format": "pt"})
+    (place / "base/model.safetensors").write_bytes(before)
     assert run_here(*train(place, "deep/run"), "--steps", 2).status == 0
 
 
 @pytest.mark.parametrize("command", ["evaluate", "choose", "verify", "generate"])
 def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) -> None:
-    weights = load_file(place / "base/model.safetensors")
-    weights["model.norm.weight"][1] = float("inf")
-    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
+    spoil(place, "model.norm.weight", 1, float("inf"))
     data = place / ("choices.jsonl" if command == "choose" else "rows.jsonl")
     arguments: dict[str, list[object]] = {
         "verify": ["verify", "--model", place / "base", "--tokens", 9],
@@ -209,21 +221,19 @@ def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) ->
     assert "model.norm.weight: found inf at element 1" in said
 
 
-@pytest.mark.parametrize("arguments", [["--memory", "1MB"], ["--lr", "1e6"]])
-def test_a_refused_run_never_removes_a_directory_that_the_user_made(place: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["--memory", "1MB"], ["--lr", "1e6"], ["--steps", 2], ["--steps", 2, "--evaluation", "choices.jsonl"]],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_a_refused_run_never_removes_a_directory_that_the_user_made(
+    place: Path, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
     (place / "run").mkdir()
+    if "--steps" in arguments:  # refused at its first step
+        spoil(place, "model.norm.weight", 1, float("nan"))
     refusal(*train(place), *arguments)
-    assert (place / "run").is_dir()
-    assert not any((place / "run").iterdir())
-
-
-def test_a_run_refused_at_its_first_step_leaves_the_users_directory(place: Path) -> None:
-    (place / "run").mkdir()
-    weights = load_file(place / "base/model.safetensors")
-    weights["model.norm.weight"][1] = float("nan")
-    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
-    refusal(*train(place), "--steps", 2, "--evaluation", place / "choices.jsonl")
-    refusal(*train(place), "--steps", 2)
     assert (place / "run").is_dir()
     assert not any((place / "run").iterdir())
 
@@ -522,9 +532,7 @@ def test_a_run_whose_schedule_ends_is_not_lengthened(place: Path) -> None:
 @pytest.mark.long_profile
 def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:
     ended = apart.run("journal", run, out="/dev/full")
-    assert ended.status == 2
-    assert_typed(ended)
-    assert "standard output: found No space left on device" in ended.line
+    assert "standard output: found No space left on device" in refused_apart(ended)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(run: Path, apart: Apart) -> None:
@@ -555,10 +563,7 @@ import threading
 def start(self): raise RuntimeError("can't start new thread")
 threading.Thread.start = start
 """
-    ended = apart.run(*train(place), patch=patch)
-    assert ended.status == 2, ended
-    assert_typed(ended)
-    assert "threads: found that no more can be started" in ended.line
+    assert "threads: found that no more can be started" in refused_apart(apart.run(*train(place), patch=patch))
     assert not (place / "run").exists()
 
 
@@ -571,9 +576,7 @@ limit = psutil.Process().memory_info().vms + {room}
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
     arguments = ["--batch-size", 20_000, "--memory", "activations=1MB", "--queries", 40, "--steps", 1]
-    ended = apart.run(*train(place), *arguments, patch=patch)
-    assert ended.status == 2, ended
-    assert_typed(ended)
+    refused_apart(apart.run(*train(place), *arguments, patch=patch))
     assert not (place / "run").exists()
 
 
@@ -592,13 +595,8 @@ def run(self):
             pass
     raise MemoryError
 Train.run = run
-import sys
-
 """
-    ended = apart.run(*train(place), patch=patch)
-    assert ended.status == 2, ended
-    assert_typed(ended)
-    assert "host memory: found none left" in ended.line
+    assert "host memory: found none left" in refused_apart(apart.run(*train(place), patch=patch))
 
 
 def test_no_more_memory_is_told() -> None:
