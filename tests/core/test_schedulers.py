@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from counted_weights import CountingWeights, layouts
+from engines import Proxy
 from segments import checkpoint, tensors
 from threaded_device import ThreadedDevice, ThreadedStreams
 from visitors import TwoStepVisitor
@@ -20,7 +22,7 @@ from waits import CheckingSource
 from zo2core import HostDevice, OverlappedScheduler, SegmentStore, SerialScheduler
 from zo2core.errors import OptionError
 from zo2core.protocols import BlockSource, Device, Scheduler, Store
-from zo2core.types import BlockLayout, Bucket
+from zo2core.types import Bucket
 
 Make = Callable[[BlockSource, Device], Scheduler]
 
@@ -47,43 +49,22 @@ every_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
 every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 
 
-class RecordingSource:
-    """A source that notes what is acquired and released."""
+class RecordingSource(Proxy):
+    """A source that notes what is out."""
 
     def __init__(self, inner: BlockSource) -> None:
+        super().__init__(inner)
         self.inner = inner
-        self.events: list[tuple[str, int, int | None]] = []
         self.out: set[int] = set()
-
-    @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        return self.inner.layouts
-
-    @property
-    def capacity(self) -> int:
-        return self.inner.capacity
-
-    @property
-    def write_back_every(self) -> int | None:
-        return self.inner.write_back_every
-
-    def prefetch(self, order: Sequence[int]) -> int:
-        return self.inner.prefetch(order)
 
     def acquire(self, index: int) -> Bucket:
         assert index not in self.out
         self.out.add(index)
-        bucket = self.inner.acquire(index)
-        self.events.append(("acquire", index, bucket.version))
-        return bucket
+        return self.inner.acquire(index)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         self.out.remove(bucket.segment)
-        self.events.append(("release", bucket.segment, version))
         self.inner.release(bucket, version)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class RecordingVisitor(TwoStepVisitor):
@@ -110,8 +91,9 @@ class RecordingVisitor(TwoStepVisitor):
         self.visits.append((what, index))
 
 
-def recording_source(folder: Path) -> RecordingSource:
-    return RecordingSource(SegmentStore(*checkpoint(folder), HostDevice().host_memory))
+def recording_source(folder: Path, **options: Any) -> RecordingSource:
+    folder.mkdir(exist_ok=True)
+    return RecordingSource(SegmentStore(*checkpoint(folder), HostDevice().host_memory, **options))
 
 
 def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor]:
@@ -129,18 +111,24 @@ def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor
 class Bench(NamedTuple):
     """A scheduler, and the source that it schedules."""
 
-    source: RecordingSource
+    source: Any  # a RecordingSource
     scheduler: Scheduler
 
 
-@pytest.fixture
-def bench(make: Make, on: Callable[[], Device], tmp_path: Path) -> Iterator[Bench]:
-    source, device = recording_source(tmp_path), on()
+@contextmanager
+def benched(make: Make, on: Callable[[], Device], source: Any) -> Iterator[Bench]:
+    device = on()
     yield (made := Bench(source, make(source, device)))
     made.scheduler.release_all()
     assert source.out == set()
     device.close()
     source.close()
+
+
+@pytest.fixture
+def bench(make: Make, on: Callable[[], Device], tmp_path: Path) -> Iterator[Bench]:
+    with benched(make, on, recording_source(tmp_path)) as made:
+        yield made
 
 
 @every_device
@@ -160,37 +148,26 @@ def test_each_segment_is_visited_once_in_order_replay_first(bench: Bench) -> Non
 @every_scheduler
 def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
     for settles in ([0, 1, 2, 3], [3]):
-        (tmp_path / f"{settles}").mkdir()
-        source, device = recording_source(tmp_path / f"{settles}"), on()
-        scheduler = make(source, device)
-        for sweep in range(4):
-            scheduler.sweep(RecordingVisitor(source), range(4))
-            if sweep in settles:
-                for index, found in enumerate(contents(source, scheduler)):
-                    assert found[-1] == sweep + 1
-                    first = found[0] - torch.cat([tensors()[name] for name in OWNED[index]])[0]
-                    assert first == sweep + 1, "one was added to the first parameter at each visit"
-        device.close()
-        source.close()
+        with benched(make, on, recording_source(tmp_path / f"{settles}")) as (source, scheduler):
+            for sweep in range(4):
+                scheduler.sweep(RecordingVisitor(source), range(4))
+                if sweep in settles:
+                    for index, found in enumerate(contents(source, scheduler)):
+                        assert found[-1] == sweep + 1
+                        first = found[0] - torch.cat([tensors()[name] for name in OWNED[index]])[0]
+                        assert first == sweep + 1, "one was added to the first parameter at each visit"
 
 
 @every_device
 @every_scheduler
 @pytest.mark.parametrize("buckets", [1, 2, 3])
 def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int, tmp_path: Path) -> None:
-    weights, layouts = checkpoint(tmp_path)
-    device = on()
-    source = RecordingSource(SegmentStore(weights, layouts, HostDevice().host_memory, buckets=buckets))
-    scheduler = make(source, device)
-    for _ in range(3):
-        visitor = RecordingVisitor(source)
-        scheduler.sweep(visitor, range(4))
-        assert len(visitor.visits) == 8
-    scheduler.sweep(RecordingVisitor(source), [2])
-    scheduler.release_all()
-    assert source.out == set()
-    device.close()
-    source.close()
+    with benched(make, on, recording_source(tmp_path, buckets=buckets)) as (source, scheduler):
+        for _ in range(3):
+            visitor = RecordingVisitor(source)
+            scheduler.sweep(visitor, range(4))
+            assert len(visitor.visits) == 8
+        scheduler.sweep(RecordingVisitor(source), [2])
 
 
 @every_device
@@ -320,29 +297,24 @@ def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_
         def prefetch(self, order: Sequence[int]) -> int:
             assert len(set(order)) == len(order)
             self.told = list(order)
-            return super().prefetch(order)
+            return self.inner.prefetch(order)
 
         def acquire(self, index: int) -> Bucket:
             self.missed += index != self.told[0]
             self.told = self.told[1:]
             return super().acquire(index)
 
-    for make in SCHEDULERS.values():
-        (tmp_path / f"{make}").mkdir()
-        device, source = on(), ToldSource(recording_source(tmp_path / f"{make}").inner)
-        scheduler = make(source, device)
-        for _ in range(3):
-            scheduler.sweep(RecordingVisitor(source), range(4))
-        for index in range(4):
-            with scheduler.replayed(RecordingVisitor(source), index):
-                pass
-        scheduler.release_all()
-        assert source.missed == 0
-        device.close()
-        source.close()
+    for number, make in enumerate(SCHEDULERS.values()):
+        with benched(make, on, ToldSource(recording_source(tmp_path / f"{number}").inner)) as (source, scheduler):
+            for _ in range(3):
+                scheduler.sweep(RecordingVisitor(source), range(4))
+            for index in range(4):
+                with scheduler.replayed(RecordingVisitor(source), index):
+                    pass
+            assert source.missed == 0
 
 
 @pytest.mark.parametrize("kept", [-1, 3])
 def test_more_blocks_than_there_are_cannot_be_kept(kept: int, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="kept"):
-        OverlappedScheduler(recording_source(tmp_path), HostDevice(), kept=kept)
+        OverlappedScheduler(recording_source(tmp_path).inner, HostDevice(), kept=kept)

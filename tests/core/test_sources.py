@@ -8,13 +8,15 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from counted_weights import CountingWeights, layouts
+from engines import Proxy
 from segments import checkpoint, tensors
 
-from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentStore
+from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.checkpoint.shards import parse_header
 from zo2core.errors import CheckpointError, ClosedError
 from zo2core.io.direct_file import PAGE, whole_pages
@@ -181,24 +183,14 @@ def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(make: Make, tm
     source.close()
 
 
-class BrokenWeights:
+class BrokenWeights(Proxy):
     """A base whose reads fail as long as it is broken."""
 
     def __init__(self, weights: TensorReader) -> None:
-        self._weights = weights
-        self.fingerprint = weights.fingerprint
+        super().__init__(weights)
         self.broken = True
         self.attempts = 0
         self.attempted = threading.Event()
-
-    def page_offset(self, spec: ParameterSpec) -> int | None:
-        return self._weights.page_offset(spec)
-
-    def itemsize(self, parameter: str) -> int:
-        return self._weights.itemsize(parameter)
-
-    def origin(self, parameter: str) -> str:
-        return self._weights.origin(parameter)
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         if parameter == "p4":
@@ -207,17 +199,14 @@ class BrokenWeights:
             self.attempted.set()
             if broken:
                 raise CheckpointError("p4", found="no bytes", expected="some", remedy="mend it")
-        self._weights.read_into(parameter, out, start)
-
-    def close(self) -> None:
-        self._weights.close()
+        self._wrapped.read_into(parameter, out, start)
 
 
 @every_source
 @pytest.mark.parametrize("mended", [True, False])
 def test_what_failed_ahead_of_its_need_is_read_once_more(make: Make, mended: bool, tmp_path: Path) -> None:
     whole, layouts = checkpoint(tmp_path)
-    weights = BrokenWeights(whole)
+    weights: Any = BrokenWeights(whole)
     source = make(weights, layouts, tmp_path)
     source.prefetch([3])
     assert weights.attempted.wait(10)
