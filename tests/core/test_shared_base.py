@@ -5,28 +5,26 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
-from engines import first_order, weights, zeroth_order
+from engines import assert_equal, behind_copies, first_order, weights, zeroth_order
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from parity import assert_same_weights
 from peft_models import lora
 from profiles import examples
-from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantizer import quantize
-from zo2core import Device, Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
+from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
 from zo2core.errors import (
     BusyError,
     CheckpointError,
@@ -115,17 +113,19 @@ def alone(base: Path, number: int, drawn: Drawn, **options: Any) -> tuple[list[f
         return losses, weights(engine)
 
 
-def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    assert_same_weights(ours.items(), theirs.items())
+def stepped(shared: SharedBase, batches: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The results of a step of each run, none of which may fail."""
+    results = shared.step(batches)
+    assert not [result for result in results.values() if isinstance(result, Exception)]
+    return results
 
 
 def memory(buckets: int | None, kept: int = 0, budget: int = 1 << 40) -> MemoryPolicy:
     return MemoryPolicy(host=HostPlan((), budget, buckets, keep_noise=False), device=DevicePlan((), budget, kept, 1 << 28))
 
 
-def device_of(name: str) -> Device | str:
-    return "cpu" if name == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+def device_of(name: str) -> AbstractContextManager[Any]:
+    return nullcontext("cpu") if name == "cpu" else behind_copies()
 
 
 @examples(short=4, long=50)
@@ -145,9 +145,7 @@ def test_runs_together_are_the_runs_apart(
     base, policy = bases[name], memory(buckets, budget=budget)
     policy = policy if device == "threads" and overlap else MemoryPolicy(host=policy.host)
     with ExitStack() as open_runs:
-        made = device_of(device)
-        if not isinstance(made, str):
-            open_runs.callback(made.close)
+        made = open_runs.enter_context(device_of(device))
         shared = open_runs.enter_context(SharedBase(open_checkpoint(base), device=made, memory=policy, overlap=overlap))
         engines: dict[int, Any] = {}
         losses: dict[int, list[float]] = {number: [] for number in range(len(runs))}
@@ -156,26 +154,22 @@ def test_runs_together_are_the_runs_apart(
             for number, drawn in enumerate(runs):
                 if drawn.joins == round_:
                     engines[number] = METHODS[drawn.method](base, number, shared=shared)
-            results = shared.step({engine: batch_of(number, len(losses[number])) for number, engine in engines.items()})
+            results = stepped(shared, {engine: batch_of(number, len(losses[number])) for number, engine in engines.items()})
             for number, engine in list(engines.items()):
-                result = results[engine]
-                assert not isinstance(result, Exception), result
-                losses[number].append(result.loss)
+                losses[number].append(results[engine].loss)
                 if len(losses[number]) == runs[number].steps:
                     learned[number] = weights(engine)
                     engines.pop(number).close()
     for number, drawn in enumerate(runs):
-        made = device_of(device)
-        before = alone(base, number, drawn, device=made)
-        if not isinstance(made, str):
-            made.close()
+        with device_of(device) as made:
+            before = alone(base, number, drawn, device=made)
         assert losses[number] == before[0]
         assert_equal(learned[number], before[1])
 
 
 def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(bases: Mapping[str, Path]) -> None:
     base, little = bases["llama-nf4"], MemoryPolicy(activations=1)
-    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device, ExitStack() as opened:
+    with behind_copies() as device, ExitStack() as opened:
         shared = opened.enter_context(SharedBase(open_checkpoint(base), device=device, memory=memory(1)))
         engine = opened.enter_context(adamw(base, 0, shared=shared, memory=little))
         lanes = engine.step(batch_of(0, 0)).lanes
@@ -202,13 +196,11 @@ def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple
         return load(self, segment, *arguments, **options)
 
     with patch.object(SegmentLoader, "load", counted):
-        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
-    assert not [result for result in results.values() if isinstance(result, Exception)]
+        results = stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
     # One bucket: the last block stays for the turn, and the first one of the next sweep may be read ahead.
     assert sorted(reads[:7]) == [0, 1, 1, 2, 2, 3, 4]
     assert len(reads) <= 8
     for result in results.values():
-        assert not isinstance(result, Exception)
         assert result.lanes[Lane.READ].nbytes > 0, "each run sees what it shares"
 
 
@@ -233,12 +225,9 @@ def test_a_run_that_fails_ends_alone_and_by_name(four: tuple[SharedBase, dict[st
     assert results[engines["per-row"]] is refuse
     for name in ("low-rank", "exact"):
         losses, learned = alone(bases["llama-nf4"], 0, Drawn(name, 0, 1))
-        result = results[engines[name]]
-        assert not isinstance(result, Exception)
-        assert result.loss == losses[0]
+        assert cast("Any", results[engines[name]]).loss == losses[0]
         assert_equal(weights(engines[name]), learned)
-    again = shared.step({engines["per-row"]: batch_of(0, 0)})  # the step was not taken, and can be
-    assert not isinstance(again[engines["per-row"]], Exception)
+    stepped(shared, {engines["per-row"]: batch_of(0, 0)})  # the step was not taken, and can be
     assert engines["per-row"].version == 1
 
 
@@ -251,7 +240,7 @@ def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert isinstance(results[broken], ArithmeticError)
     assert [name for name, engine in engines.items() if isinstance(results[engine], Exception)] == ["exact"]
-    assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
+    stepped(shared, {broken: batch_of(0, 0)})
     assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
 
 
@@ -260,11 +249,11 @@ def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
 ) -> None:
     shared, engines = four
     broken = engines["exact"]
-    assert not isinstance(shared.step({broken: batch_of(0, 0)})[broken], Exception)
+    stepped(shared, {broken: batch_of(0, 0)})
     # The second sweep replays the first step's update into the adapter, and fails before it says so.
     with patch.object(broken._runner.update_loss, "sample", side_effect=ArithmeticError("broken")):
         assert isinstance(shared.step({broken: batch_of(0, 1)})[broken], ArithmeticError)
-    assert not isinstance(shared.step({broken: batch_of(0, 1)})[broken], Exception)
+    stepped(shared, {broken: batch_of(0, 1)})
     assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
 
 
@@ -289,8 +278,7 @@ def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: t
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert all(isinstance(result, OSError) for result in results.values())
     assert all(engine.version == 0 for engine in engines.values())
-    results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
-    assert not [result for result in results.values() if isinstance(result, Exception)]
+    stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
 
 
 def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[SharedBase, dict[str, Any]]) -> None:
@@ -331,8 +319,7 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[Shared
         shared.together({name: partial(run, engine) for name, engine in engines.items()})
     assert len(ended) == 4
     assert all(engine.version == 0 for engine in engines.values())
-    results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
-    assert not [result for result in results.values() if isinstance(result, Exception)]
+    stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
 
 
 def test_an_interruption_within_a_function_ends_the_others_too(four: tuple[SharedBase, dict[str, Any]]) -> None:
@@ -356,8 +343,8 @@ def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) ->
     """Take steps, from where each run is, and return all parameters."""
     for _ in range(steps):
         batches = {engine: batch_of(1, engine.version) for engine in engines.values()}
-        results = {e: e.step(batch) for e, batch in batches.items()} if shared is None else shared.step(batches)
-        assert not [result for result in results.values() if isinstance(result, Exception)]
+        results = {e: e.step(batch) for e, batch in batches.items()} if shared is None else stepped(shared, batches)
+        assert len(results) == len(engines)
     for engine in engines.values():
         if engine.journal.commits:
             engine.take_snapshot()
