@@ -93,18 +93,7 @@ class Machines:
                 self._processes[-1].start()
 
     def train(self, base: Path, folder: Path, kinds: Sequence[str], split: str, *, exact: bool) -> list[Any]:
-        """Train as workers of one run, on machines of these kinds.
-
-        Args:
-            base: Checkpoint.
-            folder: Gets a folder for each rank.
-            kinds: Of the machines, in the order of ranks.
-            split: Of a step.
-            exact: Whether they draw MeZO's noise.
-
-        Returns:
-            What each came to, in no order.
-        """
+        """Train as workers of one run, on machines of these kinds."""
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, kind in enumerate(kinds):
             own = folder / str(rank)

@@ -139,12 +139,6 @@ class Apart:
     """Commands in processes of their own, with signals and limits of their own, one after the other.
 
     What a command became is read before the next one starts.
-
-    Args:
-        forker: Forks the processes.
-        folder: For what they print.
-        shuts_down: Whether Python shuts down as they end, for which it visits and copies all that was imported: it takes
-            longer than most commands.
     """
 
     def __init__(self, forker: Forker, folder: Path, *, shuts_down: bool = False) -> None:

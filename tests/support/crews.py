@@ -29,13 +29,7 @@ def group_of(store: Any, rank: int, size: int) -> Any:
 
 
 def worked(size: int, work: Callable[[Workers], T], **options: Any) -> list[T]:
-    """What so many workers make, in the order of ranks; the first failure of one is raised.
-
-    Args:
-        size: Workers.
-        work: What each does.
-        options: Of ``Workers``.
-    """
+    """What so many workers make, in the order of ranks; the first failure of one is raised."""
     ended = attempted(size, work, **options)
     for outcome in ended:
         if isinstance(outcome, BaseException):
@@ -88,13 +82,7 @@ class Crew:
         return [member.finish() for member in self._members]
 
     def killed(self, rank: int, patch: str, *arguments: object) -> list[Ended]:
-        """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells them.
-
-        Args:
-            rank: Of that member.
-            patch: Python to run in it beforehand, which kills it at some place.
-            arguments: The command line.
-        """
+        """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells them."""
         self._start(arguments, {rank: patch})
         dead = self._members[rank].finish()
         others = [member for member in self._members if member is not self._members[rank]]

@@ -14,13 +14,7 @@ Values = Mapping[str, torch.Tensor]
 
 
 class WholeModel:
-    """A whole model and its gradients.
-
-    Args:
-        source: The model, or its checkpoint.
-        stored: The dtype of a checkpoint's parameters; None: the checkpoint's.
-        autocast: The dtype of products, under autocast; None: none.
-    """
+    """A whole model and its gradients."""
 
     def __init__(
         self, source: Path | PreTrainedModel, stored: torch.dtype | None = None, autocast: torch.dtype | None = None
@@ -132,14 +126,7 @@ def adalomo_loop(
 
 
 class BlockCoordinateLoop:
-    """BAdam's loop: torch's optimizer on one block's parameters, in float32, and no gradient for the others.
-
-    Args:
-        whole: The model.
-        make: Makes torch's optimizer.
-        turns: Names of the parameters of each turn, in order.
-        every: Steps of a turn.
-    """
+    """BAdam's loop: torch's optimizer on one block's parameters, in float32, and no gradient for the others."""
 
     def __init__(
         self,

@@ -40,11 +40,7 @@ BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
 
 
 class MonolithicFZOO(MonolithicMeZO):
-    """FZOO (arXiv 2506.09034) as its authors' program takes a step, but for the walk back, which it makes by rounding.
-
-    Args:
-        model: As for ``MonolithicMeZO``, which takes the other options, too.
-    """
+    """FZOO (arXiv 2506.09034) as its authors' program takes a step, but for the walk back, which it makes by rounding."""
 
     def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
         """Evaluate the weights as they are, then one side of each direction; update along all of them."""
@@ -197,17 +193,7 @@ storages = st.builds(
 
 
 def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batch: Batch) -> Engine:
-    """Run the plan on both and compare everything on the way.
-
-    Args:
-        make: Opens an engine on what the last one left.
-        whole: The model, monolithic.
-        plan: What is done.
-        batch: Of every step.
-
-    Returns:
-        The engine in use at the end; close it.
-    """
+    """Run the plan on both and compare everything on the way."""
     engine = make()
     distribution = plan.distribution
 

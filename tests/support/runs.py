@@ -20,14 +20,7 @@ TIMED |= {"bytes_moved", "snapshot_bytes", "tokens"}  # lost with the others whe
 
 
 def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainOptions:
-    """Make ``base`` and ``rows.jsonl`` in a folder.
-
-    Args:
-        folder: Exists.
-        layers: Of a Llama.
-        dtype: Of its checkpoint.
-        changes: To the options of the run, which is to be in ``run``.
-    """
+    """Make ``base`` and ``rows.jsonl`` in a folder."""
     base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers), dtype)
     save_tokenizer(base)
     rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]

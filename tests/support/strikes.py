@@ -163,12 +163,7 @@ def mark_phases() -> None:
 
 
 def arrange(*, is_tight: bool = False, **changes: Any) -> None:
-    """Change the plan of host memory: of a tiny model's process nearly all is the interpreter, and no budget could.
-
-    Args:
-        is_tight: Whether there is no memory beyond the plan.
-        changes: To the plan.
-    """
+    """Change the plan of host memory: of a tiny model's process nearly all is the interpreter, and no budget could."""
     spec: Any = importlib.import_module("zo2core.planning.memory")
     plan_host = spec.plan_host
 
