@@ -161,7 +161,6 @@ MOST_LINES = {
     "zo2core": 4835,
     "zo2core/checkpoint": 732,
     "zo2core/io": 417,
-    "zo2core/journal": 473,
     "zo2core/kernels": 1108,
     "zo2core/methods": 791,
     "zo2core/planning": 555,
