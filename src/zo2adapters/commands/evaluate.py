@@ -34,18 +34,7 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.objectives")
-    first_options: ClassVar = (
-        "run_directory",
-        "model",
-        "adapter",
-        "data",
-        "at",
-        "beside_base",
-        "others",
-        "batch_size",
-        "max_new_tokens",
-        "memory",
-    )
+    first_options: ClassVar = "run_directory model adapter data at beside_base others batch_size max_new_tokens memory"
 
     data: Path | None = None
     """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and

@@ -72,18 +72,7 @@ class WritesDirectory(AtStep):
 class Export(WritesDirectory):
     """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file."""
 
-    first_options: ClassVar = (
-        "run_directory",
-        "output",
-        "at",
-        "format",
-        "gguf_type",
-        "output_dtype",
-        "as_adapter",
-        "model",
-        "adapter",
-        "memory",
-    )
+    first_options: ClassVar = "run_directory output at format gguf_type output_dtype as_adapter model adapter memory"
 
     output_dtype: DtypeName = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the
@@ -162,7 +151,7 @@ class Export(WritesDirectory):
 class Merge(WritesDirectory):
     """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
 
-    first_options: ClassVar = ("run_directory", "model", "adapter", "output", "at", "memory")
+    first_options: ClassVar = "run_directory model adapter output at memory"
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes

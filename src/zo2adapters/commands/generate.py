@@ -38,18 +38,7 @@ class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
     needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
-    first_options: ClassVar = (
-        "run_directory",
-        "model",
-        "adapter",
-        "prompt",
-        "at",
-        "others",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "memory",
-    )
+    first_options: ClassVar = "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
 
     prompt: tuple[str, ...]
     r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over the blocks."""
@@ -139,17 +128,7 @@ class Chat(Command):
     """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
 
     needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
-    first_options: ClassVar = (
-        "run_directory",
-        "model",
-        "adapters",
-        "at",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "sequence_length",
-        "memory",
-    )
+    first_options: ClassVar = "run_directory model adapters at max_new_tokens temperature top_p sequence_length memory"
 
     run_directory: Annotated[Path | None, POSITIONAL] = None
     """Directory of a run, instead of --model. A run on rows with labels chooses a label for each line, and says how sure it

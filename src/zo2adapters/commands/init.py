@@ -22,7 +22,7 @@ class Init(Command):
     """Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen."""
 
     needs: ClassVar = ("zo2adapters.trainers.initial_recipe",)
-    first_options: ClassVar = ("model", "data", "output", "evaluation", "prompt_template", "columns", "memory")
+    first_options: ClassVar = "model data output evaluation prompt_template columns memory"
 
     model: str
     """Model directory with safetensors weights, or a hub id."""

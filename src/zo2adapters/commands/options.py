@@ -70,7 +70,7 @@ _QUALIFIERS = {"", "per", "device", "train", "eval", "max", "total", "num", "glo
 class Command:
     """A subcommand: a dataclass whose fields are its options."""
 
-    first_options: ClassVar[tuple[str, ...]] = ()  # fields that its help lists, or lists first; by default all
+    first_options: ClassVar[str] = ""  # fields that its help lists, or lists first; by default all
     needs: ClassVar[tuple[str, ...]] = ()  # slow modules, imported after its options were checked and before it starts
 
     takes_recipe: ClassVar[bool] = False  # whether its first argument may be a recipe
@@ -101,10 +101,9 @@ class Written(NamedTuple):
 
     name: str | None = None
     aliases: tuple[str, ...] = ()  # further names, with hyphens
-    is_positional: bool = False
 
 
-POSITIONAL = Written(is_positional=True)
+POSITIONAL = "positional"  # mark of a field that is no option, but an argument
 NO_OPTION = "no option"  # mark of a field that is set by programs only
 
 
@@ -115,22 +114,17 @@ class OptionField(NamedTuple):
     field: str
     name: str  # on the command line, with underscores
     flag: str  # the option on the command line, such as --batch-size, or which setting it is of which option
-    aliases: tuple[str, ...]  # further names, with hyphens
     type: Any  # without marks
-    default: Any  # MISSING: the option is required
-    is_positional: bool
+    default: Any = None  # MISSING: the option is required
+    aliases: tuple[str, ...] = ()  # further names, with hyphens
+    is_positional: bool = False
     settings: Mapping[str, OptionField] = MappingProxyType({})  # that the value has after a colon, or alone
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All that it can be called by on the command line, if it is no positional argument."""
-        return self.flag, *self.aliases
-
-    @property
     def flags(self) -> tuple[str, ...]:
-        """Its names, and for a switch the one that turns it off."""
+        """All that it can be called by on the command line, and for a switch what turns it off."""
         negation = (f"--no-{self.flag.removeprefix('--')}",) if self.type is bool else ()
-        return () if self.is_positional else (*self.names, *negation)
+        return () if self.is_positional else (self.flag, *self.aliases, *negation)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -180,8 +174,7 @@ def option_fields(command: Any) -> list[OptionField]:
         if key is None:
             listed[option] = found
             continue
-        alone = OptionField(found.owner, option, option, flag(option), (), NoneType, None, is_positional=False)
-        holder = listed.get(option, alone)
+        holder = listed.get(option, OptionField(found.owner, option, option, flag(option), NoneType))
         listed[option] = holder._replace(settings={**holder.settings, key: found._replace(flag=flag(found.field))})
     return list(listed.values())
 
@@ -194,17 +187,15 @@ def _fields(command: Any) -> Iterator[OptionField]:
         if option.default_factory is not MISSING:
             yield from _fields(option.default_factory())
             continue
-        hint = hints[option.name]
-        marks: list[Any] = []
+        hint, mark = hints[option.name], None
         if get_origin(hint) is Annotated:
-            hint, *marks = get_args(hint)
-        if NO_OPTION in marks:
+            hint, mark = get_args(hint)
+        if mark == NO_OPTION:
             continue
-        written = next((mark for mark in marks if isinstance(mark, Written)), Written())
-        default = getattr(command, option.name, MISSING)
-        name = written.name or option.name
+        name, aliases = mark if isinstance(mark, Written) else Written()
+        name, default = name or option.name, getattr(command, option.name, MISSING)
         called = f"--{name.replace('_', '-')}"
-        yield OptionField(owner, option.name, name, called, written.aliases, hint, default, written.is_positional)
+        yield OptionField(owner, option.name, name, called, hint, default, aliases, is_positional=mark == POSITIONAL)
 
 
 def option_names(command: Any) -> list[str]:
@@ -272,12 +263,12 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
         if option.is_positional:
             parser.add_argument(option.field, type=convert, nargs=count or "?")
         elif option.type is bool:
-            parser.add_argument(*option.names, dest=option.field, action=argparse.BooleanOptionalAction)
+            parser.add_argument(option.flag, dest=option.field, action=argparse.BooleanOptionalAction)
         elif option.settings:
             convert = partial(_with_its_settings, option, see)
-            parser.add_argument(*option.names, dest=option.field, type=convert, action="append")
+            parser.add_argument(*option.flags, dest=option.field, type=convert, action="append")
         else:
-            parser.add_argument(*option.names, dest=option.field, type=convert, nargs=count)
+            parser.add_argument(*option.flags, dest=option.field, type=convert, nargs=count)
     return parser
 
 
@@ -421,7 +412,7 @@ def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionFie
     """The error about an unknown option, which names the nearest option, or all of them; as flags if ``name`` is one."""
     is_flag = name.startswith("--")
     known = [option for option in listed if not option.is_positional]
-    written = {option.name: flag(option.name) if is_flag else option.name for option in known}
+    written = {option.name: option.flag if is_flag else option.name for option in known}
     names = ", ".join(written.values())
     for option in known:
         for key, setting in option.settings.items():
@@ -485,7 +476,7 @@ def first_steps() -> str:
         ("zo2 demo", "a small model learns here, in two minutes"),
         ("zo2 init --model MODEL --data FILE", "look at a model and rows, and write a recipe"),
         ("zo2 train recipe.yaml", "train as the recipe says"),
-        ("zo2 chat --run run", "talk to the result"),
+        ("zo2 chat run", "talk to the result"),
     ):
         lines.append(f"  {command:<36}{effect}")
     return "\n".join([*lines, "", "zo2 --help lists all commands."])
@@ -494,7 +485,7 @@ def first_steps() -> str:
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """The help of a command."""
     listed = option_fields(options)
-    order = {field: index for index, field in enumerate(options.first_options)}
+    order = {field: index for index, field in enumerate(options.first_options.split())}
     # The command's own options come first, and of these the ones that most people need.
     shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
     if order and not lists_all:
@@ -592,7 +583,6 @@ _FLAGS = {
     "memory.activations": "activation_memory",
     "memory.least_activations": "activation_memory",
     "adapter.frozen": "adapter_frozen",
-    "adapters": "adapter",
     "adapter.seed": "seed",
     "perturbation": "rank",
     "perturbation.rank": "rank",
@@ -604,7 +594,6 @@ _FLAGS = {
     "clip": "max_grad_norm",
     "optimizer": "method",
     "export_dtype": "output_dtype",
-    "run_directory": "run",  # the field cannot be called so: a command has a method of that name
 }
 _QUOTED = re.compile(r"`([\w.]+)`")
 # Options that reduce the memory a command takes.
@@ -650,7 +639,7 @@ def error_line(error: ZO2Error, command: Any) -> str:
     """Format an error as one line, with options as flags."""
     listed = option_fields(command) if is_dataclass(command) else []
     names = {option.name for option in listed}
-    flags = {option.name: option.flag for option in listed}
+    flags = {name: option.flag for option in listed for name in (option.name, option.field)}
     flags |= {setting.field: setting.flag for option in listed for setting in option.settings.values()}
     flags |= {name: flags[option] for name, option in _FLAGS.items() if option in flags}
     where = error.where if error.is_of_path else flags.get(error.where, error.where)

@@ -48,20 +48,7 @@ class Train(RunOptions, Command):
     needs: ClassVar = ("zo2adapters.trainers.trainer",)
     takes_recipe: ClassVar = True
     runs_code: ClassVar = True  # whether functions that a recipe names are run, and have to be named beside it
-    first_options: ClassVar[tuple[str, ...]] = (
-        "model",
-        "data",
-        "output",
-        "steps",
-        "lr",
-        "method",
-        "lora_rank",
-        "batch_size",
-        "evaluation",
-        "memory",
-        "device",
-        "resume",
-    )
+    first_options: ClassVar = "model data output steps lr method lora_rank batch_size evaluation memory device resume"
 
     model: str | None = None
     """Model directory with safetensors weights, a GGUF file, or a hub id."""
@@ -387,18 +374,7 @@ class Plan(Train):
 
     needs: ClassVar = ("zo2adapters.trainers.run_plan",)
     runs_code: ClassVar = False
-    first_options: ClassVar = (
-        "model",
-        "data",
-        "method",
-        "lora_rank",
-        "rank",
-        "steps",
-        "batch_size",
-        "memory",
-        "device_memory",
-        "json",
-    )
+    first_options: ClassVar = "model data method lora_rank rank steps batch_size memory device_memory json"
 
     json: bool = False
     """Print JSON instead of a table."""

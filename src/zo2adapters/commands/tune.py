@@ -26,16 +26,7 @@ class Tune(RunOptions, Command):
     """Find the learning rate for a model and its data by short runs; the better half of them runs for longer."""
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.trainers.tuning")
-    first_options: ClassVar = (
-        "model",
-        "data",
-        "output",
-        "forwards",
-        "learning_rates",
-        "zo_eps_to_try",
-        "batch_size",
-        "memory",
-    )
+    first_options: ClassVar = "model data output forwards learning_rates zo_eps_to_try batch_size memory"
 
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id."""

@@ -19,7 +19,7 @@ class Verify(Command):
     """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
 
     needs: ClassVar = ("zo2adapters.trainers.verification",)
-    first_options: ClassVar = ("model", "method", "lora_rank", "steps", "batch_size", "tokens", "lr")
+    first_options: ClassVar = "model method lora_rank steps batch_size tokens lr"
 
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
