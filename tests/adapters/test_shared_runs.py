@@ -16,7 +16,7 @@ from command_lines import Apart, refusal, run_here
 from runs import small_run
 from strikes import strike
 
-from zo2adapters.commands import many_runs
+from zo2adapters.commands import train
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.trainers import tuning
 from zo2adapters.trainers.model_options import RunModelOptions
@@ -102,14 +102,14 @@ def test_runs_of_one_command_are_the_runs_apart(
 def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(options: TrainOptions, tmp_path: Path) -> None:
     """Without a lock of all runs, each command takes some of them, and both end."""
     command = [*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, {"low-rank": {"rank": 2}}))]
-    real = many_runs._trained
+    real = train._trained
 
-    def started_again(run: Any, shared: SharedBase) -> Any:
-        with patch.object(many_runs, "_trained", real):
+    def started_again(*given: Any) -> Any:
+        with patch.object(train, "_trained", real):
             assert "all: found a run that another process works on" in refusal(*command)
-        return real(run, shared)
+        return real(*given)
 
-    with patch.object(many_runs, "_trained", started_again):
+    with patch.object(train, "_trained", started_again):
         assert run_here(*command).status == 0
     assert run_here(*command).status == 0, "the lock ends with the command"
 
@@ -229,7 +229,7 @@ def of_graphs(plan: Any) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
-def test_a_plan_says_how_many_runs_fit_and_what_one_more_costs(
+def test_a_plan_says_how_train_fit_and_what_one_more_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int
 ) -> None:
     memory = f"{(process_memory >> 20) + 100}MiB"

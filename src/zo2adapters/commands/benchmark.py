@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.options import Command
@@ -53,11 +53,10 @@ class WriteRows(Command):
 
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint.shards import new_directory, require_unused
+        from zo2core.checkpoint.shards import new_directory
 
-        require_unused(self.output)
-        files = self.files()
         with new_directory(self.output) as partial:
+            files = self.files()
             for name, content in files.items():
                 (partial / name).write_bytes(content)
         self.print_summary(files)
@@ -77,14 +76,13 @@ class WriteRows(Command):
         require_whole("seed", self.seed, -LARGEST, LARGEST)
         sizes = Sizes(self.train_rows, self.dev_rows, self.test_rows)
         parts = benchmark_rows(benchmark, self.data, sizes, seed=self.seed)
-        files = {"train": parts.train, "dev": parts.dev, "test": parts.test}
+        named = {"train": parts.train, "dev": parts.dev, "test": parts.test}
         if self.shots is not None:
-            files["in-context"] = with_demonstrations(parts.test, parts.train, self.shots)
-        return {f"{name}.jsonl": b"".join(map(_line, rows)) for name, rows in files.items()}
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + NEWLINE
+            named["in-context"] = with_demonstrations(parts.test, parts.train, self.shots)
+        lines = {
+            name: [json.dumps(row, ensure_ascii=False).encode() + NEWLINE for row in rows] for name, rows in named.items()
+        }
+        return {f"{name}.jsonl": b"".join(of_file) for name, of_file in lines.items()}
 
 
 def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
@@ -100,9 +98,10 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     rows = output.with_name(f"{output.name}.rows")
     require_new(output)
     writer = WriteRows(task=task, output=rows, data=command.data, shots=command.shots, seed=command.seed)
-    is_there = rows.exists() and _holds(rows, writer.files())
-    if is_there:
-        writer.print_summary(writer.files())
+    files = writer.files() if rows.is_dir() else {}
+    is_there = bool(files) and {path.name for path in rows.iterdir()} == files.keys()
+    if is_there := is_there and all(read_regular(rows / name) == content for name, content in files.items()):
+        writer.print_summary(files)
     else:
         writer.run()
     try:
@@ -117,35 +116,21 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     _score(command, str(output / MODEL), rows / "test.jsonl", "fine-tuned")
 
 
-def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether a directory contains exactly these files, byte for byte."""
-    if not directory.is_dir() or {path.name for path in directory.iterdir()} != files.keys():
-        return False
-    return all(read_regular(directory / name) == content for name, content in files.items())
-
-
 def require_consistent(task: str, options: RunOptions) -> None:
     """Refuse options that cannot be combined with a benchmark."""
-    for option, found, expected in (
-        ("evaluation", options.evaluation, "none, because the task has its own rows to choose the best step with"),
-        ("eval_split", options.eval_split, "none, because the task has its own rows to choose the best step with"),
-        ("head", options.model_options.head if options.takes_labels else None, "none, because the rows have candidates"),
-        ("beta", options.beta, "none, because the rows have candidates, not preferences"),
-        (
-            options.model_options.adapter_option,
-            options.model_options.adapter_name,
-            "none: to train an adapter, write the rows with zo2 rows first",
-        ),
+    model_options, chosen = options.model_options, "because the task has its own rows to choose the best step with"
+    for option, found, why in (
+        ("evaluation", options.evaluation, chosen),
+        ("eval_split", options.eval_split, chosen),
+        ("head", model_options.head if options.takes_labels else None, "because the rows have candidates"),
+        ("beta", options.beta, "because the rows have candidates, not preferences"),
+        (model_options.adapter_option, model_options.adapter_name, "but rows of zo2 rows to train an adapter"),
     ):
         if found is not None:
-            raise OptionError(option, found=f"{found} with --task", expected=expected, remedy="leave it out")
+            raise OptionError(option, found=f"{found} with --task", expected=f"none, {why}", remedy="leave it out")
     if torchrun_rank() is not None:
-        raise OptionError(
-            "task",
-            found=f"{task} under torchrun",
-            expected="rows that exist when the workers start",
-            remedy="write them with zo2 rows, and pass them as --data",
-        )
+        expected, remedy = "rows that exist when the workers start", "write them with zo2 rows, and pass them as --data"
+        raise OptionError("task", found=f"{task} under torchrun", expected=expected, remedy=remedy)
 
 
 def _score(command: Train, model: str, rows: Path, name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,8 +17,9 @@ from typing import NamedTuple
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command
 from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.demo_base import RECIPE, Recipe, prepare
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import DEFAULT_LENGTH, TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
 
 
@@ -36,9 +38,7 @@ class Demo(Command):
 
         if self.keep is not None:
             require_unused(self.keep)
-            run_demo(self.keep, seed=self.seed)
-            return
-        with tempfile.TemporaryDirectory(prefix="zo2-demo-") as directory:
+        with nullcontext(self.keep) if self.keep else tempfile.TemporaryDirectory(prefix="zo2-demo-") as directory:
             run_demo(Path(directory), seed=self.seed)
 
 
@@ -100,14 +100,13 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
 def accuracy(directory: Path, rows: Path, labels: Sequence[str]) -> float:
     """The share of rows of which a model finds the right label the likeliest."""
     from zo2adapters.models.checkpoint import open_checkpoint
-    from zo2adapters.tasks.objectives import score
-    from zo2adapters.tasks.row_reader import tokenized_choice
+    from zo2adapters.tasks.measures import Measuring, measured
+    from zo2adapters.tasks.row_reader import RowReader
     from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 
     model, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
-    answers = [(row["prompt"], labels.index(row["completion"])) for row in read_rows(rows)]
-    choices = [tokenized_choice(prompt, labels, [right], tokenizer) for prompt, right in answers]
-    prompts, candidates = [choice.prompt for choice in choices], [choice.candidates for choice in choices]
+    options = RowOptions(label_column="completion", labels=tuple(labels))
+    choices = RowReader(tokenizer, model.longest_row or DEFAULT_LENGTH, options).read(rows)
     with AtStep(model=str(directory)).engine(model) as engine:
-        likeliest = score(engine, model, prompts, candidates, pad_token_id=pad_token_id(tokenizer)).choices()
-    return fmean(index == right for index, (_, right) in zip(likeliest, answers, strict=True))
+        measuring = Measuring(tokenizer, pad_token_id(tokenizer), batch_size=16)
+        return measured(engine, model, choices, measuring).results["accuracy"]

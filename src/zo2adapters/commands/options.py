@@ -536,6 +536,13 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return "\n\n".join("\n".join(lines) for lines in wrapped).split("\n")
 
 
+def text_table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+    """A table as text; numbers stand at the right of their columns, but for those whose places are in ``left``."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ([(cell.ljust if i in left else cell.rjust)(widths[i]) for i, cell in enumerate(row)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
 @functools.cache
 def _docstrings_of(options: type) -> dict[str, str]:
     """The docstring below each field of a dataclass, including fields of its bases, by the field's name."""

@@ -1,28 +1,39 @@
-"""``zo2 train``: fine-tune a checkpoint, or continue a run; ``zo2 plan`` says what that takes."""
+"""``zo2 train``: fine-tune a checkpoint, continue a run, or train several at once; ``zo2 plan`` says what that takes."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.benchmark import require_consistent, run_task
-from zo2adapters.commands.many_runs import PlannedRun, read_differences, tell, train_together
-from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments
+from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
 from zo2adapters.tasks.registry import function_file
-from zo2adapters.tasks.rewards import RewardName
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.option_table import Change, changed, require_unchanged
+from zo2adapters.trainers.option_table import Change, changed, flag, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.recipe import read_recipe
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, branched_run
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    METRICS,
+    OPTIONS,
+    RunDirectory,
+    acquire,
+    branched_run,
+    directory_lock,
+    replace_file,
+)
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
     directory_to_resume,
@@ -31,13 +42,17 @@ from zo2adapters.trainers.worker_options import (
     torchrun_rank,
     worker_directory,
 )
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, OutputError, ZO2Error, system_errors_as
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:
-    from zo2core import Workers
+    from zo2core import SharedBase, Workers
 
-
+TABLE = "runs.json"  # name of the comparison of several runs in their output directory
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of one of several runs
+_JUDGED = 0.1  # share of a run's steps, the last ones, whose mean loss is compared
+# Options that several runs share.
+_SAME = ["model", "output", "memory", "device", "device_memory", "dtype", "precision", "resume", "runs", "task", "from_step"]
 _NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
 
 
@@ -105,30 +120,16 @@ class Train(RunOptions, Command):
         return type(self)(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
     def options(self) -> TrainOptions:
-        """The run's options: those given, or those of the run to resume with the changes that are allowed."""
+        """The run's options: those given, or those of the run to resume or to branch from, with the changes allowed."""
+        if self.resume is None and self.from_step is not None:
+            expected, remedy = "--resume DIR", "pass the run to branch from"
+            raise OptionError("from_step", found="no --resume", expected=expected, remedy=remedy)
+        if self.resume is None:
+            self._require("model", "data", "output", expected="a value, or --resume DIR")
+            return self._of(self.data, self.output)
+        saved = self._at_given_paths(replace(RunDirectory.options(directory_to_resume(self.resume)), output=self.resume))
         if self.from_step is not None:
-            return self._branched()
-        if self.resume is not None:
-            saved = RunDirectory.options(directory_to_resume(self.resume))
-            return self._resumed(self._at_given_paths(replace(saved, output=self.resume)))
-        self._require("model", "data", "output", expected="a value, or --resume DIR")
-        return self._of(self.data, self.output)
-
-    def _require(self, *options: str, expected: str = "a value") -> None:
-        """Refuse the command without these options."""
-        for option in options:
-            if getattr(self, option) is None:
-                raise OptionError(option, found="nothing", expected=expected, remedy="see zo2 train --help")
-
-    def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
-        """The options of a run of this command with these paths."""
-        assert self.model is not None
-        assert data is not None
-        assert output is not None
-        return self.of_run(model=self.model, data=data, output=output)
-
-    def _resumed(self, saved: TrainOptions) -> TrainOptions:
-        assert self.resume is not None
+            return self._branched(saved)
         if self.model is None or self.data is None:  # nothing was filled in from the run
             return saved
         if self.output is not None and self.output.resolve() != self.resume.resolve():
@@ -138,45 +139,58 @@ class Train(RunOptions, Command):
         require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, remedy=remedy)
         return changed(saved.with_steps(self.steps), given, Change.RESUME)
 
+    def _require(self, *options: str, expected: str = "a value") -> None:
+        """Refuse the command without these options."""
+        for option in options:
+            if getattr(self, option) is None:
+                raise OptionError(option, found="nothing", expected=expected, remedy="see zo2 train --help")
+
+    def _require_none(self, *options: str, beside: str, expected: str) -> None:
+        """Refuse the command with one of these options."""
+        for option in options:
+            if getattr(self, option) is not None:
+                found = f"{getattr(self, option)} {beside}"
+                raise OptionError(option, found=found, expected=f"none{expected}", remedy="leave it out")
+
+    def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
+        """The options of a run of this command with these paths."""
+        assert self.model is not None
+        assert data is not None
+        assert output is not None
+        return self.of_run(model=self.model, data=data, output=output)
+
     def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.
 
         The run has digests of all files, which are compared where the files are read.
         """
-        assert self.resume is not None
         if saved.own_functions is not None:
             option, named = saved.own_functions
             if not self.rewards.reward if option == "reward" else self.objective in (_NOT_NAMED, RunOptions().objective):
                 raise _unnamed(option, named, f"{named}, which the run names")
-        saved, paths = changed(saved, self, Change.MOVED), dict[str, Any]()
-        moved = _moved_rewards(saved.rewards.names, self.rewards.names)
-        paths["rewards"] = replace(saved.rewards, reward=tuple(map(str, moved)))
-        given_file, saved_file = function_file(self.objective), function_file(saved.objective)
-        if given_file is not None and saved_file is not None:
-            paths["objective"] = f"{given_file}:{saved.objective.rpartition(':')[2]}"
-        return replace(saved, **paths)
+        files = {(name.name, name.weight): name.file for name in self.rewards.names if name.file is not None}
+        rewards = [
+            name if name.file is None else name._replace(file=files.get((name.name, name.weight), name.file))
+            for name in saved.rewards.names
+        ]
+        objective, given, before = saved.objective, function_file(self.objective), function_file(saved.objective)
+        if given is not None and before is not None:
+            objective = f"{given}:{objective.rpartition(':')[2]}"
+        saved = replace(saved, objective=objective, rewards=replace(saved.rewards, reward=tuple(map(str, rewards))))
+        return changed(saved, self, Change.MOVED)
 
-    def _branched(self) -> TrainOptions:
+    def _branched(self, saved: TrainOptions) -> TrainOptions:
         """The options of a new run that starts with steps of another one.
 
         The learning rate is scheduled over all steps of the new run, including those of the other run.
         """
-        if self.resume is None:
-            raise OptionError(
-                "from_step", found="no --resume", expected="--resume DIR", remedy="pass the run to branch from"
-            )
-        saved = self._at_given_paths(RunDirectory.options(self.resume))
-        if saved.first_order.method is not None:
-            raise OptionError(
-                "from_step",
-                found=f"a run of --method {saved.first_order.method}",
-                expected="a run of zeroth-order steps, which are replayed",
-                remedy="export its adapter with zo2 export --at, and start a new run with --adapter",
-            )
+        if (method := saved.first_order.method) is not None:
+            expected = "a run of zeroth-order steps, which are replayed"
+            remedy = "export its adapter with zo2 export --at, and start a new run with --adapter"
+            raise OptionError("from_step", found=f"a run of --method {method}", expected=expected, remedy=remedy)
         self._require("output", expected="a directory for the new run")
         given = replace(self, model=self.model or saved.model)._of(self.data or saved.data, self.output)
-        changes = (Change.RESUME, Change.BRANCH)
-        require_unchanged(saved.to_json(), given.to_json(), *changes, remedy="or start a new run")
+        require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, Change.BRANCH, remedy="or start a new run")
         return given
 
     def check(self) -> None:
@@ -197,25 +211,22 @@ class Train(RunOptions, Command):
             self._train_together(self.runs)
         elif self.task is not None:
             self._train_on_benchmark(self.task)
-        elif self.shots is not None:
-            raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
         else:
+            self._require_none("shots", beside="without --task", expected="")
             with self.worker_options.workers() as workers:
                 self._train(workers)
 
     def _train_together(self, runs: Path) -> None:
         """Train several runs, each with this command's options but for those in which it differs."""
-        for option in ("task", "resume", "from_step", "shots"):
-            if getattr(self, option) is not None:
-                expected = "none with --runs, whose runs continue by the same command"
-                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        expected = ", because its runs continue by the same command"
+        self._require_none("task", "resume", "from_step", "shots", beside="with --runs", expected=expected)
         if torchrun_rank() is not None:
             raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
         self._require("model", "data", "output")
         assert self.output is not None
         if self.execution != Execution():
             raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
-        planned = []
+        planned = dict[str, TrainOptions]()
         for name, values in read_differences(runs).items():
             command = self._of_together(runs, name, values)
             if command.optimization.lr == "auto":
@@ -225,8 +236,7 @@ class Train(RunOptions, Command):
                 option, named = command.own_functions
                 raise _unnamed(option, named, named, f"{runs}, {name}: ")
             is_there = holds_run(self.output / name)
-            command = replace(command, resume=self.output / name if is_there else None)
-            planned.append(PlannedRun(name=name, options=command.options(), resume=is_there))
+            planned[name] = replace(command, resume=self.output / name if is_there else None).options()
         if not planned:
             raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
         train_together(planned, self.output)
@@ -239,9 +249,8 @@ class Train(RunOptions, Command):
         return differing
 
     def _train_on_benchmark(self, task: str) -> None:
-        if self.resume is not None:
-            expected = "--resume without --task, which continues with the rows already written"
-            raise OptionError("resume", found=f"{self.resume} with --task", expected=expected, remedy="leave --task out")
+        expected = ": without --task it continues with the rows already written"
+        self._require_none("resume", beside="with --task", expected=expected)
         require_consistent(task, self)
         self._require("model", "output")
         command = replace(self, task=None, shots=None, keep_best=True)
@@ -250,20 +259,19 @@ class Train(RunOptions, Command):
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
 
-        options, resume = self.options(), self.resume is not None
-        first = is_first(workers)
+        options, resume, first = self.options(), self.resume is not None, is_first(workers)
         if options.first_order.method is not None:
             keep_freed_memory(SMALL)
         chooses = options.optimization.lr == "auto"
         if chooses:
             options, resume = self._with_chosen_rate(options, workers), True
-        branching: AbstractContextManager[None] = nullcontext()
-        is_new = first and not (workers and holds_run(options.output))
-        if self.resume is not None and self.from_step is not None and is_new:
+        branching: Any = nullcontext()
+        if self.resume is not None and self.from_step is not None and first and not (workers and holds_run(options.output)):
             branching = branched_run(self.resume, self.from_step, options)
         with branching:
-            if workers is not None:
-                options, resume = _worker_run(options)
+            if workers is not None:  # each of them has a directory of its own
+                options = replace(options, output=worker_directory(options.output))
+                resume = (options.output / OPTIONS).exists()
             plans = workers is None and not chooses  # what the choice takes was said with what the run takes
             given: Any = {"execution": self.execution, "workers": workers, "plans": plans}
             opened = Trainer(options, resume=resume, quiet=not first, **given)
@@ -281,7 +289,7 @@ class Train(RunOptions, Command):
                     return
                 exported = trainer.run()
             except KeyboardInterrupt:
-                print(f"\n{trainer.how_to_continue()}", file=sys.stderr)
+                tell(f"\n{trainer.how_to_continue()}")
                 raise
             tell(trainer.divergence(), trainer.best_evaluation())
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
@@ -298,8 +306,15 @@ class Train(RunOptions, Command):
             return with_chosen_rate(options, resume=self.resume is not None, announce=tell, quiet=False)
         except KeyboardInterrupt:
             if holds_run(options.output):
-                print(f"\nstopped; to continue: {options.resume_command}", file=sys.stderr)
+                tell(f"\nstopped; to continue: {options.resume_command}")
             raise
+
+
+def tell(*lines: str | None, prefix: str = "") -> None:
+    """Print lines on standard error, but for those that are None."""
+    for line in lines:
+        if line is not None:
+            print(f"{prefix}{line}", file=sys.stderr)
 
 
 def train(
@@ -343,14 +358,6 @@ def arguments_of_recipe(
     return arguments
 
 
-def _moved_rewards(saved: Sequence[RewardName], given: Sequence[RewardName]) -> list[RewardName]:
-    """A run's rewards, with the files that a command names for the same functions."""
-    files = {(name.name, name.weight): name.file for name in given if name.file is not None}
-    return [
-        name if name.file is None else name._replace(file=files.get((name.name, name.weight), name.file)) for name in saved
-    ]
-
-
 def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
     """The error of functions that a file or directory names, which may be somebody else's, and the command line does not."""
     expected = "the same functions on the command line, because their code will be run"
@@ -358,10 +365,117 @@ def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionErro
     return OptionError(f"{where}{option}", found=found, expected=expected, remedy=remedy)
 
 
-def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
-    """The options with a worker's own directory, and whether its run exists already."""
-    options = replace(options, output=worker_directory(options.output))
-    return options, (options.output / OPTIONS).exists()
+# Several runs of one base at once, each in a directory of its own, where it can continue alone
+
+
+def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
+    """Read the names of several runs, and the options in which they differ."""
+    from zo2core.planning.memory import MOST_RUNS
+
+    runs = dict[str, Mapping[object, object]]()
+    example = "a line such as small: {lr: 1e-4} for each run"
+    try:
+        named = read_recipe(path)
+    except OptionError as error:
+        raise OptionError(path, found=error.found, expected=f"a YAML file with {example}", remedy=error.remedy) from error
+    if len(named) > MOST_RUNS:
+        expected = f"at most {MOST_RUNS}, which take their steps together"
+        raise OptionError(path, found=counted(len(named), "run"), expected=expected, remedy="write several files")
+    for name, given in named.items():
+        values = {} if given is None else given
+        if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
+            expected = "a name of letters and digits, which its directory gets, and its options, for each run"
+            raise OptionError(path, found=f"{name!r}: {str(values)[:80]}", expected=expected, remedy=f"write {example}")
+        if common := [str(option) for option in values if option in _SAME]:
+            expected, remedy = "options in which runs of one base may differ", f"pass {flag(common[0])} for all runs"
+            raise OptionError(f"{path}, {name}", found=common[0], expected=expected, remedy=remedy)
+        runs[name] = values
+    return runs
+
+
+def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
+    """Train several runs that share their base, by their names, and print how they compare."""
+    from zo2adapters.trainers.engines import open_shared_base, require_shareable
+
+    for name, options in runs.items():
+        try:
+            require_shareable(options)
+        except OptionError as error:
+            raise OptionError(name, found=error.found, expected=error.expected, remedy=error.remedy) from error
+    with system_errors_as(OutputError, output, expected="a directory that can be written", remedy="choose another one"):
+        output.mkdir(parents=True, exist_ok=True)
+        held = acquire(directory_lock(output))  # before its runs': else two processes take some of them each, and both end
+    tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
+    outcomes = {name: _Outcome(run=name, directory=str(options.output)) for name, options in runs.items()}
+    with held, open_shared_base(next(iter(runs.values()))) as shared:
+        functions: Mapping[str, Callable[[], None]] = {
+            name: partial(_trained, outcomes[name], options, shared) for name, options in runs.items()
+        }
+        try:
+            ended = shared.together(functions)
+        except KeyboardInterrupt:
+            tell("\nstopped; the same command continues all runs; to continue one of them:")
+            tell(*(options.resume_command for options in runs.values()), prefix="  ")
+            raise
+    errors = {name: error for name in runs if isinstance(error := ended[name], Exception)}
+    for name, error in errors.items():
+        tell(f"{name} ended: {error}")
+        outcomes[name].failed(error)
+    replace_file(output / TABLE, json.dumps([vars(outcome) for outcome in outcomes.values()], indent=2) + "\n")
+    cells = [("run", "steps", "loss", "evaluation", "s a step", ""), *(outcome.cells for outcome in outcomes.values())]
+    print(text_table(cells, left=(0, 5)))
+    directories = " ".join(outcome.directory for outcome in outcomes.values() if outcome.steps)
+    if directories:
+        print(f"their curves side by side: zo2 report {directories} --output runs.html")
+    for error in errors.values():
+        raise error
+
+
+@dataclass(kw_only=True)
+class _Outcome:
+    """What became of one of several runs."""
+
+    run: str
+    steps: int = 0
+    loss: float | None = None  # mean over the last steps; None without steps
+    evaluation: float | None = None  # the best loss of its evaluations; None without evaluations
+    seconds: float = 0.0  # of its steps, each of which includes the time of the sweep that it shares
+    directory: str
+    error: str | None = None  # with which it ended early
+
+    def took(self, losses: Sequence[float]) -> None:
+        """Note the losses of its steps."""
+        self.steps, last = len(losses), losses[-max(1, round(_JUDGED * len(losses))) :]
+        self.loss = fmean(last) if last else None
+
+    def failed(self, error: Exception) -> None:
+        """Note that it ended early, with the steps that its journal has."""
+        from zo2core import Journal
+
+        self.error, directory = str(error), Path(self.directory)
+        if (directory / OPTIONS).exists():
+            with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:  # its journal may be what failed
+                self.took([step.losses[0] for step in journal.updates] or [commit.loss for commit in journal.commits])
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        values = ["" if value is None else f"{value:.4f}" for value in (self.loss, self.evaluation)]
+        seconds = f"{self.seconds / self.steps:.2f}" if self.steps and self.seconds else ""
+        return self.run, str(self.steps), *values, seconds, self.directory if self.error is None else "ended early"
+
+
+def _trained(outcome: _Outcome, options: TrainOptions, shared: SharedBase) -> None:
+    """Train and export one of several runs; the sweeps are made together with those of the others."""
+    from zo2adapters.trainers.trainer import Trainer
+
+    name = outcome.run
+    with Trainer(options, resume=holds_run(options.output), label=name, shared=shared) as trainer:
+        tell(*trainer.first_lines(), prefix=f"{name}: ")
+        trainer.run()
+        tell(trainer.divergence(), trainer.best_evaluation(), prefix=f"{name}: ")
+        outcome.took(trainer.losses)
+        outcome.evaluation, outcome.seconds = min(trainer.evaluation_losses(), default=None), trainer.seconds()
 
 
 @dataclass(frozen=True, kw_only=True)

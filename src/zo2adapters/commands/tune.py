@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from zo2adapters.commands.options import Command
+from zo2adapters.commands.options import Command, text_table
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
@@ -50,15 +50,12 @@ class Tune(RunOptions, Command):
     def check(self) -> None:
         """See the contract."""
         require_whole("forwards", self.forwards, 1)
-        if self.optimization.lr != Optimization().lr:
-            raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
-        if self.steps != RunOptions().steps:
-            raise OptionError(
-                "steps",
-                found=str(self.steps),
-                expected="no --steps, because --forwards sets the budget",
-                remedy="leave it out",
-            )
+        for option, value, default, expected, remedy in (
+            ("lr", self.optimization.lr, Optimization().lr, "none", "pass --learning-rates"),
+            ("steps", self.steps, RunOptions().steps, "no --steps, because --forwards sets the budget", "leave it out"),
+        ):
+            if value != default:
+                raise OptionError(option, found=repr(value), expected=expected, remedy=remedy)
 
     def run(self) -> None:
         """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
@@ -101,8 +98,8 @@ def _cost(schedule: Schedule, options: TrainOptions, workers: Workers | None) ->
 
 
 def _table(trials: Sequence[Trial]) -> str:
-    lines = [f"{'lr':>8s} {'zo_eps':>8s} {'steps':>6s} {'loss':>9s}"]
-    for trial in trials:
-        loss = f"{trial.loss:9.4f}" if math.isfinite(trial.loss) else " diverged"
-        lines.append(f"{trial.lr:8.1e} {trial.zo_eps:8.1e} {trial.steps:6d} {loss}")
-    return "\n".join(lines)
+    losses = [f"{trial.loss:.4f}" if math.isfinite(trial.loss) else "diverged" for trial in trials]
+    rows = [(f"{trial.lr:.1e}", f"{trial.zo_eps:.1e}", str(trial.steps)) for trial in trials]
+    return text_table(
+        [("lr", "zo_eps", "steps", "loss"), *((*row, loss) for row, loss in zip(rows, losses, strict=True))], left=()
+    )
