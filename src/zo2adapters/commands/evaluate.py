@@ -6,14 +6,15 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.commands.options import Written
+from zo2adapters.commands.options import Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.option_table import require_valid
-from zo2adapters.trainers.options import Batching
+from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory, name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core.errors import NonFiniteLossError, OptionError
@@ -59,44 +60,72 @@ class Evaluate(AtStep):
         with WorkerOptions().workers() as workers:
             self._with_options_of_run()._evaluate(workers)
 
+    @cached_property
+    def _run(self) -> TrainOptions | None:
+        """The options of the run."""
+        return None if self.run_directory is None else RunDirectory.options(self.run_directory)
+
     def _with_options_of_run(self) -> Evaluate:
         """The command with the columns, template, labels and lengths of the run where none are given."""
-        if self.run_directory is None:
+        if self._run is None:
             return self
-        saved = RunDirectory.options(self.run_directory)
         given = {option.name: getattr(self.rows, option.name) for option in fields(RowOptions)}
         changes = {name: value for name, value in given.items() if value != getattr(RowOptions(), name)}
-        length = self.batching.sequence_length or saved.batching.sequence_length
-        return replace(self, rows=replace(saved.rows, **changes), batching=replace(self.batching, sequence_length=length))
+        length = self.batching.sequence_length or self._run.batching.sequence_length
+        rows, batching = replace(self._run.rows, **changes), replace(self.batching, sequence_length=length)
+        return replace(self, rows=rows, batching=batching)
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.tokenizer import load_tokenizer
+        from zo2adapters.models.footprint import activation_bytes
+        from zo2adapters.tasks.measures import Measuring, measured, units_of
+        from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+        from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
         from zo2adapters.trainers.run_inputs import length_notices
 
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
-        at = self.resolved()
+        at, chunk = self.resolved(), self.batching.loss_chunk
         tokenizer = load_tokenizer(at.base())
-        model = at.open_model(loss_chunk=self.batching.loss_chunk)
+        model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)
-        if self.batching.pack and rows.format is not RowFormat.TEXT:
-            found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
-            raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
-        for line in length_notices(rows) if is_first(workers) else ():
+        quiet = not is_first(workers)
+        for line in () if quiet else length_notices(rows):
             print(line, file=sys.stderr)
         others = at.named_others(self.others)
         if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
             others.insert(0, ("base", at.without_learning()))
+        (total, unit), size, micro_rows = units_of(rows), self.batching.batch_size, self.batching.micro_batch_size
+        if self.activation_memory is None:
+            most, longest = self.batching.shape(size, rows.longest)
+            room = activation_bytes(model.config, most, longest, streams=BATCHES, micro_rows=micro_rows)
+        else:
+            room = parse_size(self.activation_memory, option="activation_memory")
+        if at.model_options.head != "causal-lm":  # each batch's loss is the model's own, and takes no micro-batches
+            size = micro_rows or size
+        measuring = Measuring(tokenizer, pad_token_id(tokenizer), size, packed=self.batching.pack)
 
         def evaluated(one: AtStep, its_model: HFBlockModel, shared: SharedBase | None) -> tuple[str, Evaluated]:
-            trace = self.trace if one is at else None
-            return self._evaluated(one, its_model, rows, tokenizer, workers, shared, trace)
+            """What one model is, and its measures."""
+            adapter, trace = one.model_options.adapter, self.trace if one is at else None
+            given: Any = {"workers": workers, "shared": shared, "micro_batch_size": micro_rows, "trace": trace}
+            with one.engine(its_model, activation_bytes=room, **given) as engine:
+                name = "base" if adapter is None else name_of(adapter)
+                name = name if one.journal is None else f"step {engine.version}"
+                with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
+                    progress = bar.update
+                    if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
+                        sweeps = SharedSweeps(bar)
+                        engine.watch(sweeps.visited)
+                        progress = sweeps.took
+                    result = measured(engine, its_model, rows, measuring._replace(progress=progress))
+            _require_finite(result.finite, its_model, one)
+            return name, result
 
-        may_share, chunk = workers is None and self.trace is None, self.batching.loss_chunk
+        may_share = workers is None and self.trace is None
         results = at.with_others(model, others, evaluated, loss_chunk=chunk, may_share=may_share)
         columns = [(name or own_name, result) for name, (own_name, result) in results.items()]
         columns.sort(key=lambda column: column[0] != "base")  # the base comes first
-        if is_first(workers):
+        if not quiet:
             print(_table(columns) if len(columns) > 1 else _line(columns[0][1]))
 
     def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> Rows:
@@ -104,73 +133,30 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.row_reader import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
-        length, is_causal = self.batching.length_for(model), at.model_options.head == "causal-lm"
+        length, is_causal, saved = self.batching.length_for(model), at.model_options.head == "causal-lm", self._run
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
-        saved = None if self.run_directory is None else RunDirectory.options(self.run_directory)
         reader = RowReader(tokenizer, length, self.rows, labelled_for, vocabulary=vocabulary_of(model.config))
-        if self.data is None:
-            if saved is None or not saved.evaluates:
-                found = "none" if saved is None else "none, for a run without rows to evaluate on"
-                raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
-            reader = replace(reader, keeps_sources=bool(saved.rewards.reward))
-            _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
-            assert rows is not None, "the run evaluates"
-        else:
+        if self.data is not None:
             options = self.rows
             if is_causal and saved is not None and saved.data.exists():  # a run's labels are those of its training rows
                 options = with_labels(options, saved.data)
-            rows = replace(reader, options=options, new_tokens=self.max_new_tokens).read(self.data)
-        if rows.format is RowFormat.PREFERENCES:
-            raise OptionError(
-                "data",
-                found=f"{self.data or 'the rows of the run'}, rows of preferences",
-                expected="other rows: preferences are evaluated during training, against the base model",
-                remedy="pass them to zo2 train as --evaluation",
-            )
-        return rows
-
-    def _evaluated(
-        self,
-        at: AtStep,
-        model: HFBlockModel,
-        rows: Rows,
-        tokenizer: Any,
-        workers: Workers | None,
-        shared: SharedBase | None,
-        trace: Path | None,
-    ) -> tuple[str, Evaluated]:
-        """Evaluate one model, and say what it is."""
-        from zo2adapters.models.footprint import activation_bytes
-        from zo2adapters.tasks.measures import Measuring, measured, units_of
-        from zo2adapters.tasks.tokenizer import pad_token_id
-        from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
-
-        total, unit = units_of(rows)
-        batching = self.batching
-        # Texts with labels take no micro-batches: each batch's loss is the model's own.
-        size = (batching.micro_batch_size or batching.batch_size) if at.model_options.head != "causal-lm" else None
-        (most, longest), micro_rows = batching.shape(batching.batch_size, rows.longest), batching.micro_batch_size
-        if self.activation_memory is None:
-            room = activation_bytes(model.config, most, longest, streams=BATCHES, micro_rows=micro_rows)
+            rows: Rows | None = replace(reader, options=options, new_tokens=self.max_new_tokens).read(self.data)
+        elif saved is not None and saved.evaluates:
+            reader = replace(reader, keeps_sources=bool(saved.rewards.reward))
+            _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
         else:
-            room = parse_size(self.activation_memory, option="activation_memory")
-        given: Any = {"activation_bytes": room, "micro_batch_size": micro_rows, "trace": trace}
-        with at.engine(model, workers=workers, shared=shared, **given) as engine:
-            name = "base" if at.model_options.adapter is None else name_of(at.model_options.adapter)
-            name = name if at.journal is None else f"step {engine.version}"
-            quiet = not is_first(workers)
-            with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
-                progress = bar.update
-                if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
-                    sweeps = SharedSweeps(bar)
-                    engine.watch(sweeps.visited)
-                    progress = sweeps.took
-                size = size or batching.batch_size
-                options = Measuring(tokenizer, pad_token_id(tokenizer), size, packed=batching.pack, progress=progress)
-                evaluated = measured(engine, model, rows, options)
-            _require_finite(evaluated.finite, model, at)
-        return name, evaluated
+            found = "none" if saved is None else "none, for a run without rows to evaluate on"
+            raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
+        assert rows is not None, "the run evaluates"
+        if rows.format is RowFormat.PREFERENCES:
+            found = f"{self.data or 'the rows of the run'}, rows of preferences"
+            expected = "other rows: preferences are evaluated during training, against the base model"
+            raise OptionError("data", found=found, expected=expected, remedy="pass them to zo2 train as --evaluation")
+        if self.batching.pack and rows.format is not RowFormat.TEXT:
+            found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
+            raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
+        return rows
 
 
 def _line(evaluated: Evaluated) -> str:
@@ -190,13 +176,10 @@ def _table(columns: Sequence[tuple[str, Evaluated]]) -> str:
             error = measure.standard_error
             value = _value(measure, measure.value)
             cells[-1].append(value if error is None else f"{value} \N{PLUS-MINUS SIGN} {_value(measure, error)}")
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
     has_errors = any(measure.standard_error is not None for measure in columns[-1][1].measures)
-    return "\n".join([*lines, columns[-1][1].size + ("; \N{PLUS-MINUS SIGN} is the standard error" if has_errors else "")])
+    return "\n".join(
+        [text_table(cells), columns[-1][1].size + ("; \N{PLUS-MINUS SIGN} is the standard error" if has_errors else "")]
+    )
 
 
 def _value(measure: Measure, value: float) -> str:
@@ -210,9 +193,9 @@ def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) ->
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:
         require_finite_base(model, at.base())
-        raise NonFiniteLossError(
-            "evaluation",
-            found=f"a loss or log-likelihood of {not_finite[0]}",
-            expected="finite numbers",
-            remedy="evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite",
+        found, remedy = (
+            f"a loss or log-likelihood of {not_finite[0]}",
+            "evaluate an earlier step with --at, or in a wider --dtype",
         )
+        remedy += ": the base's weights are finite"
+        raise NonFiniteLossError("evaluation", found=found, expected="finite numbers", remedy=remedy)
