@@ -65,28 +65,23 @@ class AtStep(Command):
                 expected = "a directory that save_pretrained wrote"
                 raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
             if model_options.lora_rank is not None:
-                expected = "none: the adapter that a run has trained is in its directory"
-                raise OptionError(
-                    "lora_rank", found=str(model_options.lora_rank), expected=expected, remedy="pass --run or --adapter DIR"
+                expected, remedy = (
+                    "none: the adapter that a run has trained is in its directory",
+                    "pass --run or --adapter DIR",
                 )
+                raise OptionError("lora_rank", found=str(model_options.lora_rank), expected=expected, remedy=remedy)
             replays = self.journal is not None  # and has to round as the run did
             precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
             return replace(self, model_options=replace(model_options, precision=precision))
         saved = RunDirectory.options(self.run_directory)
-        saved_model_options = replace(saved.model_options, precision=saved.precision_asked())
+        saved_options = replace(saved.model_options, precision=saved.precision_asked())
         for option in fields(model_options):
-            value, saved_value = getattr(model_options, option.name), getattr(saved_model_options, option.name)
-            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != saved_value:
-                raise OptionError(
-                    option.name, found=str(value), expected=f"{saved_value or 'none'}, as in the run", remedy="leave it out"
-                )
-        return replace(
-            self,
-            model=saved.model,
-            model_options=saved_model_options,
-            adapter_seed=saved.seed,
-            journal=self.run_directory / JOURNAL,
-        )
+            value, kept = getattr(model_options, option.name), getattr(saved_options, option.name)
+            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != kept:
+                expected = f"{kept or 'none'}, as in the run"
+                raise OptionError(option.name, found=str(value), expected=expected, remedy="leave it out")
+        given: Any = {"model": saved.model, "model_options": saved_options, "adapter_seed": saved.seed}
+        return replace(self, journal=self.run_directory / JOURNAL, **given)
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
@@ -233,19 +228,12 @@ class AtStep(Command):
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
         if workers is not None:
-            raise OptionError(
-                "run_directory",
-                found="a run of first-order steps under torchrun",
-                expected="one process",
-                remedy="start the command without torchrun",
-            )
-        if journal.header["base"] != model.weights.fingerprint:
-            raise JournalError(
-                self.journal,
-                found=f"a run on the base {str(journal.header['base'])[:12]}",
-                expected=f"a run on {model.weights.fingerprint[:12]}, the base of this command",
-                remedy="pass the run's own base and adapter",
-            )
+            found, remedy = "a run of first-order steps under torchrun", "start the command without torchrun"
+            raise OptionError("run_directory", found=found, expected="one process", remedy=remedy)
+        base, own = str(journal.header["base"]), model.weights.fingerprint
+        if base != own:
+            found, expected = f"a run on the base {base[:12]}", f"a run on {own[:12]}, the base of this command"
+            raise JournalError(self.journal, found=found, expected=expected, remedy="pass the run's own base and adapter")
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
 
@@ -276,15 +264,11 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     from zo2adapters.trainers.engines import verify_with_progress
 
     if path is None:
-        raise OptionError(
-            "verify_base", found="no journal", expected="--run or --journal, which has the digests", remedy="leave it out"
-        )
+        expected = "--run or --journal, which has the digests"
+        raise OptionError("verify_base", found="no journal", expected=expected, remedy="leave it out")
     missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
     if missing:
-        raise JournalError(
-            path,
-            found=f"no digest for {len(missing)} of {len(model.layouts)} segments of the base",
-            expected="a digest for each, which zo2 train writes",
-            remedy="resume the run for a step with --verify-base, or leave --verify-base out",
-        )
+        found = f"no digest for {len(missing)} of {len(model.layouts)} segments of the base"
+        remedy = "resume the run for a step with --verify-base, or leave --verify-base out"
+        raise JournalError(path, found=found, expected="a digest for each, which zo2 train writes", remedy=remedy)
     verify_with_progress(model, journal)

@@ -35,12 +35,9 @@ class WritesDirectory(AtStep):
 
         require_unused(self.output)
         if self.output.suffix.lower() in _FILES:
-            raise OutputError(
-                self.output,
-                found="the name of a file",
-                expected="a directory, which gets the model's files",
-                remedy=f"pass --output {self.output.with_suffix('')}; for a GGUF file in it, zo2 export with --format gguf",
-            )
+            expected, name = "a directory, which gets the model's files", self.output.with_suffix("")
+            remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
+            raise OutputError(self.output, found="the name of a file", expected=expected, remedy=remedy)
         self._write(self.resolved())
 
     def _write(self, at: AtStep) -> None:
@@ -56,6 +53,13 @@ class WritesDirectory(AtStep):
         with closing(Journal(at.journal)) as journal:
             given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
             return files_of_run(journal, base=str(at.model), options=options, **given)
+
+    def _export(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
+        """Export the engine's model, with a bar."""
+        from zo2adapters.trainers.progress_bar import export_bar
+
+        with export_bar(model, type(self).__name__.lower()) as progress:
+            engine.export(self.output, files=files, progress=progress)
 
     def _print(self, what: str, at: AtStep, engine: Engine) -> None:
         after = "" if at.journal is None else f" after {counted(engine.version, 'step')}"
@@ -104,47 +108,30 @@ class Export(WritesDirectory):
         super().run()
 
     def _write(self, at: AtStep) -> None:
-        from zo2adapters.models.export import export_adapter, merging_bytes
-        from zo2adapters.trainers.progress_bar import export_bar
+        from zo2adapters.models.export import export_adapter, export_gguf, merging_bytes
+        from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 
         is_gguf_file, has_adapter = self.format == "gguf", at.model_options.trains_adapter
         is_adapter = self.as_adapter or (has_adapter and not is_gguf_file)
         if is_gguf_file and self.as_adapter and not has_adapter:
-            raise OptionError(
-                "as_adapter",
-                found="norms and embeddings, which a run with --rank changes, too",
-                expected="a merged model, since llama.cpp's adapters change linear layers alone",
-                remedy="leave it out",
-            )
+            found = "norms and embeddings, which a run with --rank changes, too"
+            expected = "a merged model, since llama.cpp's adapters change linear layers alone"
+            raise OptionError("as_adapter", found=found, expected=expected, remedy="leave it out")
         model = at.open_model(export_dtype=self.output_dtype)
         merges = has_adapter and is_gguf_file and not self.as_adapter
         with at.engine(model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES) as engine:
             files = self._files(at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file)
             if is_gguf_file:
-                self._write_gguf(at, model, engine, files)
+                rows = None if self.run_directory is None else RunDirectory.options(self.run_directory).rows
+                template = None if rows is None else template_of_rows(rows)
+                given: Any = {"base": at.base(), "kind": self.gguf_type, "as_adapter": self.as_adapter, "files": files}
+                given["template"] = template or template_of_chats(load_tokenizer(at.base()))
+                export_gguf(engine, model, self.output, tokenizer=load_tokenizer, **given)
             elif self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files=files)
             else:
-                with export_bar(model) as progress:
-                    engine.export(self.output, files=files, progress=progress)
+                self._export(at, model, engine, files)
             self._print("adapter" if is_adapter else "model", at, engine)
-
-    def _write_gguf(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
-        from zo2adapters.models.export import export_gguf
-        from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
-
-        template = None if self.run_directory is None else template_of_rows(RunDirectory.options(self.run_directory).rows)
-        export_gguf(
-            engine,
-            model,
-            self.output,
-            base=at.base(),
-            tokenizer=load_tokenizer,
-            kind=self.gguf_type,
-            as_adapter=self.as_adapter,
-            template=template or template_of_chats(load_tokenizer(at.base())),
-            files=files,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +145,7 @@ class Merge(WritesDirectory):
         from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
-        from zo2adapters.trainers.progress_bar import export_bar, progress_bar
+        from zo2adapters.trainers.progress_bar import progress_bar
 
         adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:
@@ -178,8 +165,7 @@ class Merge(WritesDirectory):
                 with progress_bar(total=total, unit="B", desc="merge") as bar:
                     export_merged(engine, model, self.output, files=files, progress=bar.update)
             else:
-                with export_bar(model, "merge") as progress:
-                    engine.export(self.output, files=files, progress=progress)
+                self._export(at, model, engine, files)
             self._print("model", at, engine)
 
 
@@ -199,31 +185,26 @@ class Convert(Command):
 
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""
-        if self.quantize is not None:
-            self._quantize(self.quantize)
-            return
         from zo2adapters.models.pickle_conversion import convert
-
-        convert(self.model, self.output, report=print)
-
-    def _quantize(self, method: Literal["int8", "nf4", "fp8"]) -> None:
         from zo2adapters.models.quantizer import quantize
         from zo2adapters.trainers.progress_bar import progress_bar
         from zo2core.types import shown_bytes
 
-        with progress_bar(total=0, unit="B", desc=method) as bar:
+        if self.quantize is None:
+            convert(self.model, self.output, report=print)
+            return
+        with progress_bar(total=0, unit="B", desc=self.quantize) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            before, after, left = quantize(self.model, self.output, method, progress=progress)
-        print(f"{self.output}: the model in {method}, {shown_bytes(after)}; it was {shown_bytes(before)}")
+            before, after, left = quantize(self.model, self.output, self.quantize, progress=progress)
+        print(f"{self.output}: the model in {self.quantize}, {shown_bytes(after)}; it was {shown_bytes(before)}")
         if left:
-            print(
-                f"not in {method}: {len(left)} of the layers' matrices, {shown_bytes(sum(spec.nbytes for spec in left))}, "
-                f"such as {max(left, key=lambda spec: spec.numel).name}; only linear layers and experts are encoded"
-            )
+            nbytes, largest = sum(spec.nbytes for spec in left), max(left, key=lambda spec: spec.numel)
+            words = f"{len(left)} of the layers' matrices, {shown_bytes(nbytes)}, such as {largest.name}"
+            print(f"not in {self.quantize}: {words}; only linear layers and experts are encoded")
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf", "adapter.gguf")
@@ -251,24 +232,16 @@ class Push(Command):
         import huggingface_hub
 
         hub = huggingface_hub.HfApi()
+        # The Modelfile of an adapter names the base by its path on this machine.
+        names = [name for name in _UPLOADED if name != "Modelfile" or not (exported / "adapter.gguf").exists()]
+        given: Any = {"folder_path": exported, "allow_patterns": names, "commit_message": "Upload with zo2 push"}
         try:
             hub.create_repo(self.to, private=not self.public, exist_ok=True)
-            hub.upload_folder(
-                repo_id=self.to,
-                folder_path=exported,
-                # The Modelfile of an adapter names the base by its path on this machine.
-                allow_patterns=[
-                    name for name in _UPLOADED if name != "Modelfile" or not (exported / "adapter.gguf").exists()
-                ],
-                commit_message="Upload with zo2 push",
-            )
+            hub.upload_folder(repo_id=self.to, **given)
         except Exception as error:  # the hub, the network and the login fail with many kinds of errors
-            raise OptionError(
-                "to",
-                found=f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[0][:300],
-                expected="a repository that you may write to",
-                remedy="check the name and the network, and log in with hf auth login",
-            ) from error
+            found = f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[0][:300]
+            remedy = "check the name and the network, and log in with hf auth login"
+            raise OptionError("to", found=found, expected="a repository that you may write to", remedy=remedy) from error
         print(f"https://huggingface.co/{self.to}")
 
     def _exported(self) -> Path:
@@ -277,14 +250,7 @@ class Push(Command):
         path = self.directory / MODEL if is_run else self.directory
         has = [any((path / name).is_file() for name in names) for names in (_WEIGHTS, _CONFIGS)]
         if not all(has):
-            missing = " or ".join(_CONFIGS if has[0] else _WEIGHTS)
-            found = f"no {missing}" if path.is_dir() else "no directory"
-            raise OptionError(
-                path,
-                found=found,
-                expected="an exported model or adapter",
-                remedy=f"write it with zo2 export --run {self.directory}"
-                if is_run
-                else "pass a run, or what zo2 export wrote",
-            )
+            found = f"no {' or '.join(_CONFIGS if has[0] else _WEIGHTS)}" if path.is_dir() else "no directory"
+            remedy = f"write it with zo2 export --run {self.directory}" if is_run else "pass a run, or what zo2 export wrote"
+            raise OptionError(path, found=found, expected="an exported model or adapter", remedy=remedy)
         return path

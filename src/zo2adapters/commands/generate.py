@@ -9,8 +9,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -34,6 +34,24 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last characte
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Probability mass of the likeliest tokens that are sampled from."""
+    seed: int = 0
+    """Seed of the sampling: of all continuations, or of each answer of a chat."""
+
+    def chosen(self) -> Sampling | None:
+        """How tokens are sampled; None takes the likeliest."""
+        from zo2adapters.tasks.generation import sampling_of
+
+        return sampling_of(self.temperature, self.top_p, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
@@ -47,21 +65,15 @@ class Generate(AtStep):
     pass over the blocks if they only read the base: adapters, and runs with --rank."""
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
-    temperature: float = 0.0
-    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Probability mass of the likeliest tokens that are sampled from."""
-    seed: int = 0
-    """Seed of the sampling."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
-        from zo2adapters.tasks.generation import require_lengths, sampling_of
+        from zo2adapters.tasks.generation import require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
-        sampling = sampling_of(self.temperature, self.top_p, self.seed)
-        at = self.resolved()
+        sampling, at = self.sampling.chosen(), self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model()
         texts = [with_line_breaks(text) for text in self.prompt]
@@ -71,17 +83,17 @@ class Generate(AtStep):
 
         def continued(at: AtStep, model: HFBlockModel, shared: SharedBase | None) -> list[list[int]]:
             """The tokens with which one model continues each prompt."""
-            room, found = _generation_bytes(model.config, len(prompts), tokens), [list[int]() for _ in prompts]
+            room = _generation_bytes(model.config, len(prompts), tokens)
             with (
                 at.engine(model, activation_bytes=room, shared=shared, tokens=len(prompts)) as engine,
                 progress_bar(total=self.max_new_tokens, unit="token") as bar,
                 sweep_bars(engine),
             ):
+                steps = []
                 for step in _generated(engine, model, at, tokenizer, prompts, self.max_new_tokens, sampling):
-                    for continuation, token in zip(found, step, strict=True):
-                        continuation += [] if token is None else [token]
+                    steps.append(step)
                     bar.update()
-            return found
+            return [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
 
         title = name_of(self.run_directory or at.model_options.adapter or Path(str(at.model)))
         for name, found in at.with_others(model, at.named_others(self.others), continued).items():
@@ -142,12 +154,7 @@ class Chat(Command):
     """Number of steps of the run that the weights include, by default as in zo2 export. /adapter none includes none."""
     max_new_tokens: int = 256
     """Most tokens of an answer."""
-    temperature: float = 0.0
-    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Probability mass of the likeliest tokens that are sampled from."""
-    seed: int = 0
-    """Seed of the sampling of each answer."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     sequence_length: int | None = None
     """Most tokens of a conversation with its answer. By default 1024, or the model's limit if that is lower."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
@@ -155,13 +162,11 @@ class Chat(Command):
 
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
-        from zo2adapters.tasks.generation import sampling_of
-
         require_whole("max_new_tokens", self.max_new_tokens, 1)
-        sampling = sampling_of(self.temperature, self.top_p, self.seed)
-        variants, rows = self._variants(), self._rows()
-        is_labelling = rows is not None and rows.labels
-        with (_Labelling if is_labelling else _Conversation)(self, variants, rows, sampling) as session:
+        sampling, variants, rows = self.sampling.chosen(), self._variants(), self._rows()
+        session = (_Labelling if rows is not None and rows.labels else _Conversation)(self, variants, rows, sampling)
+        session.open()
+        with closing(session):
             print(session.introduction, file=sys.stderr)
             for line in _lines():
                 if line == "/quit":
@@ -183,9 +188,7 @@ class Chat(Command):
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
             found, remedy = f"{self.model}, the directory of a run", f"zo2 chat {self.model}"
             raise OptionError("model", found=found, expected="a model", remedy=remedy)
-        opening = RunModelOptions(
-            **{option.name: getattr(self.model_options, option.name) for option in fields(ModelOptions)}
-        )
+        opening = RunModelOptions(**vars(self.model_options))
         if self.run_directory is None and (self.model is not None or self.adapters):
             return self._adapted(AtStep(model=self.model, model_options=opening, resources=self.resources))
         if self.run_directory is None or self.model is not None:
@@ -204,12 +207,11 @@ class Chat(Command):
             raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
         names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
-            raise OptionError(
-                "adapter",
-                found=f"the names {', '.join(names)}",
-                expected=f"directories with different names, none of them {_BASE!r}",
-                remedy="rename one of them, or pass links with other names",
+            expected, remedy = (
+                f"directories with different names, none of them {_BASE!r}",
+                "rename one of them, or pass links",
             )
+            raise OptionError("adapter", found=f"the names {', '.join(names)}", expected=expected, remedy=remedy)
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
         variants = [replace(base, model_options=model_options).resolved() for model_options in adapted]
         if variants:  # an adapter may have named the base
@@ -276,18 +278,15 @@ class _Session(ABC):
         if len(variants) > 1:
             self.commands = f"/adapter NAME switches, /adapter lists, {self.commands}"
 
-    def __enter__(self) -> Self:
-        self._open()
-        return self
-
-    def _open(self) -> None:
+    def open(self) -> None:
         """Open the model and the engine of the present variant."""
         self._model = self._at.open_model()
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
         room = self._activation_bytes(self._model.config)
         self._engine: Engine = self._at.engine(self._model, activation_bytes=room, tokens=1)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the engine."""
         self._engine.close()
 
     @property
@@ -332,7 +331,7 @@ class _Session(ABC):
         if name != self.name:
             self._engine.close()
             self.name = name
-            self._open()
+            self.open()
         print(f"{name} {self.does}", file=sys.stderr)
 
 
