@@ -100,13 +100,13 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
 def accuracy(directory: Path, rows: Path, labels: Sequence[str]) -> float:
     """The share of rows of which a model finds the right label the likeliest."""
     from zo2adapters.models.checkpoint import open_checkpoint
-    from zo2adapters.tasks.measures import Measuring, measured
     from zo2adapters.tasks.row_reader import RowReader
+    from zo2adapters.tasks.task import TaskOptions, measured
     from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 
     model, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
     options = RowOptions(label_column="completion", labels=tuple(labels))
     choices = RowReader(tokenizer, model.longest_row or DEFAULT_LENGTH, options).read(rows)
     with AtStep(model=str(directory)).engine(model) as engine:
-        measuring = Measuring(tokenizer, pad_token_id(tokenizer), batch_size=16)
+        measuring = TaskOptions(tokenizer=tokenizer, pad=pad_token_id(tokenizer), batch_size=16)
         return measured(engine, model, choices, measuring).results["accuracy"]

@@ -22,8 +22,8 @@ from zo2core.ranges import parse_size, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
-    from zo2adapters.tasks.measures import Evaluated, Measure
     from zo2adapters.tasks.rows import Rows
+    from zo2adapters.tasks.task import Evaluated, Measure
     from zo2core import SharedBase, Workers
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
@@ -77,7 +77,7 @@ class Evaluate(AtStep):
 
     def _evaluate(self, workers: Workers | None) -> None:
         from zo2adapters.models.footprint import activation_bytes
-        from zo2adapters.tasks.measures import Measuring, measured, units_of
+        from zo2adapters.tasks.task import TaskOptions, measured, units_of
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
         from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
         from zo2adapters.trainers.run_inputs import length_notices
@@ -100,9 +100,8 @@ class Evaluate(AtStep):
             room = activation_bytes(model.config, most, longest, streams=BATCHES, micro_rows=micro_rows)
         else:
             room = parse_size(self.activation_memory, option="activation_memory")
-        if at.model_options.head != "causal-lm":  # each batch's loss is the model's own, and takes no micro-batches
-            size = micro_rows or size
-        measuring = Measuring(tokenizer, pad_token_id(tokenizer), size, packed=self.batching.pack)
+        given: Any = {"batch_size": size, "micro_batch_size": micro_rows, "pack": self.batching.pack}
+        options = TaskOptions(tokenizer=tokenizer, pad=pad_token_id(tokenizer), **given)
 
         def evaluated(one: AtStep, its_model: HFBlockModel, shared: SharedBase | None) -> tuple[str, Evaluated]:
             """What one model is, and its measures."""
@@ -117,7 +116,7 @@ class Evaluate(AtStep):
                         sweeps = SharedSweeps(bar)
                         engine.watch(sweeps.visited)
                         progress = sweeps.took
-                    result = measured(engine, its_model, rows, measuring._replace(progress=progress))
+                    result = measured(engine, its_model, rows, replace(options, progress=progress))
             _require_finite(result.finite, its_model, one)
             return name, result
 

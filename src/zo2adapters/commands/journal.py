@@ -28,23 +28,18 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
     journal = Journal(path)
     journal.close()
-    if journal.header is None and (path.parent / OPTIONS).exists():
-        raise JournalError(
-            path,
-            found="no record: the process ended before the run's first step",
-            expected="a run that has begun",
-            remedy=f"continue it with zo2 train --resume {path.parent}",
-        )
     if journal.header is None:
-        raise JournalError(path, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+        found, expected, remedy = "no journal", "a run's journal.jsonl", "check the path"
+        if (path.parent / OPTIONS).exists():
+            found, expected = "no record: the process ended before the run's first step", "a run that has begun"
+            remedy = f"continue it with zo2 train --resume {path.parent}"
+        raise JournalError(path, found=found, expected=expected, remedy=remedy)
     steps = journal.version
     if step is None or step > steps:
         journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
         if journal.torn:
-            print(
-                f"{path}: the last record is damaged or incomplete and is ignored; the run has {counted(steps, 'step')}",
-                file=sys.stderr,
-            )
+            ignored = "the last record is damaged or incomplete and is ignored"
+            print(f"{path}: {ignored}; the run has {counted(steps, 'step')}", file=sys.stderr)
     return journal
 
 
@@ -81,30 +76,30 @@ class ShowJournal(Command):
         if not journal.is_replayable:
             self._print_commits(journal)
             return
-        updates = journal.updates if self.last is None else journal.updates[-self.last :]
-        print(
-            f"{counted(len(journal.updates), 'step')}\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds"
-        )
-        for update in updates:
+        self._print_head(len(journal.updates), "projected grad", "  seeds")
+        for update in journal.updates[-(self.last or 0) :]:
             grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)
             seeds = " ".join(str(seed) for seed in update.seeds)
             print(f"{update.step:8d} {update.losses[0]:12.6f} {grads} {update.lr:10.3g}  {seeds}")
+
+    def _print_head(self, steps: int, scalar: str, more: str = "") -> None:
+        """Print the number of steps, and what stands in the columns below."""
+        print(f"{counted(steps, 'step')}\n{'step':>8s} {'loss':>12s} {scalar:>16s} {'lr':>10s}{more}")
 
     def _print_commits(self, journal: Journal) -> None:
         """Print the steps of a first-order run, and mark those that have a snapshot."""
         from zo2core.checkpoint.snapshots import Snapshots
 
         snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
-        commits = journal.commits if self.last is None else journal.commits[-self.last :]
-        print(f"{counted(journal.version, 'step')}\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")
-        for commit in commits:
+        self._print_head(journal.version, "gradient norm")
+        for commit in journal.commits[-(self.last or 0) :]:
             mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""
             print(f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} {commit.lr:10.3g}{mark}")
 
 
 def _header_lines(header: Mapping[str, Any]) -> Iterator[str]:
     """What a journal's header says of its run: a title and a value, which may take several lines."""
-    rows = {_printable(title): _words(value) for title, value in _titled(header) if value is not None}
+    rows = {printable(title): _words(value) for title, value in _titled(header) if value is not None}
     width = max(map(len, rows))
     for title, text in rows.items():
         for line in textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False):
@@ -138,7 +133,7 @@ def _words(value: object) -> str:
         return ", ".join(map(_words, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else _printable(str(value))
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
 
 
 def _named(name: str, value: object) -> str:
@@ -146,13 +141,13 @@ def _named(name: str, value: object) -> str:
     if name == "name":
         return _words(value)
     if value is True:
-        return _printable(name)
+        return printable(name)
     text = f"({_words(value)})" if isinstance(value, (dict, list)) else _words(value)
-    return f"{_printable(name)} {text}"
+    return f"{printable(name)} {text}"
 
 
-def _printable(text: str) -> str:
-    """Replace characters that would do something to a terminal."""
+def printable(text: str) -> str:
+    """Replace characters that would do something to a terminal or a page, and bytes that are not UTF-8."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

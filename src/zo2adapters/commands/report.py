@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.journal import metrics_of, read_journal
+from zo2adapters.commands.journal import metrics_of, printable, read_journal
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
@@ -99,15 +98,14 @@ def read_run(directory: Path) -> Run:
         assert isinstance(options, dict)
     except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise OptionError(
-            str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
-        ) from error
+        expected, remedy = "a run's options", "restore the file from a copy"
+        raise OptionError(str(directory / OPTIONS), found=found[:200], expected=expected, remedy=remedy) from error
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
     with suppress(ZO2Error):
         gradient_forwards = method_of(RunDirectory.options(directory)).forwards
     rows = align_rows(metrics_of(directory), journal).rows
     return Run(
-        name=_printable(directory.name or str(directory)),
+        name=printable(directory.name or str(directory)),
         options=options,
         taken=journal.steps,
         steps=[_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row],
@@ -116,12 +114,6 @@ def read_run(directory: Path) -> Run:
         gradient_forwards=gradient_forwards,
         trials=read_trials(directory),
     )
-
-
-def _printable(name: str) -> str:
-    """Replace bytes of a name that are not UTF-8, and characters that are not printable."""
-    text = os.fsencode(name).decode("utf-8", "replace")
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
@@ -199,7 +191,7 @@ def _summary(runs: Sequence[Run]) -> str:
 def _file_name(path: object) -> str:
     """The last part of a path, or a hub id as it is."""
     text = str(path or "not noted")
-    return _printable(Path(text).name) if Path(text).is_absolute() else text
+    return printable(Path(text).name) if Path(text).is_absolute() else text
 
 
 def _method(options: dict[str, Any]) -> str:
@@ -240,23 +232,22 @@ def _losses(runs: Sequence[Run]) -> str:
 
 def _rewards(runs: Sequence[Run]) -> str:
     """Reward, length and drift of the completions of training steps."""
-
-    def points(run: Run, name: str) -> Points:
-        rows = [row for row in run.steps if _is_number(row.get(name))]
-        return [row["step"] + 1 for row in rows], [row[name] for row in rows]
-
     titles = {name: name.replace("_", " ") for name in ("reward", "best_reward", "completion_tokens")}
+    charts = _charts(runs, {**titles, "drift": "drift, nats a token"}, lambda run, name: _points(run.steps, name))
     note = "Means over all completions of a step. Drift is by how much what the base wrote has become less likely."
-    return f"{_figure(_charts(runs, {**titles, 'drift': 'drift, nats a token'}, points))}<p>{note}</p>"
+    return f"{_figure(charts)}<p>{note}</p>"
 
 
 def _evaluations(runs: Sequence[Run]) -> str:
-    def points(run: Run, name: str) -> Points:
-        rows = [row for row in run.evaluations if name in row]
-        return [row["step"] for row in rows], [row[name] for row in rows]
-
     names = {name for run in runs for row in run.evaluations for name in row} - {"step", "evaluation_seconds"}
-    return _figure(_charts(runs, {name: name.replace("_", " ") for name in sorted(names)}, points, _MARKED))
+    titles = {name: name.replace("_", " ") for name in sorted(names)}
+    return _figure(_charts(runs, titles, lambda run, name: _points(run.evaluations, name, first=0), _MARKED))
+
+
+def _points(rows: Sequence[Row], name: str, *, first: int = 1, unit: float = 1) -> Points:
+    """A number of rows over their steps, which are counted from ``first``, where they have it."""
+    known = [row for row in rows if _is_number(row.get(name))]
+    return [row["step"] + first for row in known], [row[name] / unit for row in known]
 
 
 def _samples(run: Run) -> str:
@@ -280,9 +271,10 @@ def _trials(run: Run) -> str:
     ]
     rated = sorted((trial["lr"], trial["loss"]) for trial in run.trials if trial["loss"] is not None)
     rates, means = zip(*rated, strict=True)
+    curve = rates, means, {**_MARKED, "color": "C7"}
     charts = [
         Chart("steps", "training loss", losses),
-        Chart("learning rate", "mean loss of the last steps", [(rates, means, {**_MARKED, "color": "C7"})], ticks=rates),
+        Chart("learning rate", "mean loss of the last steps", [curve], ticks=rates),
     ]
     head = ["learning rate", "steps", "loss", "forwards", "minutes"]
     rows = [
@@ -299,19 +291,15 @@ def _trials(run: Run) -> str:
 
 
 def _costs(runs: Sequence[Run]) -> str:
-    def points(run: Run, name: str) -> Points:
-        timed, unit = [row for row in run.steps if "seconds" in row], 1e9 if name.endswith("bytes") else 1
-        return [row["step"] + 1 for row in timed], [row[name] / unit for row in timed]
+    def charts(titles: Mapping[str, str], style: Mapping[str, Any]) -> list[Chart]:
+        """Time in seconds, and memory in gigabytes."""
+        units = {name: 1e9 if name.endswith("bytes") else 1 for name in titles}
+        return _charts(runs, titles, lambda run, name: _points(run.steps, name, unit=units[name]), style)
 
     titles = {"seconds": "seconds; dotted: the slowest lane alone", "rss_bytes": "resident GB; dotted: peak so far"}
-    solid = _charts(runs, titles, points, {"linestyle": "-"})
-    dotted = _charts(runs, {"bound_seconds": "", "peak_rss_bytes": ""}, points, {"linestyle": ":", "label": None})
-    return _figure(
-        [
-            chart._replace(curves=chart.curves + other.curves, from_zero=True)
-            for chart, other in zip(solid, dotted, strict=True)
-        ]
-    )
+    dotted = charts({"bound_seconds": "", "peak_rss_bytes": ""}, {"linestyle": ":", "label": None})
+    both = zip(charts(titles, {"linestyle": "-"}), dotted, strict=True)
+    return _figure([solid._replace(curves=solid.curves + other.curves, from_zero=True) for solid, other in both])
 
 
 def _lanes(runs: Sequence[Run]) -> str:
@@ -335,19 +323,10 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
 
 
 def _options(runs: Sequence[Run]) -> str:
-    flat = [dict(_leaves(used_options(run.options))) for run in runs]
-    names = list(dict.fromkeys(name for options in flat for name in options))
-    names = [name for name in names if any(_is_set(options.get(name)) for options in flat)]
-    rows = [[name, *(_option(options.get(name)) for options in flat)] for name in names]
+    flat = [{name: value for name, value in _leaves(used_options(run.options)) if value not in (None, [])} for run in runs]
+    names = dict.fromkeys(name for options in flat for name in options)
+    rows = [[name, *(json.dumps(of_run[name]) if name in of_run else "not set" for of_run in flat)] for name in names]
     return _table(["", *(run.name for run in runs)], rows, marks=lambda row: len(set(row[1:])) > 1)
-
-
-def _is_set(value: object) -> bool:
-    return value is not None and value != []
-
-
-def _option(value: object) -> str:
-    return json.dumps(value) if _is_set(value) else "not set"
 
 
 def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

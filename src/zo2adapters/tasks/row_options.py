@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
+from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
 from zo2core.errors import DataError, OptionError
 
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
@@ -104,27 +104,23 @@ class RowOptions:
         """Check the template and the labels."""
         if self.prompt_template is not None:
             _require_template(self.prompt_template)
-            if self.prompt_column is not None:
-                raise OptionError(
-                    "prompt_column",
-                    found=f"{self.prompt_column} with --prompt-template",
-                    expected="one of the two",
-                    remedy=f"write {{{self.prompt_column}}} in the template, or leave one of the two out",
-                )
+            if (column := self.prompt_column) is not None:
+                remedy = f"write {{{column}}} in the template, or leave one of the two out"
+                found = f"{column} with --prompt-template"
+                raise OptionError("prompt_column", found=found, expected="one of the two", remedy=remedy)
         if self.rendered_at is not None:
             try:
                 datetime.fromisoformat(self.rendered_at)
             except ValueError as error:
                 found, expected = repr(self.rendered_at[:80]), "a date and time, such as 2026-01-31T12:00:00"
                 raise OptionError("rendered_at", found=found, expected=expected, remedy="correct it") from error
-        if self.labels and (takes_labels or len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
-            raise OptionError(
-                "labels",
-                found=" ".join(map(repr, self.labels))
-                + (" for a model that has labels in its config" if takes_labels else ""),
-                expected="none" if takes_labels else "at least two different texts",
-                remedy="leave it out" if takes_labels else "pass the text of each label once",
-            )
+        found = " ".join(map(repr, self.labels))
+        if self.labels and takes_labels:
+            found = f"{found} for a model that has labels in its config"
+            raise OptionError("labels", found=found, expected="none", remedy="leave it out")
+        if self.labels and (len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
+            remedy = "pass the text of each label once"
+            raise OptionError("labels", found=found, expected="at least two different texts", remedy=remedy)
 
     @property
     def names_columns(self) -> bool:
@@ -172,18 +168,11 @@ class RowOptions:
         if template is not None and isinstance(converted.get("completion"), str):
             converted["completion"] = _separated(converted["prompt"], converted["completion"])
         if self.label_column is not None and "completion" not in converted and "prompt" not in converted:
-            raise DataError(
-                "row",
-                found=f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}",
-                expected="a prompt before the label",
-                remedy=f"pass --columns prompt=NAME, or --prompt-template such as {self._example(row)!r}",
-            )
+            found = f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}"
+            column = next((name for name in row if name != self.label_column and is_column(name)), "text")
+            remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
+            raise row_error(found, "a prompt before the label", remedy)
         return self._with_candidates(converted)
-
-    def _example(self, row: Mapping[str, Any]) -> str:
-        """A template with a column of the row, for a remedy."""
-        column = next((name for name in row if name != self.label_column and is_column(name)), "text")
-        return f"{{{column}}} Label:"
 
     def _require_label(self, label: Any) -> None:
         if isinstance(label, str) and not label.strip():
@@ -200,13 +189,9 @@ class RowOptions:
         if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
             index = int(number)
         if index is None or not 0 <= index < len(self.labels):
-            near = _nearest(str(label), self.labels)
-            raise DataError(
-                "row",
-                found=f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'",
-                expected=f"one of {', '.join(map(repr, self.labels[:_LISTED]))}, or the number of one of them, from 0",
-                remedy=near or "correct the label, or name all labels with --labels",
-            )
+            listed, found = self.labels[:_LISTED], f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'"
+            remedy = _nearest(str(label), self.labels) or "correct the label, or name all labels with --labels"
+            raise row_error(found, f"one of {', '.join(map(repr, listed))}, or the number of one of them, from 0", remedy)
         prompt = row["prompt"]
         texts = [_separated(prompt, text) for text in self.labels] if isinstance(prompt, str) else list(self.labels)
         return {**row, "candidates": texts, "answer": index}
@@ -237,12 +222,8 @@ class RowOptions:
         values = {column: _column(row, column, "--prompt-template") for column in self.prompt_columns}
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
-                raise DataError(
-                    "row",
-                    found=f"{json.dumps(value)[:40]} in the column {column!r}",
-                    expected="text or a number for --prompt-template",
-                    remedy="name another column in the template",
-                )
+                found, remedy = f"{json.dumps(value)[:40]} in the column {column!r}", "name another column in the template"
+                raise row_error(found, "text or a number for --prompt-template", remedy)
         parts = ((with_line_breaks(text), column) for text, column, _, _ in Formatter().parse(template))
         return "".join(text if column is None else f"{text}{values[column]}" for text, column in parts)
 
@@ -272,12 +253,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_label(column: str) -> DataError:
     """The error of a row without a label; the caller adds file and row."""
-    return DataError(
-        "row",
-        found=f"that the column {column!r} is empty",
-        expected="a label in every row",
-        remedy="remove the row or fill it",
-    )
+    return row_error(f"that the column {column!r} is empty", "a label in every row", "remove the row or fill it")
 
 
 def _require_template(template: str) -> None:
@@ -291,24 +267,18 @@ def _require_template(template: str) -> None:
     except ValueError as error:
         found += f" ({error})"
     if not is_plain:
-        raise OptionError(
-            "prompt_template",
-            found=found,
-            expected="text with names of columns between braces, such as 'Tweet: {text} Sentiment:'",
-            remedy="name at least one column; write {{ and }} for braces",
-        )
+        expected = "text with names of columns between braces, such as 'Tweet: {text} Sentiment:'"
+        remedy = "name at least one column; write {{ and }} for braces"
+        raise OptionError("prompt_template", found=found, expected=expected, remedy=remedy)
 
 
 def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
     if column in row:
         return row[column]
     names = ", ".join(map(repr, list(row)[:_LISTED])) or "none"
-    raise DataError(
-        "row",
-        found=f"no value in a column {column!r}; the row's columns are {names}",
-        expected=f"the column {column!r} that {option} names",
-        remedy=_nearest(column, list(row)) or "name a column of the file",
-    )
+    found = f"no value in a column {column!r}; the row's columns are {names}"
+    remedy = _nearest(column, list(row)) or "name a column of the file"
+    raise row_error(found, f"the column {column!r} that {option} names", remedy)
 
 
 def with_line_breaks(text: str) -> str:
@@ -435,12 +405,12 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
         return _with_prompt(replace(options, label_column=label), rows, texts)
     if set(columns) & _KNOWN:
         return options
-    raise DataError(
-        path,
-        found=f"the columns {', '.join(map(repr, columns[:_LISTED]))}",
-        expected="columns of a prompt and of a completion or label, text, or messages",
-        remedy=f"name them, such as {_options_example(columns)}",
-    )
+    found, example = ", ".join(map(repr, columns[:_LISTED])), f"text={columns[0]}"
+    if len(columns) > 1:
+        example = f"prompt={columns[0]},completion={columns[1]}"
+    expected = "columns of a prompt and of a completion or label, text, or messages"
+    remedy = f"name them, such as --columns {shlex.quote(example)}"
+    raise DataError(path, found=f"the columns {found}", expected=expected, remedy=remedy)
 
 
 def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions) -> RowOptions:
@@ -452,12 +422,6 @@ def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOp
     template = "".join(f"### {name.capitalize()}:\\n{{{name}}}\\n\\n" for name in sections) + "### Response:\\n"
     preamble = _ALPACA if sections == ["instruction", "input"] else ""
     return replace(options, prompt_template=preamble + template)
-
-
-def _options_example(columns: Sequence[str]) -> str:
-    """Options that name columns of the file, for a remedy."""
-    named = f"text={columns[0]}" if len(columns) == 1 else f"prompt={columns[0]},completion={columns[1]}"
-    return f"--columns {shlex.quote(named)}"
 
 
 def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:

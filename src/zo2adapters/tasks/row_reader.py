@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
+from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
 from zo2adapters.tasks.rows import AnyRow, Choice, Label, LabelledRow, Question, Rows, TokenizedRow
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core.errors import DataError, OptionError
@@ -80,12 +80,12 @@ class RowReader:
                 raise at_row(error, path, line) from error.__cause__
         long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
         if not rows:
-            raise DataError(
-                path,
-                found=f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}",
-                expected="a row that is short enough, with --too-long drop",
-                remedy="raise `sequence_length`, or pass --too-long cut",
+            found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
+            expected, remedy = (
+                "a row that is short enough, with --too-long drop",
+                "raise `sequence_length`, or pass --too-long cut",
             )
+            raise DataError(path, found=found, expected=expected, remedy=remedy)
         new_tokens = self.sequence_length - self._most(kind)
         return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options)
 
@@ -97,12 +97,9 @@ class RowReader:
         if kind is not RowFormat.ANSWERS:
             return kind
         if self.new_tokens is not None and self.new_tokens >= self.sequence_length:
-            raise OptionError(
-                "max_new_tokens",
-                found=f"{self.new_tokens}, where prompt and answer together may have {self.sequence_length} tokens",
-                expected=f"at most {self.sequence_length - 1}",
-                remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
-            )
+            found = f"{self.new_tokens}, where prompt and answer together may have {self.sequence_length} tokens"
+            remedy = "pass a smaller value, or raise `sequence_length` if the model supports longer rows"
+            raise OptionError("max_new_tokens", found=found, expected=f"at most {self.sequence_length - 1}", remedy=remedy)
         return RowFormat.TEXT if self.new_tokens is None else kind
 
     def _most(self, kind: RowFormat) -> int:
@@ -117,16 +114,12 @@ class RowReader:
         if is_cut and choice != "refuse":
             return True
         generates = kind is RowFormat.ANSWERS
-        raise DataError(
-            "row",
-            found=f"a row of {counted(tokens, 'token')}"
-            + ("" if is_cut else ", with candidates, preferences or answers, which cannot be cut"),
-            expected=f"at most {self._most(kind)}"
-            + ("" if choice == "auto" else f" with --too-long {choice}")
-            + (", so that `max_new_tokens` fit, too" if generates else ""),
-            remedy=TOO_LONG
-            + (", or lower `max_new_tokens`" if generates else "")
-            + f"; or pass --too-long {'cut or drop' if is_cut else 'drop'}",
+        uncut = "" if is_cut else ", with candidates, preferences or answers, which cannot be cut"
+        asked = "" if choice == "auto" else f" with --too-long {choice}"
+        expected = f"at most {self._most(kind)}{asked}{', so that `max_new_tokens` fit, too' if generates else ''}"
+        remedy = f"{TOO_LONG}{', or lower `max_new_tokens`' if generates else ''}; or pass --too-long "
+        raise row_error(
+            f"a row of {counted(tokens, 'token')}{uncut}", expected, remedy + ("cut or drop" if is_cut else "drop")
         )
 
     def _require_learnable(self, row: AnyRow, tokens: int) -> None:
@@ -134,25 +127,22 @@ class RowReader:
         if isinstance(row, TokenizedRow):
             _require_prediction(tokens, row.prompt_length, self.sequence_length)
         if self.vocabulary is not None and (largest := max(map(max, row.parts))) >= self.vocabulary:
-            raise DataError(
-                "row",
-                found=f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}",
-                expected=f"ids below {self.vocabulary}, the rows of the model's embedding",
-                remedy="use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings",
-            )
+            found = f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}"
+            expected = f"ids below {self.vocabulary}, the rows of the model's embedding"
+            remedy = "use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings"
+            raise row_error(found, expected, remedy)
 
     def _tokenized(self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[AnyRow, int]:
         """A row as tokens, shortened where that is possible, and its length."""
-        match kind:
-            case RowFormat.LABELS:
-                return self._labelled(row)
-            case RowFormat.CANDIDATES:
-                return self._choice(row)
-            case RowFormat.PREFERENCES:
-                return self._preference(row)
-            case RowFormat.ANSWERS:
-                return self._question(row)
-        return self._text(row, source, line)
+        if kind is RowFormat.TEXT:
+            return self._text(row, source, line)
+        read: Mapping[RowFormat, Callable[[dict[str, Any]], tuple[AnyRow, int]]] = {
+            RowFormat.LABELS: self._labelled,
+            RowFormat.CANDIDATES: self._choice,
+            RowFormat.PREFERENCES: self._preference,
+            RowFormat.ANSWERS: self._question,
+        }
+        return read[kind](row)
 
     def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
         kept, most = json.dumps({**source, **row}) if self.keeps_sources else "", self.sequence_length
@@ -225,12 +215,11 @@ class RowReader:
                 prompt = _text_ids(text, self.tokenizer, append_eos=False)
                 whole = _text_ids(text + _string(row, "completion"), self.tokenizer)
             case present:
-                found = f"the keys {', '.join(map(repr, present or row)) or '(none)'}"
-                expected = "'text', or 'prompt' and 'completion', or 'messages'"
                 remedy = "keep the keys of one of these formats"
                 if not present and row:
                     remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
-                raise DataError("row", found=found, expected=expected, remedy=remedy)
+                found = _keys(present or row) if present or row else "the keys (none)"
+                raise row_error(found, "'text', or 'prompt' and 'completion', or 'messages'", remedy)
         return whole, _prompt_length(prompt, whole), ()
 
     def _answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
@@ -243,19 +232,17 @@ class RowReader:
             start = _prompt_length(self._chat_ids(messages[:index], reply_follows=True) if index else [], whole)
             is_last = index == len(messages) - 1
             end = len(whole) if is_last else _prompt_length(self._chat_ids(messages[: index + 1]), whole)
-            _require(
-                start < end,
-                "a chat template that changes an answer once more messages follow",
-                "answers that stay the same in a longer conversation",
-                "pass --train-on all, or write a row with 'prompt' and 'completion' for each answer",
-            )
+            if start >= end:
+                found = "a chat template that changes an answer once more messages follow"
+                remedy = "pass --train-on all, or write a row with 'prompt' and 'completion' for each answer"
+                raise row_error(found, "answers that stay the same in a longer conversation", remedy)
             answers.append((start, end))
-        _require(
-            bool(answers),
+        expected = "at least one message of the assistant, whose tokens are learned"
+        found, remedy = (
             "messages without an answer, that is without the role 'assistant'",
-            "at least one message of the assistant, whose tokens are learned",
             "add the answer, or pass --train-on all",
         )
+        _require(bool(answers), found, expected, remedy)
         bounds = [*answers, (len(whole), len(whole))]
         later = tuple((end, start) for (_, end), (start, _) in itertools.pairwise(bounds) if end < start)
         return whole, answers[0][0], later
@@ -276,12 +263,11 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
         return options
     labels = options.labels_in(row for _, row in parsed_rows(path))
     if len(labels) == 1:
-        raise DataError(
-            path,
-            found=f"the label {labels[0]!r} in every row",
-            expected="at least two labels, which are compared",
-            remedy="name all labels with --labels, or pass --columns completion=NAME",
+        found, remedy = (
+            f"the label {labels[0]!r} in every row",
+            "name all labels with --labels, or pass --columns completion=NAME",
         )
+        raise DataError(path, found=found, expected="at least two labels, which are compared", remedy=remedy)
     return replace(options, labels=labels)
 
 
@@ -313,29 +299,21 @@ def _with_tokens(choice: Choice) -> tuple[Choice, int]:
 
 def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  # noqa: FBT001 - like an assert
     if not condition:
-        raise DataError("row", found=found, expected=expected, remedy=remedy)
+        raise row_error(found, expected, remedy)
 
 
 def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
     """Refuse a row without a token to predict: one after the prompt, not the row's first, and within the length."""
-    _require(
-        tokens > 1 or prompt > 0,
+    found, expected = (
         f"a text of {'1 token' if tokens else 'no tokens'}",
         "at least 2 tokens, of which the first predicts the second",
-        "lengthen the text, or remove the row",
     )
-    _require(
-        tokens > prompt,
-        f"a prompt of {counted(prompt, 'token')}, and no token of a completion",
-        "at least one token after the prompt",
-        "write a completion, or remove the row",
-    )
-    _require(
-        prompt < sequence_length,
-        f"a prompt of {counted(prompt, 'token')}, which leaves no token of the row's {sequence_length} for the completion",
-        f"a prompt of at most {sequence_length - 1} tokens",
-        TOO_LONG,
-    )
+    _require(tokens > 1 or prompt > 0, found, expected, "lengthen the text, or remove the row")
+    found = f"a prompt of {counted(prompt, 'token')}"
+    expected, remedy = "at least one token after the prompt", "write a completion, or remove the row"
+    _require(tokens > prompt, f"{found}, and no token of a completion", expected, remedy)
+    found = f"{found}, which leaves no token of the row's {sequence_length} for the completion"
+    _require(prompt < sequence_length, found, f"a prompt of at most {sequence_length - 1} tokens", TOO_LONG)
 
 
 def _prompt_length(prompt: list[int], whole: list[int]) -> int:
@@ -397,12 +375,9 @@ def padding_of(config: PretrainedConfig) -> int:
     """The config's padding token, by which a decoder that classifies finds the last token of a row."""
     pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
     if pad is None or not 0 <= pad < vocabulary:
-        raise OptionError(
-            "model",
-            found=f"{pad} as the config's pad_token_id",
-            expected=f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row",
-            remedy="write the tokenizer's padding token into config.json",
-        )
+        expected = f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row"
+        remedy = "write the tokenizer's padding token into config.json"
+        raise OptionError("model", found=f"{pad} as the config's pad_token_id", expected=expected, remedy=remedy)
     return int(pad)
 
 

@@ -81,14 +81,19 @@ def require_there(path: Path) -> None:
         raise DataError(path, found="No such file or directory", **_UNREADABLE)
 
 
+def row_error(found: str, expected: str, remedy: str) -> DataError:
+    """An error of a row, to which its reader adds file and row."""
+    return DataError("row", found=found, expected=expected, remedy=remedy)
+
+
 def at_row(error: DataError, path: Path, number: int) -> DataError:
     """The same error with the file and the row."""
-    return _bad_row(path, number, error.found, error.expected, error.remedy)
+    where = f"{path}, {'line' if _counts_lines(path) else 'row'} {number}"
+    return DataError(where, found=error.found, expected=error.expected, remedy=error.remedy)
 
 
 def _bad_row(path: Path, number: int, found: str, expected: str, remedy: str) -> DataError:
-    unit = "line" if _counts_lines(path) else "row"
-    return DataError(f"{path}, {unit} {number}", found=found, expected=expected, remedy=remedy)
+    return at_row(row_error(found, expected, remedy), path, number)
 
 
 def saved_path(path: Path) -> str:
@@ -192,27 +197,21 @@ def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
             is_unnamed = False
             yield line, row
         elif is_unnamed:
-            raise DataError(
-                path,
-                found=f"a file of another format, with the ending {path.suffix}",
-                expected="a data file that ends with .csv, .json, .jsonl or .parquet",
-                remedy="save it as CSV in UTF-8 with commas between the cells, and name it .csv",
-            ) from cause
+            found = f"a file of another format, with the ending {path.suffix}"
+            expected = "a data file that ends with .csv, .json, .jsonl or .parquet"
+            remedy = "save it as CSV in UTF-8 with commas between the cells, and name it .csv"
+            raise DataError(path, found=found, expected=expected, remedy=remedy) from cause
         else:
-            remedy = "write one JSON object per line, in UTF-8"
-            raise _bad_row(path, line, found, "a JSON object", remedy) from cause
+            raise _bad_row(path, line, found, "a JSON object", "write one JSON object per line, in UTF-8") from cause
 
 
 def _list_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     try:
         rows = _parsed(file.read())
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            path,
-            found=f"text that is not JSON in UTF-8 ({error})",
-            expected="a list of JSON objects",
-            remedy="correct the file, or write one JSON object per line and name it .jsonl",
-        ) from error
+        found = f"text that is not JSON in UTF-8 ({error})"
+        remedy = "correct the file, or write one JSON object per line and name it .jsonl"
+        raise DataError(path, found=found, expected="a list of JSON objects", remedy=remedy) from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise _bad_row(path, number, json.dumps(row)[:40], "a JSON object", "write a list of JSON objects")
@@ -275,12 +274,9 @@ def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
 def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     directory = Path(dataset.name)
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
-        raise DataError(
-            path,
-            found="no regular file, but a directory that datasets has not saved",
-            expected=f"a data file, or a directory with {' or '.join(_SAVED)}",
-            remedy="pass a file of it, or save the rows with save_to_disk",
-        )
+        found, expected = "no regular file, but a directory that datasets has not saved", " or ".join(_SAVED)
+        remedy = "pass a file of it, or save the rows with save_to_disk"
+        raise DataError(path, found=found, expected=f"a data file, or a directory with {expected}", remedy=remedy)
     package = optional_package("datasets", install=_INSTALL_DATASETS)
     loaded: Any = (
         package.load_from_disk(dataset.name)
@@ -301,12 +297,9 @@ def _split_of(path: Path, dataset: _Dataset, splits: dict[str, Any]) -> Any:
     if dataset.split is None and len(splits) == 1:
         return next(iter(splits.values()))
     if dataset.split not in splits:
-        raise DataError(
-            path,
-            found="no split" if dataset.split is None else f"the split {dataset.split!r}",
-            expected=f"one of the splits {', '.join(splits)}",
-            remedy=f"pass {dataset.name}:{next(iter(splits), 'train')}",
-        )
+        found, names = "no split" if dataset.split is None else f"the split {dataset.split!r}", [*splits, "train"]
+        expected, remedy = f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}"
+        raise DataError(path, found=found, expected=expected, remedy=remedy)
     return splits[dataset.split]
 
 

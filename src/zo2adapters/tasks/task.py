@@ -1,12 +1,15 @@
-"""Tasks: how a run trains on rows of one format, and how it is evaluated on them."""
+"""Tasks: how a run trains on rows of one format, and what is measured of a model on rows, with standard errors."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import re
+import string
 import sys
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,29 +23,15 @@ from zo2adapters.models.batches import pack
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.model_directory import end_token_ids
+from zo2adapters.tasks import objectives
 from zo2adapters.tasks.batches import choice_batch, collate, file_batches, preference_batch, with_completion
-from zo2adapters.tasks.generation import Generation, Sampling, sampling_of
-from zo2adapters.tasks.measures import Measuring, measured
-from zo2adapters.tasks.objectives import (
-    BETA,
-    CandidateScores,
-    ChoiceError,
-    ChoiceF1Error,
-    ChoiceLoss,
-    ChoiceObjective,
-    LogLikelihood,
-    PreferenceLoss,
-    Scored,
-    in_order,
-    is_own_shard,
-    score,
-    sharded_forwards,
-)
+from zo2adapters.tasks.generation import Generation, Sampling, generate, sampling_of
+from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_own_shard, sharded_forwards
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.row_reader import padding_of
-from zo2adapters.tasks.rows import Choice, Rows, TokenizedRow
+from zo2adapters.tasks.row_reader import classifies, padding_of
+from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow
 from zo2core import Batch, Engine, Evaluation, Forward, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular
@@ -50,13 +39,15 @@ from zo2core.ranges import counted, parse_size
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """The options of a run that concern its task."""
+    """The options of a run, or of an evaluation, that concern its task."""
 
-    objective: str  # name of the task or FILE.py:function; "auto" until the registry has chosen a task
+    objective: str = MODEL_LOSS  # name of the task or FILE.py:function; "auto" until the registry has chosen a task
     pad: int  # token id at padded positions
     batch_size: int  # number of rows in a batch
     micro_batch_size: int | None = None  # sequences that run at a time; None runs all of a batch
@@ -65,8 +56,157 @@ class TaskOptions:
     per_row: bool = False  # whether each row of a batch has a loss and a direction of its own
     differentiates: bool = False  # whether steps take the gradient of the objective
     rewards: RewardOptions | None = None  # rewards of what the model writes; None: there are none
-    tokenizer: Any = None  # the model's, for rewards of texts
+    tokenizer: Any = None  # the model's, for rewards of texts and rows with answers
     seed: int = 0  # of the run
+    progress: Callable[[int], object] = lambda rows: None  # of evaluations, with numbers of the units of ``units_of``
+
+
+class Measure(NamedTuple):
+    """One number that an evaluation measures."""
+
+    name: str
+    value: float
+    standard_error: float | None = None  # of the value; None: it cannot be estimated, or is not
+    is_share: bool = False  # whether it is a share of the rows, shown in percent
+    digits: int = 4  # decimals of a value that is no share
+
+
+class Evaluated(NamedTuple):
+    """The measures of one model on rows."""
+
+    measures: Sequence[Measure]
+    size: str  # how many rows were evaluated, and in how many sweeps
+    finite: Sequence[float]  # losses or log-likelihoods, which are finite unless something went wrong
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The values by the names that a run records. A perplexity follows from the loss, and is not recorded."""
+        values = {measure.name.lower().replace(" ", "_"): measure.value for measure in self.measures}
+        return {name: value for name, value in values.items() if name != "perplexity"}
+
+
+def units_of(rows: Rows) -> tuple[int, str]:
+    """The work of an evaluation for a progress bar: how many units, and what is counted."""
+    if rows.format is RowFormat.CANDIDATES:
+        return sum(len(choice.candidates) for choice in rows), "candidate"
+    return len(rows), "row"
+
+
+def measured(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
+    """Evaluate the current weights on rows of any format but preferences, which need the weights of the base."""
+    measure = {RowFormat.LABELS: _labels, RowFormat.ANSWERS: _answers, RowFormat.CANDIDATES: _choices}
+    return measure.get(rows.format, _texts)(engine, model, rows, options)
+
+
+def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | None:
+    """The standard error of a mean ``sum(sums) / sum(weights)`` of independent groups of rows.
+
+    It is that of a ratio estimator; with a weight of 1 for each row, the usual one of a mean.
+    """
+    count, total = len(sums), math.fsum(weights)
+    if count < 2 or not all(map(math.isfinite, sums)):
+        return None
+    mean = math.fsum(sums) / total
+    squares = math.fsum((value - mean * weight) ** 2 for value, weight in zip(sums, weights, strict=True))
+    return math.sqrt(squares * count / (count - 1)) / total
+
+
+def normalized(text: str) -> str:
+    """Remove case, punctuation, articles and superfluous space from a text."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def f1_of_words(text: str, right: str) -> float:
+    """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is 0 or 1."""
+    words, right_words = normalized(text).split(), normalized(right).split()
+    if right in ("CANNOTANSWER", "no answer"):
+        return float(words == right_words)
+    shared = sum((Counter(words) & Counter(right_words)).values())
+    return 2 * shared / (len(words) + len(right_words)) if shared else 0.0
+
+
+def _mean(name: str, values: Sequence[float]) -> Measure:
+    """The mean of a value of each row, a share."""
+    return Measure(name, math.fsum(values) / len(values), standard_error(values, [1.0] * len(values)), is_share=True)
+
+
+def _texts(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
+    """The model's own loss over labelled tokens."""
+
+    def batches() -> Iterator[Batch]:
+        for group in file_batches(rows, options.batch_size):
+            options.progress(len(group))
+            batch = collate(group, pad_token_id=options.pad)
+            yield pack(batch) if options.pack else batch
+
+    result = engine.evaluate(batches())
+    sums = [loss * tokens for loss, tokens in zip(result.losses, result.tokens_of_batches, strict=True) if tokens]
+    error = standard_error(sums, [tokens for tokens in result.tokens_of_batches if tokens])
+    perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
+    size = f"{counted(result.tokens, 'token')}, {counted(len(rows), 'row')}, {counted(result.sweeps, 'sweep')}"
+    measures = [Measure("loss", result.loss, error, digits=6), Measure("perplexity", perplexity)]
+    return Evaluated(measures, size, [result.loss])
+
+
+def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
+    """The model's own loss, which takes no micro-batches, and, for rows with a class, accuracy."""
+    groups, pad = file_batches(rows, options.micro_batch_size or options.batch_size), padding_of(model.config)
+    forward = CalledForward(model, _loss_and_right)
+    values, _ = sharded_forwards(engine, groups, lambda group: collate(group, pad_token_id=pad), forward, options.progress)
+    losses, right = zip(*values, strict=True)
+    loss = math.fsum(losses) / len(rows)
+    measures = [Measure("loss", loss, standard_error(losses, list(map(len, groups))), digits=6)]
+    if classifies(model.config):
+        number = round(math.fsum(right))
+        measures.append(_mean("accuracy", [1.0] * number + [0.0] * (len(rows) - number)))
+    return Evaluated(measures, counted(len(rows), "row"), [loss])
+
+
+def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A batch's loss times its number of rows, and its number of rows whose likeliest class is right: (2,), float64."""
+    output, labels = model(**batch), batch["labels"]
+    right = (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    return torch.stack([output.loss.double() * len(labels), right.double()])
+
+
+def _choices(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
+    """Accuracy of the likeliest candidates."""
+    scored = _scored(engine, model, rows, options, options.batch_size)
+    size = f"{counted(len(rows), 'row')}, {counted(units_of(rows)[0], 'candidate')}, {counted(scored.sweeps, 'sweep')}"
+    return Evaluated([_accuracy(scored, rows)], size, [value for values in scored.log_likelihoods for value in values])
+
+
+def _scored(engine: Engine, model: HFBlockModel, rows: Sequence[Choice], options: TaskOptions, batch_size: int) -> Scored:
+    """The candidates' log-likelihoods by the current weights."""
+    given: Any = {"batch_size": batch_size, "pad_token_id": options.pad, "progress": options.progress}
+    return objectives.score(engine, model, [row.prompt for row in rows], [row.candidates for row in rows], **given)
+
+
+def _accuracy(scored: Scored, rows: Sequence[Choice]) -> Measure:
+    return _mean("accuracy", [float(index in row.answers) for index, row in zip(scored.choices(), rows, strict=True)])
+
+
+def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
+    """F1 over words and exact match, as in SQuAD, of answers that are generated greedily up to the end of the line."""
+    tokenizer, own = options.tokenizer, list[list[float]]()
+    ends = {*end_token_ids(model, tokenizer), *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]}
+    given: Any = {"max_new_tokens": rows.new_tokens, "eos_token_ids": ends, "pad_token_id": options.pad}
+    for number, group in enumerate(file_batches(rows, options.batch_size)):
+        if is_own_shard(engine, number):
+            answers = zip(*generate(engine, model, [row.prompt for row in group], **given), strict=True)
+            judged = [_judged(row, answer, tokenizer) for row, answer in zip(group, answers, strict=True)]
+            own.append([value for values in judged for value in values])
+        options.progress(len(group))
+    values = [value for group in in_order(engine, own, rows.rows) for value in group]
+    return Evaluated([_mean("F1", values[::2]), _mean("exact match", values[1::2])], counted(len(rows), "row"), [])
+
+
+def _judged(row: Question, answer: Sequence[int | None], tokenizer: Any) -> tuple[float, float]:
+    """Of a generated answer, the best F1 with a right one, and 1 if it is a right one."""
+    raw = str(tokenizer.decode([token for token in answer if token is not None], skip_special_tokens=True))
+    text = raw.strip().partition("\n")[0].strip()
+    f1 = max(f1_of_words(text, right) for right in row.answers)
+    return f1, float(any(normalized(text) == normalized(right) for right in row.answers))
 
 
 class Task:
@@ -105,11 +245,7 @@ class Task:
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Evaluate the current weights."""
-        options, size = self._options, self._options.batch_size
-        if rows.format is RowFormat.LABELS:  # each batch's loss is the model's own, and takes no micro-batches
-            size = options.micro_batch_size or size
-        measuring = Measuring(options.tokenizer, options.pad, batch_size=size, packed=options.pack)
-        return measured(engine, self._model, rows, measuring).results
+        return measured(engine, self._model, rows, self._options).results
 
 
 class FunctionTask(Task):
@@ -133,9 +269,7 @@ class CandidatesTask(Task):
     def _scored(self, engine: Engine, rows: Sequence[Choice]) -> Scored:
         """The candidates' log-likelihoods by the current weights."""
         options, sequences = self._options, max(len(row.candidates) for row in rows)
-        size = options.micro_batch_size or options.batch_size * sequences
-        prompts, candidates = [row.prompt for row in rows], [row.candidates for row in rows]
-        return score(engine, self._model, prompts, candidates, batch_size=size, pad_token_id=options.pad)
+        return _scored(engine, self._model, rows, options, options.micro_batch_size or options.batch_size * sequences)
 
 
 class ChoiceTask(CandidatesTask):
@@ -147,20 +281,20 @@ class ChoiceTask(CandidatesTask):
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
-        kinds: dict[str, type[ChoiceObjective]] = {"accuracy": ChoiceError, "f1": ChoiceF1Error}
-        self._objective = kinds.get(options.objective, ChoiceLoss)(model)
+        kinds: dict[str, type[objectives.ChoiceObjective]] = {
+            "accuracy": objectives.ChoiceError,
+            "f1": objectives.ChoiceF1Error,
+        }
+        self._objective = kinds.get(options.objective, objectives.ChoiceLoss)(model)
         self._learns_answer = options.objective == MODEL_LOSS
         if self._learns_answer:
             self.provenance = {"objective": MODEL_LOSS}  # which does not say it for other rows
         else:
             self.forward = self._objective
         if options.objective == "f1" and len({len(row.candidates) for row in rows}) > 1:
-            raise OptionError(
-                "objective",
-                found=f"{options.objective} for rows with different numbers of candidates",
-                expected="the same candidates in each row",
-                remedy="pass another objective, or other rows",
-            )
+            found = f"{options.objective} for rows with different numbers of candidates"
+            expected, remedy = "the same candidates in each row", "pass another objective, or other rows"
+            raise OptionError("objective", found=found, expected=expected, remedy=remedy)
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
         """Make a batch with a sequence for each candidate, or for the right ones."""
@@ -173,13 +307,10 @@ class ChoiceTask(CandidatesTask):
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the objective and accuracy. For the model's own loss, the objective is another one, with its own name."""
         scored = self._scored(engine, rows)
-        right = sum(index in row.answers for row, index in zip(rows, scored.choices(), strict=True))
-        rated = [
-            CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers)
-            for means, row in zip(scored.means, rows, strict=True)
-        ]
+        pairs = zip(scored.means, rows, strict=True)
+        rated = [CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers) for means, row in pairs]
         name = "choice_loss" if self._learns_answer else "loss"
-        return {name: float(self._objective.value(rated)), "accuracy": right / len(rows)}
+        return {name: float(self._objective.value(rated)), "accuracy": _accuracy(scored, rows).value}
 
 
 class PreferenceTask(CandidatesTask):
@@ -187,7 +318,8 @@ class PreferenceTask(CandidatesTask):
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
-        self.forward = self._objective = PreferenceLoss(model, beta=BETA if options.beta is None else options.beta)
+        beta = objectives.BETA if options.beta is None else options.beta
+        self.forward = self._objective = objectives.PreferenceLoss(model, beta=beta)
         self._references: dict[Choice, tuple[float, ...]] = {}
         self.provenance = {"objective": options.objective, "beta": self._objective.beta}
 
@@ -357,15 +489,11 @@ class RewardTask(GeneratedTask):
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
         if limit is not None and longest.prompt_length + self._settings.max_new_tokens > limit:
-            prompt = (
-                f"a prompt of {counted(longest.prompt_length, 'token')}, in the row on line {longest.line} of --{option}"
-            )
-            raise OptionError(
-                "max_new_tokens",
-                found=f"{self._settings.max_new_tokens} after {prompt}",
-                expected=f"at most {limit - longest.prompt_length}, with which it reaches the model's limit of {limit}",
-                remedy="lower it, or shorten the prompt",
-            )
+            where = f"in the row on line {longest.line} of --{option}"
+            found = f"{self._settings.max_new_tokens} after a prompt of {counted(longest.prompt_length, 'token')}, {where}"
+            expected = f"at most {limit - longest.prompt_length}, with which it reaches the model's limit of {limit}"
+            remedy = "lower it, or shorten the prompt"
+            raise OptionError("max_new_tokens", found=found, expected=expected, remedy=remedy)
 
     def prepare(
         self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
@@ -386,7 +514,7 @@ class RewardTask(GeneratedTask):
     def _log_likelihood(self, engine: Engine, rows: Sequence[TokenizedRow]) -> float:
         """Of what follows the prompts of all rows, in nats; every worker computes it."""
         batch = collate(rows, pad_token_id=self._options.pad)
-        [[sums]] = engine.forwards([batch], LogLikelihood(self._model))
+        [[sums]] = engine.forwards([batch], objectives.LogLikelihood(self._model))
         return math.fsum(sums.tolist())
 
     def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
@@ -475,20 +603,16 @@ def user_function(name: str) -> Any:
         if not callable(objective):
             raise TypeError(f"{function} is a {type(objective).__name__}, not a function")
     except Exception as error:  # the user's program may raise anything
-        raise OptionError(
-            "objective",
-            found=f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300],
-            expected="FILE.py:function, a function of the model and a batch that returns a number",
-            remedy="check the path and the name",
-        ) from error
+        found = f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300]
+        expected = "FILE.py:function, a function of the model and a batch that returns a number"
+        raise OptionError("objective", found=found, expected=expected, remedy="check the path and the name") from error
 
     def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         value = objective(model, batch)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return value
-        found = (
-            f"{f'shape {list(value.shape)}' if isinstance(value, torch.Tensor) else type(value).__name__} from {function}"
-        )
-        raise OptionError("objective", found=found, expected="a 0-d tensor", remedy="return the loss of the batch")
+        kind = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        found, remedy = f"{kind} from {function}", "return the loss of the batch"
+        raise OptionError("objective", found=found, expected="a 0-d tensor", remedy=remedy)
 
     return one_number
