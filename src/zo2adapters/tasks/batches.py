@@ -101,12 +101,9 @@ def choice_batch(
         right = [answer] if isinstance(answer, int) else list(answer)
         if not prompt or len(options) < 2 or not all(options) or not right or not set(right) <= set(range(len(options))):
             sizes = [len(candidate) for candidate in options]
-            raise BatchError(
-                f"prompts[{number}]",
-                found=f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}",
-                expected="a prompt and at least two candidates, all with tokens, and the index of a right candidate",
-                remedy="add what is missing",
-            )
+            found = f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}"
+            expected = "a prompt and at least two candidates, all with tokens, and the index of a right candidate"
+            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="add what is missing")
         rows += [with_completion(prompt, candidate) for candidate in options]
         prompt_of += [number] * len(options)
         is_answer += [int(index in right) for index in range(len(options))]
@@ -138,11 +135,8 @@ def preference_batch(
     """
     for number, (completions, likelihoods) in enumerate(zip(candidates, references, strict=True)):
         if len(completions) != 2 or len(likelihoods) != 2:
-            raise BatchError(
-                f"prompts[{number}]",
-                found=f"{len(completions)} candidates, {len(likelihoods)} references",
-                expected="a chosen and a rejected candidate, and the log-likelihood of each",
-                remedy="add what is missing",
-            )
+            found = f"{len(completions)} candidates, {len(likelihoods)} references"
+            expected = "a chosen and a rejected candidate, and the log-likelihood of each"
+            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="add what is missing")
     batch = choice_batch(prompts, candidates, [0] * len(prompts), pad_token_id=pad_token_id)
     return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}

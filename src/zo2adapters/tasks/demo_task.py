@@ -106,9 +106,6 @@ def _lines(source: str) -> tuple[list[str], list[str]]:
 
 
 def _too_little(found: str, expected: str) -> DataError:
-    return DataError(
-        sysconfig.get_path("stdlib"),
-        found=f"{found} in the source files of the standard library",
-        expected=expected,
-        remedy="use a Python installation that includes the source of its standard library",
-    )
+    found = f"{found} in the source files of the standard library"
+    remedy = "use a Python installation that includes the source of its standard library"
+    return DataError(sysconfig.get_path("stdlib"), found=found, expected=expected, remedy=remedy)

@@ -87,12 +87,8 @@ def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if top_p != 1:
-        raise OptionError(
-            "top_p",
-            found=f"{top_p} with a temperature of 0, which takes the likeliest token",
-            expected="a temperature above 0",
-            remedy="set `temperature` to 1, or leave `top_p` out",
-        )
+        found, expected = f"{top_p} with a temperature of 0, which takes the likeliest token", "a temperature above 0"
+        raise OptionError("top_p", found=found, expected=expected, remedy="set `temperature` to 1, or leave `top_p` out")
     return None
 
 
@@ -145,9 +141,8 @@ class NextToken:
         logits = self._model.logits(self._model.by_token(activations.hidden)[:, -1]).float()
         largest, tokens = logits.max(dim=-1)  # NaN if any logit is
         if not bool(largest.isfinite().all()):
-            raise NonFiniteLossError(
-                "generation", found="logits that are not finite", expected="finite logits", remedy="check the weights"
-            )
+            found, expected = "logits that are not finite", "finite logits"
+            raise NonFiniteLossError("generation", found=found, expected=expected, remedy="check the weights")
         return tokens if self._sampling is None else self._sampling.tokens(logits, batch[DRAW])
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
@@ -248,14 +243,9 @@ class Generation:
     def sweeps(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Token]]:
         """Continue prompts, which are padded on the left to the length of those that start with them."""
         require_lengths(self.model, prompts, self.max_new_tokens)
-        plan = plan_generation(
-            self.model.config,
-            evaluations=len(self.evaluations),
-            rows=len(prompts),
-            prompt_tokens=max(map(len, prompts)),
-            new_tokens=self.max_new_tokens,
-            allowed=self.allowed,
-        )
+        sizes = {"evaluations": len(self.evaluations), "rows": len(prompts), "prompt_tokens": max(map(len, prompts))}
+        new, allowed = self.max_new_tokens, self.allowed
+        plan = plan_generation(self.model.config, **sizes, new_tokens=new, allowed=allowed)
         forward = NextToken(self.model, self.sampling)
         waiting, groups, started = deque(range(len(prompts))), list[_Group](), 0
         while waiting or groups:
@@ -355,16 +345,8 @@ def generate(  # noqa: D417 - six arguments share a line
     Raises:
         UnsupportedModelError, BatchError, OptionError, NonFiniteLossError: As ``Generation`` does.
     """
-    generation = Generation(
-        engine,
-        model,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos_token_ids=eos_token_ids,
-        pad_token_id=pad_token_id,
-        evaluations=[at],
-    )
-    for tokens in generation.sweeps(prompts):
+    given: Any = {"sampling": sampling, "eos_token_ids": eos_token_ids, "pad_token_id": pad_token_id, "evaluations": [at]}
+    for tokens in Generation(engine, model, max_new_tokens=max_new_tokens, **given).sweeps(prompts):
         by_row = {token.row: token.id for token in tokens}
         yield tuple(by_row.get(row) for row in range(len(prompts)))
 
@@ -386,23 +368,20 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
     if not prompts:
         raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass a prompt")
     vocabulary = model.config.get_text_config().vocab_size
+    longest, most = model.longest_row, None
     for number, prompt in enumerate(prompts):
+        where = f"prompts[{number}]"
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "an empty prompt"
             expected = f"at least one token, with ids from 0 to {vocabulary - 1}"
-            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
-    longest = model.longest_row
-    for number, prompt in enumerate(prompts):
+            raise BatchError(where, found=found, expected=expected, remedy="use this model's own tokenizer")
         if longest is not None and len(prompt) >= longest:
-            raise BatchError(
-                f"prompts[{number}]",
-                found=counted(len(prompt), "token"),
-                expected=f"at most {longest - 1}, one less than the model's longest sequence",
-                remedy="shorten this prompt",
-            )
-    most = None if longest is None else longest - max(map(len, prompts))
+            found = counted(len(prompt), "token")
+            expected = f"at most {longest - 1}, one less than the model's longest sequence"
+            raise BatchError(where, found=found, expected=expected, remedy="shorten this prompt")
+    if longest is not None:
+        most = longest - max(map(len, prompts))
     if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
         expected = "at least 1" if most is None else f"1 to {most}, with which prompts reach the model's limit of {longest}"
-        raise OptionError(
-            "max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy="pass a value in this range"
-        )
+        remedy = "pass a value in this range"
+        raise OptionError("max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy=remedy)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -148,23 +149,17 @@ def score(
                 raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="add tokens")
         longest_row, longest = len(prompt) + max(map(len, answers)), model.longest_row
         if longest is not None and longest_row > longest:
-            raise BatchError(
-                f"prompts[{number}]",
-                found=f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate",
-                expected=f"at most {longest} together, the model's longest sequence",
-                remedy="shorten this prompt or its candidates",
-            )
+            found = f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate"
+            expected = f"at most {longest} together, the model's longest sequence"
+            remedy = "shorten this prompt or its candidates"
+            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy=remedy)
         rows += [with_completion(prompt, answer) for answer in answers]
     if not rows:
         raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts to score")
 
-    groups, sweeps = sharded_forwards(
-        engine,
-        file_batches(rows, batch_size),
-        lambda group: collate(group, pad_token_id=pad_token_id),
-        LogLikelihood(model),
-        progress,
-    )
+    batches = file_batches(rows, batch_size)
+    collated = partial(collate, pad_token_id=pad_token_id)
+    groups, sweeps = sharded_forwards(engine, batches, collated, LogLikelihood(model), progress)
     values = iter(value for group in groups for value in group)
     return Scored(
         log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),

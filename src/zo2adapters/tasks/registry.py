@@ -80,25 +80,16 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
     entry = _find(options.objective, rows.format)
     for option in ("pack", "beta", "per_row", "rewards"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
-            supporting = " or ".join(task.name for task in TASKS if option in task.options)
-            raise OptionError(
-                option, found=f"the objective {entry.name}", expected=f"the objective {supporting}", remedy="leave it out"
-            )
+            expected = f"the objective {' or '.join(task.name for task in TASKS if option in task.options)}"
+            raise OptionError(option, found=f"the objective {entry.name}", expected=expected, remedy="leave it out")
     if options.differentiates and not entry.has_gradient:
-        differentiable = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
-        raise OptionError(
-            "objective",
-            found=f"{entry.name}, which has no gradient",
-            expected=f"{' or '.join(differentiable)} with --method",
-            remedy="pass another objective, or leave --method out: zeroth-order steps need no gradient",
-        )
+        names = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
+        found, expected = f"{entry.name}, which has no gradient", f"{' or '.join(names)} with --method"
+        remedy = "pass another objective, or leave --method out: zeroth-order steps need no gradient"
+        raise OptionError("objective", found=found, expected=expected, remedy=remedy)
     if rows.format not in (entry.rows, *entry.other_rows):
-        raise OptionError(
-            "objective",
-            found=f"{options.objective} for rows with {rows.format.value}",
-            expected=f"rows with {entry.rows.value}",
-            remedy="pass another objective, or other rows",
-        )
+        found, expected = f"{options.objective} for rows with {rows.format.value}", f"rows with {entry.rows.value}"
+        raise OptionError("objective", found=found, expected=expected, remedy="pass another objective, or other rows")
     name = entry.name if options.objective == AUTO else options.objective
     return entry.load()(model, rows, replace(options, objective=name))
 
@@ -112,14 +103,12 @@ def make_evaluation(
     and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
     """
     if evaluation.format is not rows.format:
-        if rows.format is not RowFormat.TEXT or evaluation.format is RowFormat.PREFERENCES:
-            raise OptionError(
-                "evaluation",
-                found=f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}",
-                expected="rows with the fields of the training rows"
-                + (", or with prompt and candidates, or with prompt and answers" if rows.format is RowFormat.TEXT else ""),
-                remedy="pass a file with such rows",
-            )
+        is_text = rows.format is RowFormat.TEXT
+        if not is_text or evaluation.format is RowFormat.PREFERENCES:
+            found = f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
+            others = ", or with prompt and candidates, or with prompt and answers" if is_text else ""
+            expected = f"rows with the fields of the training rows{others}"
+            raise OptionError("evaluation", found=found, expected=expected, remedy="pass a file with such rows")
         entry = _find(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
         task = entry.load()(model, evaluation, replace(options, objective=MODEL_LOSS))
     return lambda engine: task.evaluate(engine, evaluation)
@@ -133,7 +122,6 @@ def _find(objective: str, rows: RowFormat) -> TaskEntry:
     named = [task for task in TASKS if task.name == name]
     if not named:
         names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]))
-        raise OptionError(
-            "objective", found=repr(objective), expected=f"one of {names}, or {FUNCTION}", remedy="pass one of these"
-        )
+        expected = f"one of {names}, or {FUNCTION}"
+        raise OptionError("objective", found=repr(objective), expected=expected, remedy="pass one of these")
     return next((task for task in named if task.rows is rows), named[0])

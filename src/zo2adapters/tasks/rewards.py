@@ -44,11 +44,9 @@ class RewardName(NamedTuple):
             number = math.nan
         is_known = path.endswith(".py") and function.isidentifier() if path else name in reward_program.READY
         if not is_known or not math.isfinite(number):
+            expected = f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT behind it or without"
             raise OptionError(
-                "reward",
-                found=repr(text),
-                expected=f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT behind it or without",
-                remedy="pass one of these, such as exact-match=0.5",
+                "reward", found=repr(text), expected=expected, remedy="pass one of these, such as exact-match=0.5"
             )
         return cls(function, Path(path), number) if path else cls(name, None, number)
 
@@ -149,12 +147,9 @@ class Rewards:
             try:
                 self._ask(index, [])
             except LimitedProcessError as error:
-                raise OptionError(
-                    "reward",
-                    found=f"{name.file}: {error}",
-                    expected=f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}",
-                    remedy="correct the file, or raise memory of --reward-options if it needs more",
-                ) from error
+                expected = f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}"
+                remedy = "correct the file, or raise memory of --reward-options if it needs more"
+                raise OptionError("reward", found=f"{name.file}: {error}", expected=expected, remedy=remedy) from error
 
     def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
         """Compute the rewards of completions."""
@@ -207,12 +202,11 @@ class Rewards:
         return values
 
     def _failure(self, index: int, completion: Completion, why: str, option: str) -> DataError:
-        return DataError(
-            f"reward {self.names[index]}, row on line {completion.line} of --{option}",
-            found=f"{why}, for the completion {completion.text[:60]!r}",
-            expected=f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory",
-            remedy="correct row or function and begin anew, or resume with more seconds or memory in --reward-options",
-        )
+        where = f"reward {self.names[index]}, row on line {completion.line} of --{option}"
+        found = f"{why}, for the completion {completion.text[:60]!r}"
+        expected = f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory"
+        remedy = "correct row or function and begin anew, or resume with more seconds or memory in --reward-options"
+        return DataError(where, found=found, expected=expected, remedy=remedy)
 
 
 def _source(path: Path, function: str) -> str:

@@ -21,6 +21,7 @@ from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.gguf_model import gguf_tokenizer
 from zo2adapters.models.model_directory import companion_files
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
+from zo2adapters.tasks.row_source import row_error
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
@@ -61,12 +62,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _unusable(directory: Path, why: str) -> DataError:
-    return DataError(
-        directory,
-        found=f"no usable tokenizer ({why})",
-        expected="tokenizer files in the model's directory",
-        remedy="copy the tokenizer files of the base model into the directory",
-    )
+    expected, remedy = "tokenizer files in the model's directory", "copy the tokenizer files of the base model into it"
+    return DataError(directory, found=f"no usable tokenizer ({why})", expected=expected, remedy=remedy)
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:
@@ -96,10 +93,8 @@ def render_chat(
         }
         return str(_renderer().ask(request, seconds=SECONDS, memory=_MEMORY))
     except (LimitedProcessError, ValueError, RecursionError) as error:
-        found = f"messages that the chat template refuses ({error})"
-        raise DataError(
-            "row", found=found, expected="messages that it can render", remedy="check their roles, and the template"
-        ) from error
+        found, expected = f"messages that the chat template refuses ({error})", "messages that it can render"
+        raise row_error(found, expected, "check their roles, and the template") from error
 
 
 def is_dated(tokenizer: PreTrainedTokenizerBase) -> bool:
